@@ -1,0 +1,85 @@
+"""Compares a wheel with the sources it was built from.
+
+Owns: what must be in the wheel, and what must not. Refuses: to build or to install it.
+
+    python .ci/check_wheel.py WHEEL             compare its files with the sources
+    python .ci/check_wheel.py --import WHEEL    import every module of it, in an interpreter that has it installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SHIPPED = {".pyc", ".ipynb", ".md"}  # what may lie in a package's folder and is not part of it
+
+
+def expected_files() -> set[str]:
+    """Every file below the package's folders, under its name in the wheel."""
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    return {
+        f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"
+        for package, folder in folders.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and file.suffix not in NOT_SHIPPED
+    }
+
+
+def problems_of(wheel: Path) -> list[str]:
+    """What is wrong with the wheel, a line each."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(f"{info}/METADATA").decode())
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+    shipped = {name for name in names if not name.startswith(f"{info}/")}
+    expected = expected_files()
+    problems = [f"missing: {name}" for name in sorted(expected - shipped)]
+    problems += [f"does not belong there: {name}" for name in sorted(shipped - expected)]
+    must = ["rankbook/__init__.py", "rankbook/py.typed", "rankbook/magics/__init__.py", "rankbook/widgets/__init__.py"]
+    problems += [f"missing: {name}" for name in must if name not in shipped]
+    if f"{info}/licenses/LICENSE" not in names:
+        problems.append(f"missing: {info}/licenses/LICENSE")
+    if metadata["License-Expression"] != "Apache-2.0":
+        problems.append(f"License-Expression is {metadata['License-Expression']!r}, not 'Apache-2.0'")
+    if "rankbook = rankbook.cli:main" not in scripts:
+        problems.append("the command `rankbook` is not among the entry points")
+    if "# Rankbook" not in metadata.get_payload():
+        problems.append("the README is not its long description")
+    return problems
+
+
+def modules_of(wheel: Path) -> list[str]:
+    """The names of its modules."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = [Path(name) for name in archive.namelist() if name.startswith("rankbook/") and name.endswith(".py")]
+    return sorted(".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files)
+
+
+def main() -> int:
+    """The command line; 1 when something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--import", dest="imports", action="store_true", help="import every module of it")
+    parser.add_argument("wheel", type=Path)
+    args = parser.parse_args()
+    modules = modules_of(args.wheel)
+    if args.imports:
+        where = {Path(str(importlib.import_module(name).__file__)).is_relative_to(sys.prefix) for name in modules}
+        problems = [] if where == {True} else [f"not all of them were imported from {sys.prefix}"]
+    else:
+        problems = problems_of(args.wheel)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if not problems:
+        print(f"{args.wheel.name}: {len(modules)} modules, {'all imported' if args.imports else 'and nothing else'}")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Rankbook: a notebook cell that runs on every accelerator at once.
+
+Owns: the public names, imported when they are used. Refuses: to import torch into the notebook.
+
+The rooms, from the wire up; imports point upwards in this list, never down:
+
+messages.py       the wire's vocabulary
+errors.py         one tree; the class names the culprit
+ranks.py          rank selections, "0,2-3"
+output.py         merges what the ranks print into what the notebook shows
+lines.py          bytes to lines and progress bars
+queues.py         lines the ranks up: which of their outputs are the same
+results.py        folds what the ranks send into one CellResult
+transport/        links, pickles, shared memory
+launch/           how ranks come to be
+coordinator/      the notebook side: decisions (pure), their driver, the public Cluster
+rank/             the rank side: forkserver, the process that runs cells
+widgets/          what a person sees of it, in HTML and in text
+magics/           %%distributed and %distributed
+notebook_file.py  reads and writes the notebook that is run
+notebook_run.py   runs a notebook without a browser
+console.py        prints what such a run shows
+cli.py            the `rankbook` command
+
+Coordinator and rank never import each other: they share messages.py and meet on the wire. tests/test_layers.py holds
+all of this.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankbook.coordinator.cluster import Cluster, RankStatus
+    from rankbook.coordinator.current import current, start, stop
+    from rankbook.errors import (
+        BadRequest,
+        CellError,
+        CellTimeout,
+        ClusterStopped,
+        LostRank,
+        NoCluster,
+        RankbookError,
+        StartError,
+        TransferError,
+    )
+    from rankbook.magics import load_ipython_extension, unload_ipython_extension
+    from rankbook.results import CellResult, RankOutcome
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "rankbook.coordinator.cluster",
+    "RankStatus": "rankbook.coordinator.cluster",
+    "current": "rankbook.coordinator.current",
+    "start": "rankbook.coordinator.current",
+    "stop": "rankbook.coordinator.current",
+    "BadRequest": "rankbook.errors",
+    "CellError": "rankbook.errors",
+    "CellTimeout": "rankbook.errors",
+    "ClusterStopped": "rankbook.errors",
+    "LostRank": "rankbook.errors",
+    "NoCluster": "rankbook.errors",
+    "RankbookError": "rankbook.errors",
+    "StartError": "rankbook.errors",
+    "TransferError": "rankbook.errors",
+    "CellResult": "rankbook.results",
+    "RankOutcome": "rankbook.results",
+    "load_ipython_extension": "rankbook.magics",
+    "unload_ipython_extension": "rankbook.magics",
+}
+
+__all__ = [
+    "BadRequest",
+    "CellError",
+    "CellResult",
+    "CellTimeout",
+    "Cluster",
+    "ClusterStopped",
+    "LostRank",
+    "NoCluster",
+    "RankOutcome",
+    "RankStatus",
+    "RankbookError",
+    "StartError",
+    "TransferError",
+    "current",
+    "load_ipython_extension",
+    "start",
+    "stop",
+    "unload_ipython_extension",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rankbook' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

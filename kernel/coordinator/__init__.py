@@ -1,0 +1,16 @@
+"""The notebook side: what the ranks shall do, and whoever waits for them.
+
+Owns: the cluster's state, its driver thread, the public `Cluster`. Refuses: torch, IPython, zmq.
+
+events.py   what can happen
+actions.py  what is to be done about it
+state.py    from one to the other, pure
+journal.py  how it got there
+driver.py   performs the actions: links, forkserver, timers
+cell.py     one task on its way: output, waiters, result
+wait.py     what the notebook's main thread does while a cell runs
+interrupts.py  its SIGINT, held until it is safe
+crew.py     the processes of one cluster, started and ended together
+cluster.py  the public face
+current.py  the notebook's one cluster
+"""

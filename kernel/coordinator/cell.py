@@ -1,0 +1,158 @@
+"""One task on its way through the ranks.
+
+Owns: what the task is, its output, its waiters and its result. Refuses: to decide when it starts or ends.
+
+Output is handled on the driver's thread only. Waiters are told through a queue, so that the notebook's main thread can
+wait for the end and for questions (`input()`) in one place.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rankbook.messages import Clear, Display, Done, InputRequest, Message, Payload, Text, TextCut
+from rankbook.output import Emit, OutputMerger
+from rankbook.ranks import name_ranks
+from rankbook.results import CellResult, ResultBuilder
+
+Frames = Sequence[bytes | memoryview]
+
+
+class Sink(Protocol):
+    """Where a cell's output goes. Called from the driver's thread."""
+
+    def emit(self, items: Sequence[Emit]) -> None:
+        """Show these, in order."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A rank waits for a line from the person."""
+
+    rank: int
+    request: InputRequest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The cell is over; its result is there."""
+
+
+class Cell:
+    """One cell, call, push or pull. `tasks[rank]` is what that rank is sent."""
+
+    def __init__(
+        self,
+        cell: int,
+        number: int,
+        tasks: Mapping[int, tuple[Message, Frames]],
+        *,
+        cluster_key: str,
+        sink: Sink | None,
+        label: str = "",
+    ) -> None:
+        self.cell = cell
+        self.number = number
+        self.ranks = tuple(sorted(tasks))
+        self.tasks = tasks
+        self.label = label or (f"cell [{number}]" if number else "a call")
+        self.inbox: queue.SimpleQueue[Question | Ended | None] = queue.SimpleQueue()
+        self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
+        self.result: CellResult | None = None
+        self.started: float | None = None
+        self.stragglers: tuple[int, ...] = ()
+        self.timed_out: float | None = None
+        self.waiting_behind: tuple[int, ...] = ()
+        self.on_change: list[Callable[[], None]] = []
+        self._open = set(self.ranks)
+        self._sink = sink
+        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key)
+        self._builder = ResultBuilder(cell, number, self.ranks)
+        self._submitted = time.monotonic()
+        self._quiet = sink is None
+
+    @property
+    def state(self) -> str:
+        """`queued`, `running` or `ended`, for people."""
+        return "ended" if self.result is not None else "queued" if self.started is None else "running"
+
+    @property
+    def closed(self) -> bool:
+        """Whether no rank has anything left to say to it."""
+        return self.result is not None and not self._open
+
+    def tell(self) -> None:
+        """Tell whoever watches that the state changed."""
+        for callback in tuple(self.on_change):
+            callback()
+
+    def start(self) -> None:
+        """Its tasks have been sent."""
+        self.started = time.monotonic()
+        self.tell()
+
+    def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
+        """A rank has printed or shown something."""
+        if not isinstance(message, Clear):
+            self._builder.feed(rank, message)
+        if not self._quiet:
+            self._merger.feed(rank, message, time.monotonic())
+
+    def done(self, rank: int, message: Done, frames: list[memoryview]) -> None:
+        """A rank has answered."""
+        self._open.discard(rank)
+        if self.result is None:
+            self._builder.done(rank, message)
+        if message.payload is not None:
+            self.values[rank] = (message.payload, frames)
+        if not self._quiet:
+            self._merger.finish(rank, time.monotonic())
+
+    def lost(self, rank: int, words: str) -> None:
+        """A rank's process is gone; `words` is the whole sentence."""
+        self._open.discard(rank)
+        if self.result is None:
+            self._builder.lost(rank, words)
+        if not self._quiet:
+            now = time.monotonic()
+            self._show([*self._merger.drain_rank(rank, now)])
+            self._merger.finish(rank, now)
+
+    def ask(self, rank: int, request: InputRequest) -> None:
+        """A rank waits for a line: what it printed before is shown first."""
+        if not self._quiet:
+            self._show(self._merger.drain_rank(rank, time.monotonic()))
+        self.inbox.put(Question(rank, request))
+
+    def flush(self) -> None:
+        """Show what may be shown by now."""
+        self._show(self._merger.flush(time.monotonic()))
+
+    @property
+    def deadline(self) -> float | None:
+        """When `flush` is due, on the monotonic clock."""
+        return None if self._quiet else self._merger.deadline
+
+    def end(self, stragglers: tuple[int, ...]) -> None:
+        """It is over. `stragglers` still run; their output still comes here."""
+        now = time.monotonic()
+        if not self._quiet:
+            self._show(self._merger.flush(now) if stragglers else self._merger.close(now))
+        self.stragglers = stragglers
+        for rank in stragglers:
+            self._builder.lost(rank, f"{name_ranks([rank])} still runs; %distributed stacks shows where")
+        self.result = self._builder.build(now - (self.started or self._submitted))
+        self.tell()
+        self.inbox.put(Ended())
+
+    def show(self, items: Sequence[Emit]) -> None:
+        """Show something of the coordinator's own among the output."""
+        self._show(list(items))
+
+    def _show(self, items: Sequence[Emit]) -> None:
+        if items and self._sink is not None:
+            self._sink.emit(items)

@@ -1,0 +1,174 @@
+"""The processes behind a cluster: made together, launched, and gone together.
+
+Owns: folders, links, launcher and driver of one cluster, from start to end. Refuses: cells and values.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from rankbook.coordinator import events as ev
+from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.errors import ClusterStopped, RankbookError, StartError
+from rankbook.launch import local
+from rankbook.launch.environment import Placement, place, rank_environment, usable_cores
+from rankbook.launch.folders import make_folders
+from rankbook.messages import ForkRank
+from rankbook.ranks import name_ranks
+from rankbook.transport.segments import SegmentStore
+from rankbook.transport.zmq_link import ZmqHub
+
+_STOP_TIMEOUT = 5.0
+_numbers = itertools.count(1)
+
+
+class Crew:
+    """Starts `n` ranks (see `launch.environment.place`) and waits until they are in one process group.
+
+    Raises `StartError`, `BadRequest`; then nothing is left.
+    """
+
+    placement: Placement
+    state: ClusterState
+    segments: SegmentStore
+
+    def __init__(self, n: int | None, *, backend: str | None, timeout: float) -> None:
+        self.key = f"{os.getpid()}-{next(_numbers)}"
+        self._stopped = threading.Event()
+        self._stop_lock = threading.Lock()
+        self._driver: Driver | None = None
+        self._hub: ZmqHub | None = None
+        with held_interrupts():
+            if n is not None:
+                place(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
+            self._folders = make_folders()
+            self._launcher = local.take()
+            _all.add(self)
+            try:
+                self._hub = ZmqHub(self._folders.sockets)
+                opened = self._launcher.open((self._folders.sockets, self._folders.segments))
+                self._port = opened.store_port
+                self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
+                self.state = ClusterState(len(self.placement.devices))
+                self.segments = SegmentStore(self._folders.segments)
+                self._driver = Driver(self.state, self._hub, self._launcher, self._request)
+                self._driver.start()
+                self.launch(tuple(self.state.ranks), timeout=timeout)
+            except BaseException:
+                self.stop()
+                raise
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
+    @property
+    def driver(self) -> Driver:
+        """The driver. Raises `ClusterStopped`, and `RankbookError` when the driver itself has failed."""
+        if self.stopped or self._driver is None:
+            raise ClusterStopped("these ranks were stopped; rankbook.start() or %distributed start makes new ones")
+        if self._driver.failure is not None:
+            raise RankbookError(f"the coordinator failed ({self._driver.failure}); stop and start again")
+        return self._driver
+
+    def launch(self, ranks: tuple[int, ...], *, timeout: float) -> None:
+        """Give `ranks` fresh processes and wait for them and their group. Raises `StartError`, KeyboardInterrupt."""
+        driver = self.driver
+        if not self._launcher.alive:
+            raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
+        driver.start_errors.clear()
+        with held_interrupts() as held:
+            driver.post(ev.Launch(ranks))
+            deadline = time.monotonic() + timeout
+            with driver.changed:
+                while not self._launched(driver, ranks):
+                    if held.take():
+                        raise KeyboardInterrupt
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise StartError(f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states()}")
+                    driver.changed.wait(min(left, 0.05))
+        errors = driver.start_errors or [f"rank {rank} {self.state.ranks[rank].loss}" for rank in self._dead(ranks)]
+        if errors:
+            raise StartError("\n".join(dict.fromkeys(errors)))
+
+    def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
+        if driver.failure is not None:
+            return True
+        settled = (RankState.IDLE, RankState.BUSY, RankState.DEAD)
+        forming = any(cell.internal for cell in self.state.cells.values())
+        if forming or any(self.state.ranks[rank].state not in settled for rank in ranks):
+            return False
+        return bool(driver.start_errors or self._dead(tuple(self.state.ranks))) or self.state.grouped
+
+    def _dead(self, ranks: tuple[int, ...]) -> list[int]:
+        return [rank for rank in ranks if self.state.ranks[rank].state is RankState.DEAD]
+
+    def _states(self) -> str:
+        return ", ".join(f"rank {each.rank} is {each.state.name.lower()}" for each in self.state.ranks.values())
+
+    def _request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
+        assert self._hub is not None
+        world_size, threads = len(self.placement.devices), self.placement.threads
+        return ForkRank(
+            rank=rank,
+            incarnation=incarnation,
+            world_size=world_size,
+            backend=self.placement.backend,
+            device=self.placement.devices[rank],
+            threads=threads,
+            env=rank_environment(os.environ, rank=rank, world_size=world_size, port=self._port, threads=threads),
+            cwd=str(Path.cwd()),
+            path=tuple(sys.path),
+            uplink=self._hub.uplink,
+            downlink=downlink,
+            segments=str(self._folders.segments),
+            logs=str(self._folders.logs),
+            store_port=self._port,
+            cluster=self.key,
+        )
+
+    def stop(self) -> None:
+        """End all ranks and remove everything of theirs but the logs. A second time does nothing."""
+        with self._stop_lock, held_interrupts():
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            if self._driver is not None:
+                self._driver.post(ev.Stop())
+                self._wait_gone(self._driver, timeout=_STOP_TIMEOUT)
+                self._driver.close()
+            self._launcher.close()
+            if self._hub is not None:
+                self._hub.close()
+            self._folders.remove()
+
+    def _wait_gone(self, driver: Driver, *, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        gone = (RankState.ABSENT, RankState.DEAD)
+        with driver.changed:
+            while any(rank.state not in gone for rank in self.state.ranks.values()):
+                if time.monotonic() > deadline or driver.failure is not None or not self._launcher.alive:
+                    return
+                driver.changed.wait(0.05)
+
+
+_all: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for crew in tuple(_all):
+        crew.stop()
+
+
+atexit.register(_stop_all)

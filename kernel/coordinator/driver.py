@@ -1,0 +1,361 @@
+"""Performs what the state machine decides.
+
+Owns: the driver's thread, the links, the launcher, the timers of one cluster. Refuses: to decide anything itself.
+
+Any thread may hand in an event; the lock makes decisions one at a time, and what they need sent is sent at once, so
+that a cell costs no thread switch on its way out. Everything that arrives is handled on the driver's thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankbook.coordinator import actions as act
+from rankbook.coordinator import events as ev
+from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.errors import RankbookError
+from rankbook.launch.launcher import Launcher
+from rankbook.messages import (
+    AskStack,
+    Done,
+    ForkRank,
+    FromForkserver,
+    FromRank,
+    Hello,
+    InputReply,
+    InputRequest,
+    Interrupt,
+    Leave,
+    RankExited,
+    RankForked,
+    Regroup,
+    Stack,
+    StartFailed,
+    Text,
+)
+from rankbook.transport.link import HubLink, Sender
+
+_POLITE_SECONDS = 0.5
+"""How long an idle rank may take to leave by itself."""
+_LAST_WORDS_SECONDS = 0.02
+"""How long after a rank's end its last messages may still be on the link."""
+_RECENT_CELLS = 64
+"""How many ended cells still get what their background threads print."""
+
+
+@dataclass
+class RankInfo:
+    """What is known of a rank's process."""
+
+    pid: int | None = None
+    hello: Hello | None = None
+    last_cell: int | None = None
+
+
+class Driver:
+    """Runs one cluster until `close`. `request(rank, incarnation, downlink)` makes what the launcher needs."""
+
+    def __init__(
+        self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
+    ) -> None:
+        self.state = state
+        self.infos = {rank: RankInfo() for rank in state.ranks}
+        self.changed = threading.Condition(threading.RLock())
+        self.start_errors: list[str] = []
+        self._stacks: dict[int, dict[int, Stack]] = {}
+        self._tokens = itertools.count()
+        self.failure: BaseException | None = None
+        self._hub = hub
+        self._launcher = launcher
+        self._request = request
+        self._cells: dict[int, Cell] = {}
+        self._recent: deque[int] = deque()
+        self._fed: set[int] = set()
+        self._ending: deque[act.EndCell] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_count = itertools.count()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The ranks must be gone or be given up."""
+        self._closing = True
+        self._hub.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, cell: Cell) -> None:
+        """Run `cell` as soon as its ranks are free. Any thread."""
+        with self.changed:
+            self._cells[cell.cell] = cell
+            self.post(ev.Submit(cell.cell, cell.ranks))
+
+    def post(self, event: ev.Event) -> None:
+        """Hand in an event and perform what follows. Any thread."""
+        with self.changed:
+            for action in self.state.handle(event):
+                self._perform(action)
+            self.changed.notify_all()
+        if self._ending and threading.current_thread() is not self._thread:
+            self._hub.wake()
+
+    def reply(self, rank: int, reply: InputReply) -> None:
+        """Send an answer to a rank's question. Any thread."""
+        self._hub.send(rank, reply)
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back on the driver's thread. Any thread."""
+        with self.changed:
+            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_count), callback))
+        if threading.current_thread() is not self._thread:
+            self._hub.wake()
+
+    def on_thread(self, callback: Callable[[], None]) -> None:
+        """Call back on the driver's thread, soon. Any thread."""
+        self.after(0.0, callback)
+
+    def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
+        """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
+        token = next(self._tokens)
+        there = [rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY)]
+        asked = [rank for rank in there if self._hub.send(rank, AskStack(token=token))]
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while len(self._stacks.get(token, {})) < len(asked) and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+            return self._stacks.pop(token, {})
+
+    def cell_of(self, rank: int) -> Cell | None:
+        """The cell that the rank runs."""
+        number = self.state.ranks[rank].cell
+        return None if number is None else self._cells.get(number)
+
+    def active_cells(self) -> list[Cell]:
+        """The cells that have not ended, oldest first."""
+        return [cell for cell in tuple(self._cells.values()) if cell.result is None and cell.number >= 0]
+
+    # Actions
+
+    def _perform(self, action: act.Action) -> None:
+        match action:
+            case act.Fork(rank, incarnation):
+                self.infos[rank] = RankInfo()
+                self._fork(rank, incarnation)
+            case act.Kill(rank, incarnation, idle):
+                self._remove(rank, incarnation, politely=idle)
+            case act.Regroup(number, generation):
+                tasks = {rank: (Regroup(cell=number, generation=generation), ()) for rank in self.state.ranks}
+                self._cells[number] = Cell(number, -1, tasks, cluster_key="", sink=None, label="forming the group")
+            case act.SendTask(number, ranks):
+                cell = self._cells[number]
+                for rank in ranks:
+                    self.infos[rank].last_cell = number
+                    self._hub.send(rank, *cell.tasks[rank])
+                cell.start()
+            case act.SendInterrupt(number, ranks):
+                for rank in ranks:
+                    self._hub.send(rank, Interrupt(cell=number))
+            case act.SetGrace(ending, seconds, release):
+                self.after(seconds, lambda: self.post(ev.GraceOver(ending, release)))
+            case act.TellQueued(number, busy):
+                self._cells[number].waiting_behind = busy
+                self._cells[number].tell()
+            case act.TellLoss(rank, words, number, _expected):
+                if number in self._cells:
+                    cell = self._cells[number]
+                    cell.lost(rank, f"rank {rank} {words} while running {cell.label}")
+                for cell in self.active_cells():
+                    if cell.started is None and rank in cell.ranks and not self.state.ranks[rank].refork:
+                        cell.lost(rank, f"rank {rank} {words} before {cell.label} could run")
+            case act.EndCell():
+                self._ending.append(action)
+
+    def _fork(self, rank: int, incarnation: int) -> None:
+        try:
+            self._launcher.fork(self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation)))
+        except (RankbookError, OSError) as error:  # the folder is full or gone, the forkserver has ended
+            words = f"could not be started: {error}"
+            self.start_errors.append(f"rank {rank} {words}")
+            self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, words)))
+
+    def _remove(self, rank: int, incarnation: int, *, politely: bool) -> None:
+        if politely and self._hub.send(rank, Leave()):
+            self.after(_POLITE_SECONDS, lambda: self._launcher.kill(rank, incarnation))
+        else:
+            self._launcher.kill(rank, incarnation)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                received, files = self._hub.wait(
+                    self._pause(), (self._launcher.fileno(),) if self._launcher.alive else ()
+                )
+                if received:
+                    while (parcel := self._hub.receive()) is not None:
+                        self._receive(*parcel)
+                if files:
+                    for news in self._launcher.read():
+                        self._hear(news)
+                    if not self._launcher.alive:
+                        self._lose_launcher()
+                self._run_timers()
+                self._end_cells()
+                self._flush_output()
+        except Exception as error:  # noqa: BLE001 - `_fail` tells everyone who waits, and sys.excepthook the whole of it
+            self._fail(error)
+
+    def _pause(self) -> float | None:
+        if self._ending:
+            return 0.0
+        due = [self._cells[number].deadline for number in self._fed]
+        times = [time_ for time_ in due if time_ is not None]
+        with self.changed:
+            if self._timers:
+                times.append(self._timers[0][0])
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _run_timers(self) -> None:
+        while True:
+            with self.changed:
+                if not self._timers or self._timers[0][0] > time.monotonic():
+                    return
+                callback = heapq.heappop(self._timers)[2]
+            callback()
+
+    def _flush_output(self) -> None:
+        for number in tuple(self._fed):
+            cell = self._cells[number]
+            deadline = cell.deadline
+            if deadline is not None and deadline <= time.monotonic():
+                cell.flush()
+                deadline = cell.deadline
+            if deadline is None:
+                self._fed.discard(number)
+
+    def _end_cells(self) -> None:
+        while self._ending:
+            ending = self._ending.popleft()
+            cell = self._cells[ending.cell]
+            cell.end(ending.stragglers)
+            self._recent.append(ending.cell)
+            while len(self._recent) > _RECENT_CELLS:
+                oldest = self._recent.popleft()
+                if self._cells[oldest].closed:
+                    del self._cells[oldest]
+                    self._fed.discard(oldest)
+                else:
+                    self._recent.append(oldest)
+                    break
+            with self.changed:
+                self.changed.notify_all()
+
+    def _receive(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
+        rank, incarnation = sender
+        if incarnation != self.state.ranks[rank].incarnation:
+            return
+        match message:
+            case Hello():
+                self.infos[rank].hello = message
+                self.post(ev.SaidHello(rank, incarnation))
+            case StartFailed():
+                self.start_errors.append(f"rank {rank} could not be set up:\n{message.report.plain}")
+            case Stack():
+                with self.changed:
+                    self._stacks.setdefault(message.token, {})[rank] = message
+                    self.changed.notify_all()
+            case Done():
+                self._done(rank, incarnation, message, frames)
+            case InputRequest():
+                if message.cell in self._cells:
+                    self._cells[message.cell].ask(rank, message)
+            case _:
+                if message.cell in self._cells:
+                    self._cells[message.cell].feed(rank, message)
+                    self._fed.add(message.cell)
+
+    def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:
+        cell = self._cells.get(message.cell)
+        if cell is not None:
+            cell.done(rank, message, frames)
+            self._fed.add(message.cell)
+            if cell.number < 0 and message.error is not None and message.status == "error":
+                self.start_errors.append(f"rank {rank}: {message.error.plain}")
+        self.post(ev.CellDone(rank, incarnation, message.cell, failed=message.status != "ok"))
+        if cell is not None and cell.result is not None:
+            cell.tell()
+
+    def _hear(self, message: FromForkserver) -> None:
+        match message:
+            case RankForked():
+                self.infos[message.rank].pid = message.pid
+            case RankExited():
+                self.after(_LAST_WORDS_SECONDS, lambda: self._bury(message))
+            case _:
+                pass
+
+    def _bury(self, message: RankExited) -> None:
+        rank = self.state.ranks[message.rank]
+        if message.incarnation != rank.incarnation:
+            return
+        number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
+        cell = self._cells.get(number) if number is not None else None
+        if cell is not None:
+            for stream, data in (("stdout", message.stdout), ("stderr", message.stderr)):
+                if data:
+                    cell.feed(message.rank, Text(cell=cell.cell, stream=stream, data=data))  # type: ignore[arg-type]
+        forming = cell is not None and cell.number < 0 and cell.result is None
+        if rank.state is RankState.STARTING or forming:
+            during = "while the group was formed" if forming else "while it started"
+            said = message.stderr.decode(errors="replace").strip()[-2000:]
+            self.start_errors.append(f"rank {message.rank} {describe_exit(message)} {during}\n{said}".rstrip())
+        self.post(ev.RankGone(message.rank, message.incarnation, describe_exit(message)))
+
+    def _lose_launcher(self) -> None:
+        for rank in self.state.ranks.values():
+            if rank.state not in (RankState.ABSENT, RankState.DEAD):
+                self.post(ev.RankGone(rank.rank, rank.incarnation, "was lost: the forkserver ended"))
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug of ours or a broken wire: everyone who waits is told, nobody is left waiting."""
+        with self.changed:
+            self.failure = error
+            for cell in self.active_cells():
+                for rank in cell.ranks:
+                    cell.lost(rank, f"rank {rank} cannot be followed any more: {error}")
+                cell.end(())
+            self.changed.notify_all()
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def describe_exit(message: RankExited) -> str:
+    """How a rank ended, in plain words, to stand behind `rank 2`."""
+    if message.code >= 0:
+        return f"exited with code {message.code}"
+    number = -message.code
+    if message.memory_kills > 0 and number == signal.SIGKILL:
+        return "was killed by the kernel because memory ran out (signal 9)"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    hints = {
+        signal.SIGKILL: " (out of memory?)",
+        signal.SIGSEGV: " (segmentation fault)",
+        signal.SIGBUS: " (bus error)",
+    }
+    return f"was killed by signal {number}{hints.get(number, f' ({name})')}"  # type: ignore[call-overload]

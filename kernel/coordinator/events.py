@@ -1,0 +1,73 @@
+"""What can happen to a cluster, as far as its decisions go.
+
+Owns: the events that go into the state machine. Refuses: anything that does something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """These ranks shall be there, anew where they are there already."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaidHello:
+    """A rank's process has dialled home."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """A rank's process has ended; `words` tell how, for people."""
+
+    rank: int
+    incarnation: int
+    words: str
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Somebody wants `cell` run on `ranks`."""
+
+    cell: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CellDone:
+    """A rank has answered. `failed` matters for the cell that forms the group: a failure leaves the ranks without."""
+
+    rank: int
+    incarnation: int
+    cell: int
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class InterruptCell:
+    """The person, or a timeout, wants the cell to stop. A second time: control back, whoever still runs."""
+
+    cell: int
+
+
+@dataclass(frozen=True)
+class GraceOver:
+    """The time that `SetGrace` set is over."""
+
+    cell: int
+    release: bool
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Everything shall end."""
+
+
+Event = Launch | SaidHello | RankGone | Submit | CellDone | InterruptCell | GraceOver | Stop

@@ -1,0 +1,374 @@
+"""Decides what each rank and each cell may do next.
+
+Owns: every change of a rank's or a cell's state. Refuses: sockets, processes, clocks, threads, torch. Events go in,
+actions come out; `driver.py` performs them. The two tables are the whole of it: a pair that is not in them is an
+`IllegalTransition`, which tells the last events. docs/states.md is drawn from them.
+
+How a rank comes to be: Forking, then Hello; once every rank has said Hello, an internal *regroup* cell puts all of them
+into one process group, and only then run the cells that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from rankbook.coordinator import actions as act
+from rankbook.coordinator import events as ev
+from rankbook.coordinator.journal import Journal
+from rankbook.errors import IllegalTransition
+
+
+class RankState(Enum):
+    """What a rank's process is doing."""
+
+    ABSENT = auto()
+    STARTING = auto()
+    IDLE = auto()
+    BUSY = auto()
+    LEAVING = auto()
+    DEAD = auto()
+
+
+class RankStep(Enum):
+    """What can happen to a rank."""
+
+    FORK = auto()
+    HELLO = auto()
+    TASK = auto()
+    DONE = auto()
+    REMOVE = auto()
+    EXIT = auto()
+
+
+class CellState(Enum):
+    """Where a cell is. ENDING: its end is decided, some of its ranks still run."""
+
+    QUEUED = auto()
+    RUNNING = auto()
+    ENDING = auto()
+    ENDED = auto()
+
+
+class CellStep(Enum):
+    """What can happen to a cell."""
+
+    DISPATCH = auto()
+    LAST_DONE = auto()
+    RANK_LOST = auto()
+    INTERRUPT = auto()
+    RELEASE = auto()
+
+
+RANK_TABLE: dict[RankState, dict[RankStep, RankState]] = {
+    RankState.ABSENT: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
+    RankState.STARTING: {
+        RankStep.HELLO: RankState.IDLE,
+        RankStep.EXIT: RankState.DEAD,
+        RankStep.REMOVE: RankState.LEAVING,
+    },
+    RankState.IDLE: {
+        RankStep.TASK: RankState.BUSY,
+        RankStep.EXIT: RankState.DEAD,
+        RankStep.REMOVE: RankState.LEAVING,
+    },
+    RankState.BUSY: {
+        RankStep.DONE: RankState.IDLE,
+        RankStep.EXIT: RankState.DEAD,
+        RankStep.REMOVE: RankState.LEAVING,
+    },
+    RankState.LEAVING: {
+        RankStep.HELLO: RankState.LEAVING,
+        RankStep.DONE: RankState.LEAVING,
+        RankStep.REMOVE: RankState.LEAVING,
+        RankStep.EXIT: RankState.ABSENT,
+    },
+    RankState.DEAD: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
+}
+
+CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
+    CellState.QUEUED: {
+        CellStep.DISPATCH: CellState.RUNNING,
+        CellStep.INTERRUPT: CellState.ENDED,
+        CellStep.RANK_LOST: CellState.ENDED,
+    },
+    CellState.RUNNING: {
+        CellStep.LAST_DONE: CellState.ENDED,
+        CellStep.RANK_LOST: CellState.ENDING,
+        CellStep.INTERRUPT: CellState.ENDING,
+    },
+    CellState.ENDING: {
+        CellStep.LAST_DONE: CellState.ENDED,
+        CellStep.RANK_LOST: CellState.ENDING,
+        CellStep.INTERRUPT: CellState.ENDED,
+        CellStep.RELEASE: CellState.ENDED,
+    },
+    CellState.ENDED: {},
+}
+
+NUDGE_AFTER_DEATH = 0.2
+"""Seconds that the other ranks of a cell have to end by themselves once one died; then they are interrupted."""
+RELEASE_AFTER_DEATH = 0.7
+"""Seconds after a death at which the notebook gets control back, whoever still runs."""
+RELEASE_AFTER_INTERRUPT = 5.0
+"""Seconds after an interrupt at which the notebook gets control back, whoever still runs."""
+
+
+@dataclass
+class Rank:
+    """One place in the world: its state outlives its processes, which `incarnation` counts."""
+
+    rank: int
+    state: RankState = RankState.ABSENT
+    incarnation: int = 0
+    cell: int | None = None
+    refork: bool = False
+    loss: str | None = None
+
+
+@dataclass
+class Cell:
+    """One task for some ranks. `running` are the ranks that have it and have not answered."""
+
+    cell: int
+    ranks: tuple[int, ...]
+    internal: bool = False
+    state: CellState = CellState.QUEUED
+    running: set[int] = field(default_factory=set)
+    interrupted: bool = False
+
+
+class ClusterState:
+    """The state of one cluster of `world_size` ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.ranks = {rank: Rank(rank) for rank in range(world_size)}
+        self.cells: dict[int, Cell] = {}
+        self.grouped = False
+        self.generation = 0
+        self._queue: list[int] = []
+        self._last_cell = 0
+        self._journal = Journal()
+
+    def new_cell(self) -> int:
+        """A number for a cell, unique in this cluster."""
+        self._last_cell += 1
+        return self._last_cell
+
+    def unavailable(self, ranks: Iterable[int]) -> dict[int, Rank]:
+        """Those of `ranks` that cannot take a cell and will not without help."""
+        gone = (RankState.ABSENT, RankState.DEAD, RankState.LEAVING)
+        return {
+            rank: self.ranks[rank] for rank in ranks if self.ranks[rank].state in gone and not self.ranks[rank].refork
+        }
+
+    def handle(self, event: ev.Event) -> list[act.Action]:
+        """What is to be done now that `event` has happened. Raises `IllegalTransition`."""
+        self._journal.record(event)
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise IllegalTransition(f"no handler for {event!r}\n{self._journal.story()}")
+        actions = handler(self, event)
+        for action in actions:
+            self._journal.record(action)
+        return actions
+
+    # Ranks
+
+    def _launch(self, event: ev.Launch) -> list[act.Action]:
+        actions: list[act.Action] = []
+        for number in event.ranks:
+            rank = self.ranks[number]
+            if rank.state in (RankState.ABSENT, RankState.DEAD):
+                actions += self._fork(rank)
+            else:
+                rank.refork = True
+                actions += self._remove(rank)
+        return actions
+
+    def _fork(self, rank: Rank) -> list[act.Action]:
+        self._move(rank, RankStep.FORK)
+        rank.incarnation += 1
+        rank.refork, rank.loss, rank.cell = False, None, None
+        self.grouped = False
+        return [act.Fork(rank.rank, rank.incarnation)]
+
+    def _remove(self, rank: Rank) -> list[act.Action]:
+        was = rank.state
+        self._move(rank, RankStep.REMOVE)
+        if rank.state is RankState.ABSENT or was is RankState.LEAVING:
+            return []
+        return [act.Kill(rank.rank, rank.incarnation, idle=was is RankState.IDLE)]
+
+    def _said_hello(self, event: ev.SaidHello) -> list[act.Action]:
+        rank = self.ranks[event.rank]
+        if event.incarnation != rank.incarnation:
+            return []
+        self._move(rank, RankStep.HELLO)
+        return self._regroup_if_complete() + self._dispatch()
+
+    def _regroup_if_complete(self) -> list[act.Action]:
+        if self.grouped or any(rank.state not in (RankState.IDLE, RankState.BUSY) for rank in self.ranks.values()):
+            return []
+        self.generation += 1
+        self.grouped = True
+        cell = Cell(self.new_cell(), tuple(self.ranks), internal=True)
+        self.cells[cell.cell] = cell
+        self._queue.insert(0, cell.cell)
+        return [act.Regroup(cell.cell, self.generation)]
+
+    def _exited(self, event: ev.RankGone) -> list[act.Action]:
+        rank = self.ranks[event.rank]
+        if event.incarnation != rank.incarnation or rank.state in (RankState.ABSENT, RankState.DEAD):
+            return []
+        expected = rank.state is RankState.LEAVING
+        self._move(rank, RankStep.EXIT)
+        self.grouped = False
+        cell, rank.cell = rank.cell, None
+        rank.loss = None if expected else event.words
+        actions: list[act.Action] = [act.TellLoss(rank.rank, event.words, cell, expected)]
+        waiting = () if rank.refork else tuple(self._queue)
+        for number in (cell, *waiting):
+            if number in self.cells and rank.rank in self.cells[number].ranks:
+                actions += self._lose_rank(self.cells[number], rank.rank)
+        if rank.refork:
+            actions += self._fork(rank)
+        return actions + self._dispatch()
+
+    # Cells
+
+    def _submit(self, event: ev.Submit) -> list[act.Action]:
+        self.cells[event.cell] = Cell(event.cell, event.ranks)
+        self._queue.append(event.cell)
+        actions = self._dispatch()
+        if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
+            busy = tuple(rank for rank in event.ranks if self.ranks[rank].state is not RankState.IDLE)
+            actions.append(act.TellQueued(event.cell, busy))
+        return actions
+
+    def _dispatch(self) -> list[act.Action]:
+        """Start every queued cell whose ranks are idle and wanted by no cell before it."""
+        actions: list[act.Action] = []
+        wanted: set[int] = set()
+        for number in tuple(self._queue):
+            cell = self.cells[number]
+            if not wanted.isdisjoint(cell.ranks) or any(self.ranks[r].state is not RankState.IDLE for r in cell.ranks):
+                wanted.update(cell.ranks)
+                continue
+            self._queue.remove(number)
+            self._step(cell, CellStep.DISPATCH)
+            cell.running = set(cell.ranks)
+            for rank in cell.ranks:
+                self._move(self.ranks[rank], RankStep.TASK)
+                self.ranks[rank].cell = number
+            actions.append(act.SendTask(number, cell.ranks))
+        return actions
+
+    def _done(self, event: ev.CellDone) -> list[act.Action]:
+        rank = self.ranks[event.rank]
+        if event.incarnation != rank.incarnation or rank.cell != event.cell:
+            return []
+        self._move(rank, RankStep.DONE)
+        rank.cell = None
+        actions: list[act.Action] = []
+        cell = self.cells.get(event.cell)
+        if cell is not None:
+            cell.running.discard(event.rank)
+            if cell.internal and event.failed:
+                self.grouped = False
+            actions += self._end_if_complete(cell)
+        return actions + self._dispatch()
+
+    def _lose_rank(self, cell: Cell, rank: int) -> list[act.Action]:
+        if cell.state is CellState.QUEUED:
+            self._queue.remove(cell.cell)
+            self._step(cell, CellStep.RANK_LOST)
+            return self._end(cell)
+        cell.running.discard(rank)
+        first = cell.state is CellState.RUNNING
+        self._step(cell, CellStep.RANK_LOST)
+        ended = self._end_if_complete(cell)
+        if ended or not first:
+            return ended
+        return [
+            act.SetGrace(cell.cell, NUDGE_AFTER_DEATH, release=False),
+            act.SetGrace(cell.cell, RELEASE_AFTER_DEATH, release=True),
+        ]
+
+    def _interrupt(self, event: ev.InterruptCell) -> list[act.Action]:
+        cell = self.cells.get(event.cell)
+        if cell is None:  # released already: whoever still runs it hears it once more
+            stragglers = tuple(rank.rank for rank in self.ranks.values() if rank.cell == event.cell)
+            return [act.SendInterrupt(event.cell, stragglers)] if stragglers else []
+        if cell.internal:
+            return []
+        was = cell.state
+        self._step(cell, CellStep.INTERRUPT)
+        cell.interrupted = True
+        if was is CellState.QUEUED:
+            self._queue.remove(cell.cell)
+        if cell.state is CellState.ENDED:
+            return [*self._nudge(cell), *self._end(cell), *self._dispatch()]
+        return [*self._nudge(cell), act.SetGrace(cell.cell, RELEASE_AFTER_INTERRUPT, release=True)]
+
+    def _grace_over(self, event: ev.GraceOver) -> list[act.Action]:
+        cell = self.cells.get(event.cell)
+        if cell is None or cell.state is not CellState.ENDING:
+            return []
+        if not event.release:
+            return self._nudge(cell)
+        self._step(cell, CellStep.RELEASE)
+        return self._end(cell)
+
+    def _nudge(self, cell: Cell) -> list[act.Action]:
+        return [act.SendInterrupt(cell.cell, tuple(sorted(cell.running)))] if cell.running else []
+
+    def _end_if_complete(self, cell: Cell) -> list[act.Action]:
+        if cell.running:
+            return []
+        self._step(cell, CellStep.LAST_DONE)
+        return self._end(cell)
+
+    def _end(self, cell: Cell) -> list[act.Action]:
+        del self.cells[cell.cell]
+        return [act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
+
+    def _stop(self, _event: ev.Stop) -> list[act.Action]:
+        actions: list[act.Action] = []
+        for number in tuple(self.cells):
+            cell = self.cells.pop(number)
+            cell.interrupted = True
+            actions.append(act.EndCell(number, tuple(sorted(cell.running)), interrupted=True))
+        self._queue.clear()
+        for rank in self.ranks.values():
+            rank.refork = False
+            actions += self._remove(rank)
+        return actions
+
+    # Tables
+
+    def _move(self, rank: Rank, step: RankStep) -> None:
+        after = RANK_TABLE[rank.state].get(step)
+        if after is None:
+            raise IllegalTransition(f"rank {rank.rank} is {rank.state.name}: no {step.name}\n{self._journal.story()}")
+        rank.state = after
+
+    def _step(self, cell: Cell, step: CellStep) -> None:
+        after = CELL_TABLE[cell.state].get(step)
+        if after is None:
+            raise IllegalTransition(f"cell {cell.cell} is {cell.state.name}: no {step.name}\n{self._journal.story()}")
+        cell.state = after
+
+
+_HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
+    ev.Launch: ClusterState._launch,
+    ev.SaidHello: ClusterState._said_hello,
+    ev.RankGone: ClusterState._exited,
+    ev.Submit: ClusterState._submit,
+    ev.CellDone: ClusterState._done,
+    ev.InterruptCell: ClusterState._interrupt,
+    ev.GraceOver: ClusterState._grace_over,
+    ev.Stop: ClusterState._stop,
+}

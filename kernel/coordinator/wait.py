@@ -1,0 +1,118 @@
+"""Waiting for a cell on the notebook's main thread.
+
+Owns: what the thread does meanwhile: questions of the ranks, interrupts, the timeout. Refuses: everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from rankbook.coordinator import events as ev
+from rankbook.coordinator.cell import Cell, Ended, Question
+from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.interrupts import Held, plain_interrupts
+from rankbook.messages import InputReply
+
+Ask = Callable[[str, bool], str]
+"""Asks the person: (prompt, password) to the answer. Raises EOFError where nobody can be asked."""
+
+_STEP = 0.05
+"""Seconds between two looks at what signals may have changed: one may arrive on another thread."""
+_SAME_RANK_FIRST = 0.15
+"""Seconds that the rank which was answered last may take to ask again before another's turn: a debugger does."""
+
+
+def ask_in_terminal(prompt: str, password: bool) -> str:
+    """Ask with Python's own input."""
+    return getpass.getpass(prompt) if password else input(prompt)
+
+
+def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, ask: Ask) -> None:
+    """Wait until `cell` has ended, or for `patience` seconds.
+
+    An interrupt goes to its ranks; the second gives control back at once.
+    """
+    desk = _Desk(driver, cell, ask)
+    held.on_interrupt = lambda: cell.inbox.put(None)
+    give_up = None if patience is None else time.monotonic() + patience
+    while cell.result is None and (give_up is None or time.monotonic() < give_up):
+        try:
+            notice = cell.inbox.get(timeout=desk.pause)
+        except queue.Empty:
+            notice = None
+        if held.take():
+            driver.post(ev.InterruptCell(cell.cell))
+        if isinstance(notice, Ended):
+            return
+        if isinstance(notice, Question):
+            desk.questions.append(notice)
+        desk.serve()
+
+
+@contextlib.contextmanager
+def _interrupted_at_end(cell: Cell) -> Iterator[None]:
+    """Within it, the main thread is interrupted when `cell` ends: nobody is left to read the answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    lock, asking = threading.Lock(), [True]
+
+    def look() -> None:
+        with lock:
+            if asking and cell.result is not None:
+                asking.clear()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    cell.on_change.append(look)
+    try:
+        look()
+        yield
+    finally:
+        with lock:
+            asking.clear()
+        cell.on_change.remove(look)
+
+
+class _Desk:
+    """The ranks' questions, one at a time; a rank that was just answered comes first."""
+
+    def __init__(self, driver: Driver, cell: Cell, ask: Ask) -> None:
+        self.questions: list[Question] = []
+        self._driver = driver
+        self._cell = cell
+        self._ask = ask
+        self._last: int | None = None
+        self._answered = 0.0
+
+    @property
+    def pause(self) -> float:
+        return 0.01 if self.questions else _STEP
+
+    def serve(self) -> None:
+        if not self.questions:
+            return
+        same = [question for question in self.questions if question.rank == self._last]
+        if not same and self._last is not None and time.monotonic() - self._answered < _SAME_RANK_FIRST:
+            return
+        question = same[0] if same else min(self.questions, key=lambda each: each.rank)
+        self.questions.remove(question)
+        rank, request = question.rank, question.request
+        text, reason = None, ""
+        try:
+            with plain_interrupts(), _interrupted_at_end(self._cell):
+                text = self._ask(f"[{rank}] {request.prompt}", request.password)
+        except KeyboardInterrupt:
+            self.questions.clear()  # no rank waits for an answer any more
+            if self._cell.result is None:
+                self._driver.post(ev.InterruptCell(self._cell.cell))
+            return
+        except (EOFError, RuntimeError, NotImplementedError) as error:
+            reason = str(error) or "nobody can be asked here"
+        self._last, self._answered = rank, time.monotonic()
+        self._driver.reply(rank, InputReply(cell=request.cell, text=text, reason=reason))

@@ -1,0 +1,9 @@
+"""How ranks come to be.
+
+Owns: the processes that make ranks, and the environment a rank is given. Refuses: to decide which rank runs when.
+
+launcher.py   what a launcher is: one Protocol
+local.py      this machine: the forkserver's process
+environment.py  torch's environment contract, devices, backends, threads
+folders.py    where sockets, shared memory and logs lie
+"""

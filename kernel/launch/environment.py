@@ -1,0 +1,84 @@
+"""What a rank is given: torch's environment contract, its device, its backend, its threads.
+
+Owns: the rules. Refuses: to import torch or to start anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rankbook.errors import BadRequest
+
+DEFAULT_CPU_RANKS = 2
+_MOST_PER_CORE = 8
+_MOST_AT_LEAST = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of one host go: `devices[rank]`, one backend, threads per rank."""
+
+    devices: tuple[str, ...]
+    backend: str
+    threads: int
+
+
+def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> Placement:
+    """Decide it. `ranks` None: one per CUDA device, else two on the CPU.
+
+    nccl when each rank has a device of its own (beside gloo for CPU tensors); gloo when they share one, which nccl
+    cannot. Raises `BadRequest` for a number of ranks that makes no sense.
+    """
+    count = default_ranks(cuda_devices) if ranks is None else ranks
+    most = max(_MOST_AT_LEAST, _MOST_PER_CORE * cores)
+    if not 1 <= count <= most:
+        raise BadRequest(f"{count} ranks make no sense here; from 1 to {most} do on {cores} cores")
+    devices = tuple(f"cuda:{rank % cuda_devices}" if cuda_devices else "cpu" for rank in range(count))
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if cuda_devices and count <= cuda_devices else "gloo"
+    elif "nccl" in backend and count > cuda_devices:
+        raise BadRequest(f"nccl needs a CUDA device per rank: {count} ranks, {cuda_devices} devices; use gloo")
+    return Placement(devices, backend, max(1, cores // count))
+
+
+def default_ranks(cuda_devices: int) -> int:
+    """How many ranks a start without a number makes: RANKBOOK_RANKS, else one per device, else two."""
+    wish = os.environ.get("RANKBOOK_RANKS")
+    if wish:
+        if not wish.isdigit():
+            raise BadRequest(f"RANKBOOK_RANKS={wish} is no number of ranks")
+        return int(wish)
+    return cuda_devices or DEFAULT_CPU_RANKS
+
+
+def usable_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
+    """`base`, the notebook's environment, with what torch and its launchers agree on (torchrun's contract).
+
+    The store is there already, as torchrun's agent has it, so `init_method="env://"` joins it too.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYTHONUNBUFFERED": "1",
+        **{name: value for name, value in base.items() if name != "MPLBACKEND"},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

@@ -1,0 +1,183 @@
+"""Ranks on this machine, through the forkserver's process.
+
+Owns: that process, and the one that is kept warm for the next cluster. Refuses: torch; the process imports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from rankbook.errors import StartError
+from rankbook.messages import (
+    CloseCluster,
+    ClusterClosed,
+    ClusterOpened,
+    ForkRank,
+    ForkserverUp,
+    FromForkserver,
+    KillRank,
+    OpenCluster,
+    decode_from_forkserver,
+)
+from rankbook.transport.stream import MessageStream
+
+_T = TypeVar("_T")
+_IMPORT_TIMEOUT = 300.0
+_CLOSE_TIMEOUT = 10.0
+
+
+class LocalLauncher:
+    """One forkserver process. It serves one cluster at a time."""
+
+    def __init__(self) -> None:
+        if sys.platform not in ("linux", "darwin"):
+            raise StartError(
+                f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
+            )
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+        self._stream: MessageStream[FromForkserver] = MessageStream(ours, decode_from_forkserver)
+        self.up: ForkserverUp | None = None
+
+    @property
+    def pid(self) -> int:
+        """The forkserver's process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """See `Launcher`."""
+        return not self._stream.closed and self._process.poll() is None
+
+    def fileno(self) -> int:
+        """See `Launcher`."""
+        return self._stream.fileno()
+
+    def open(self, folders: tuple[Path, ...]) -> ClusterOpened:
+        """Begin a cluster: wait for torch to be imported and the store to be up. Raises `StartError`."""
+        self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+        return self._wait_for(ClusterOpened, timeout=_IMPORT_TIMEOUT)
+
+    def fork(self, request: ForkRank) -> None:
+        """See `Launcher`. Raises `StartError` when the forkserver has ended."""
+        if not self.alive:
+            raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
+        self._stream.send(request)
+
+    def kill(self, rank: int, incarnation: int) -> None:
+        """See `Launcher`."""
+        self._stream.send(KillRank(rank=rank, incarnation=incarnation))
+
+    def read(self) -> Iterator[FromForkserver]:
+        """See `Launcher`."""
+        for message in self._stream.read():
+            if isinstance(message, ForkserverUp):
+                self.up = message
+            yield message
+
+    def close(self) -> None:
+        """See `Launcher`. The process stays warm for the next cluster if it answers."""
+        if self.alive:
+            self._stream.send(CloseCluster())
+            try:
+                self._wait_for(ClusterClosed, timeout=_CLOSE_TIMEOUT)
+            except StartError:
+                self.terminate()
+            else:
+                _keep(self)
+                return
+        else:
+            self.terminate()
+
+    def terminate(self) -> None:
+        """End the process, and with it every rank it has."""
+        self._stream.close()
+        try:
+            self._process.wait(timeout=_CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._errors.close()
+
+    def _wait_for(self, kind: type[_T], *, timeout: float) -> _T:
+        deadline = time.monotonic() + timeout
+        while self.alive and (left := deadline - time.monotonic()) > 0:
+            select.select([self._stream], [], [], min(left, 0.2))
+            for message in self.read():
+                if isinstance(message, kind):
+                    return message
+        if self.alive:
+            raise StartError(f"the forkserver did not answer within {timeout:.0f} s; %distributed start tries again")
+        raise StartError(f"the forkserver ended before it could start ranks:\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        self._process.wait(timeout=_CLOSE_TIMEOUT)
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace").strip()
+        return errors[-2000:] or f"it exited with code {self._process.returncode}"
+
+    def wait_ready(self, *, timeout: float = _IMPORT_TIMEOUT) -> ForkserverUp:
+        """Wait until torch is imported. Raises `StartError`."""
+        return self.up or self._wait_for(ForkserverUp, timeout=timeout)
+
+
+_lock = threading.Lock()
+_warm: list[LocalLauncher] = []
+
+
+def warm_up() -> None:
+    """Start the next cluster's forkserver now, so that it has torch imported when it is needed."""
+    with _lock:
+        if not any(launcher.alive for launcher in _warm):
+            _warm[:] = [LocalLauncher()]
+
+
+def take() -> LocalLauncher:
+    """The warm forkserver, or a new one."""
+    with _lock:
+        while _warm:
+            launcher = _warm.pop()
+            if launcher.alive:
+                return launcher
+            launcher.terminate()
+    return LocalLauncher()
+
+
+def _keep(launcher: LocalLauncher) -> None:
+    with _lock:
+        if not _warm:
+            _warm.append(launcher)
+            return
+    launcher.terminate()
+
+
+def cool_down() -> None:
+    """End the forkserver that is kept warm, if there is one."""
+    with _lock:
+        launchers, _warm[:] = list(_warm), []
+    for launcher in launchers:
+        launcher.terminate()
+
+
+atexit.register(cool_down)

@@ -1,0 +1,332 @@
+"""The wire's vocabulary, both directions.
+
+Owns: every message between the notebook process, the forkserver and a rank, as tagged, frozen structs, and their
+encoding. Refuses: sockets, processes, pickles. An unknown type or an unknown field is a `ProtocolError`, never
+ignored.
+
+Large or pickled values do not live in these structs: a message that has them carries a `Payload` that says where
+each buffer lies, in a frame of the same multipart message or in a shared memory segment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from rankbook.errors import ProtocolError
+
+_T = TypeVar("_T")
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """What every message on the wire is."""
+
+
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One buffer of a payload: `size` bytes, in the next frame of the message or at `offset` in the file `segment`."""
+
+    size: int
+    segment: str | None = None
+    offset: int = 0
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pickled value: the first buffer is the pickle (protocol 5), the others its out-of-band buffers."""
+
+    buffers: tuple[Buffer, ...]
+
+
+class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+
+class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An exception on a rank, told without its objects.
+
+    `traceback` is coloured and meant for people, `plain` is the same without colour; ranks whose `plain` is equal
+    had the same error.
+    """
+
+    name: str
+    value: str
+    traceback: str
+    plain: str
+    line: int | None = None
+
+
+# Notebook to rank ---------------------------------------------------------------------------------------------------
+
+
+class RunCell(Message, frozen=True):
+    """Run `source` in the rank's namespace. `number` is the notebook's execution count, for tracebacks."""
+
+    cell: int
+    source: str
+    number: int
+
+
+class CallFunction(Message, frozen=True):
+    """Call the pickled `(function, args, kwargs)` and answer with what it returns."""
+
+    cell: int
+    payload: Payload
+
+
+class Assign(Message, frozen=True):
+    """Put the pickled dict's entries into the rank's namespace."""
+
+    cell: int
+    payload: Payload
+
+
+class Fetch(Message, frozen=True):
+    """Answer with the value of `name`, a variable or a dotted attribute of one."""
+
+    cell: int
+    name: str
+
+
+class Regroup(Message, frozen=True):
+    """Leave the process group, if in one, and join generation `generation` of it."""
+
+    cell: int
+    generation: int
+
+
+class Interrupt(Message, frozen=True):
+    """Raise KeyboardInterrupt in cell `cell`, or drop it if it has not begun."""
+
+    cell: int
+
+
+class InputReply(Message, frozen=True):
+    """What the person typed. `text` None: nobody can be asked; `reason` says why."""
+
+    cell: int
+    text: str | None = None
+    reason: str = ""
+
+
+class AskStack(Message, frozen=True):
+    """Answer with `Stack`, from the control thread, whatever the main thread does."""
+
+    token: int
+
+
+class Leave(Message, frozen=True):
+    """Leave the process group and exit."""
+
+
+# Rank to notebook ---------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """The first message of a rank: its link works and it takes tasks. `device` is as torch writes it (`cuda:0`)."""
+
+    rank: int
+    pid: int
+    incarnation: int
+    device: str
+    backend: str
+    threads: int
+
+
+class StartFailed(Message, frozen=True):
+    """The rank could not set itself up; it exits after this."""
+
+    rank: int
+    report: ErrorReport
+
+
+class Text(Message, frozen=True):
+    """Bytes that a rank's process, or a child of it, wrote to stdout or stderr."""
+
+    cell: int
+    stream: Literal["stdout", "stderr"]
+    data: bytes
+
+
+class TextCut(Message, frozen=True):
+    """A flood was cut: `lines` lines of `size` bytes were left out here; `log` holds the whole of it."""
+
+    cell: int
+    lines: int
+    size: int
+    log: str
+
+
+class Display(Message, frozen=True):
+    """A mime bundle. `kind` is result for the last expression, update for `update_display`."""
+
+    cell: int
+    kind: Literal["display", "result", "update"]
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str | None = None
+
+
+class Clear(Message, frozen=True):
+    """`clear_output` on a rank."""
+
+    cell: int
+    wait: bool
+
+
+class InputRequest(Message, frozen=True):
+    """The rank's main thread waits for a line from the person."""
+
+    cell: int
+    prompt: str
+    password: bool
+
+
+class Done(Message, frozen=True):
+    """The cell has ended on this rank. `payload` is the answer to `CallFunction` and `Fetch`."""
+
+    cell: int
+    status: Literal["ok", "error", "interrupted"]
+    seconds: float
+    error: ErrorReport | None = None
+    payload: Payload | None = None
+
+
+class Stack(Message, frozen=True):
+    """The main thread's Python stack, innermost frame last; `cell` is None when the rank is idle."""
+
+    token: int
+    cell: int | None
+    frames: tuple[Frame, ...]
+
+
+# Notebook to forkserver, and back -----------------------------------------------------------------------------------
+
+
+class OpenCluster(Message, frozen=True):
+    """Prepare for a cluster: start its rendezvous store, and remove `folders` should the notebook die."""
+
+    folders: tuple[str, ...]
+
+
+class ForkRank(Message, frozen=True):
+    """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links."""
+
+    rank: int
+    incarnation: int
+    world_size: int
+    backend: str
+    device: str
+    threads: int
+    env: dict[str, str]
+    cwd: str
+    path: tuple[str, ...]
+    uplink: str
+    downlink: str
+    segments: str
+    logs: str
+    store_port: int
+    cluster: str
+
+
+class KillRank(Message, frozen=True):
+    """Kill a rank and every process of its session. An incarnation that is gone already is left alone."""
+
+    rank: int
+    incarnation: int
+
+
+class CloseCluster(Message, frozen=True):
+    """Kill whatever is left of the cluster and answer with `ClusterClosed`."""
+
+
+class ForkserverUp(Message, frozen=True):
+    """torch and IPython are imported; it took `seconds`."""
+
+    torch: str
+    python: str
+    seconds: float
+
+
+class ClusterOpened(Message, frozen=True):
+    """The rendezvous store listens on `store_port` of the loopback interface; `devices` CUDA devices are visible."""
+
+    store_port: int
+    devices: int
+
+
+class RankForked(Message, frozen=True):
+    """A rank's process exists."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+class RankExited(Message, frozen=True):
+    """A rank's process ended.
+
+    `code` is the exit code, or minus the signal; `memory_kills` is how many processes the kernel's OOM killer ended in
+    this control group while the rank lived; `stdout` and `stderr` are what the rank had written and nobody had read.
+    """
+
+    rank: int
+    incarnation: int
+    pid: int
+    code: int
+    memory_kills: int
+    stdout: bytes
+    stderr: bytes
+
+
+class ClusterClosed(Message, frozen=True):
+    """No process of the cluster is left."""
+
+
+ToRank = RunCell | CallFunction | Assign | Fetch | Regroup | Interrupt | InputReply | AskStack | Leave
+FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack
+
+ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster
+FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_to_forkserver: msgspec.msgpack.Decoder[ToForkserver] = msgspec.msgpack.Decoder(ToForkserver)
+_from_forkserver: msgspec.msgpack.Decoder[FromForkserver] = msgspec.msgpack.Decoder(FromForkserver)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of one message. Raises TypeError for a field that is not plain data."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes | memoryview) -> ToRank:
+    """The message a rank received. Raises `ProtocolError` for anything that is not one."""
+    return _decode(_to_rank, data, "a rank received")
+
+
+def decode_from_rank(data: bytes | memoryview) -> FromRank:
+    """The message a rank sent. Raises `ProtocolError` for anything that is not one."""
+    return _decode(_from_rank, data, "a rank sent")
+
+
+def decode_to_forkserver(data: bytes | memoryview) -> ToForkserver:
+    """The message the forkserver received. Raises `ProtocolError` for anything that is not one."""
+    return _decode(_to_forkserver, data, "the forkserver received")
+
+
+def decode_from_forkserver(data: bytes | memoryview) -> FromForkserver:
+    """The message the forkserver sent. Raises `ProtocolError` for anything that is not one."""
+    return _decode(_from_forkserver, data, "the forkserver sent")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, who: str) -> _T:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{who} what is no message of this version: {error}") from error

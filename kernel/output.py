@@ -1,0 +1,357 @@
+"""Merges what the ranks of one cell print and display into what the notebook shows, live.
+
+Owns: labels, how long one rank waits for the others, and what `clear_output` of some ranks leaves to see. Refuses:
+clocks, sockets, front ends; bytes and carriage returns (lines.py); which items are the same (queues.py).
+
+What all ranks have to say next is shown once, for all; what differs is shown rank by rank. While a rank that still runs
+has nothing to compare, the others wait a moment for it. The order within a rank is always kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankbook.lines import LiveRegions, Row, StreamName
+from rankbook.messages import Clear, Display, Text, TextCut
+from rankbook.queues import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
+from rankbook.ranks import format_ranks, name_ranks
+
+_PACE = 0.02
+"""Seconds between two flushes that nothing but new text asks for: Jupyter drops what comes by the thousand."""
+_RECORD, _RECORD_ENTRIES = 256 << 10, 200
+"""Characters and entries of the cell's output that are kept in case some ranks clear theirs."""
+_ENTRY = 16 << 10
+"""Characters after which lines go to a new entry, so that little is forgotten at a time."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Append `text` to the cell's output."""
+
+    name: StreamName
+    text: str
+
+
+@dataclass(frozen=True)
+class Rich:
+    """Display a mime bundle, or replace the one that was displayed as `display_id`."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str | None = None
+    update: bool = False
+
+
+@dataclass(frozen=True)
+class ClearOutput:
+    """Clear the cell's output: now, or (`wait`) when something comes in its place."""
+
+    wait: bool
+
+
+Emit = Stream | Rich | ClearOutput
+
+
+class OutputMerger:
+    """Merges the output of `ranks`. `key` is the cell's own and starts its live regions' display ids.
+
+    `cluster_key` makes a rank's display ids its own, in all cells. `hold` is how many seconds a rank waits for the
+    others, `live_after` how old a half line must be to be shown, `live_every` the seconds between two updates of what
+    is live. Nothing happens by itself: call `flush` at `deadline`.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        key: str,
+        cluster_key: str,
+        hold: float = 0.1,
+        live_after: float = 0.3,
+        live_every: float = 0.1,
+    ) -> None:
+        self._open = set(ranks)
+        self._hold = hold
+        self._sources: dict[int, Source] = {}
+        self._queued: dict[int, Source] = {}
+        self._last = float("-inf")
+        live = LiveRegions(f"{key}-live", after=live_after, every=live_every)
+        self._page = _Page(len(ranks), f"rankbook-{cluster_key}", live)
+
+    def feed(self, rank: int, message: Text | TextCut | Display | Clear, now: float) -> None:
+        """A rank has printed, displayed or cleared something."""
+        source = self._sources.get(rank)
+        if source is None:
+            source = self._sources[rank] = Source(rank)
+        source.feed(message, now)
+        if source.items:
+            self._queued[rank] = source
+
+    def finish(self, rank: int, now: float) -> None:
+        """The rank's part of the cell has ended: what it has begun to print is a line, and nobody waits for it."""
+        self._open.discard(rank)
+        source = self._sources.get(rank)
+        if source is not None:
+            source.end_rows(now)
+            if source.items:
+                self._queued[rank] = source
+
+    def flush(self, now: float) -> list[Emit]:
+        """What may be shown now."""
+        self._merge(now, None)
+        return self._take(now, force=False)
+
+    def drain_rank(self, rank: int, now: float) -> list[Emit]:
+        """Everything of one rank, a half line too, whoever else is not there yet."""
+        source = self._sources.get(rank)
+        if source is not None:
+            source.end_rows(now)
+            if source.items:
+                self._queued[rank] = source
+            self._merge(now, rank)
+        return self._take(now, force=True)
+
+    def close(self, now: float) -> list[Emit]:
+        """Everything that is left."""
+        for rank in (*self._open, *self._sources):
+            self.finish(rank, now)
+        self._merge(now, None)
+        return self._take(now, force=True)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `flush` has something to show if nothing more comes; None: nothing waits."""
+        live = self._page.live
+        times = [max(live.when(row), live.turn) for row in self._hidden_rows()]
+        if live.changed:
+            times.append(live.turn)
+        if self._queued:
+            sources = self._queued.values()
+            hold = 0.0 if self._open <= self._queued.keys() or any(each.alone for each in sources) else self._hold
+            oldest = min(source.items[0].time for source in sources)
+            times.append(oldest if any(each.full for each in sources) else max(oldest + hold, self._last + _PACE))
+        return min(times, default=None)
+
+    def _take(self, now: float, *, force: bool) -> list[Emit]:
+        live = self._page.live
+        if force or now >= live.turn:
+            self._page.show_live([row for row in self._hidden_rows() if live.when(row) <= now], now)
+        emits = self._page.take()
+        if emits:
+            self._last = now
+        return emits
+
+    def _hidden_rows(self) -> list[Row]:
+        """Unfinished rows that may be shown: all that their rank sent before them is."""
+        return [
+            row
+            for source in self._sources.values()
+            if not source.items
+            for screen in source.screens.values()
+            for row in screen.hidden()
+        ]
+
+    def _merge(self, now: float, drained: int | None) -> None:
+        while self._queued:
+            sources = [self._queued[rank] for rank in sorted(self._queued)]
+            if drained is not None:
+                may = [source.count if source.rank == drained else 0 for source in sources]
+            elif self._open <= self._queued.keys():
+                may = [source.count for source in sources]
+            else:
+                may = [source.due(now, self._hold) for source in sources]
+            if not any(may):
+                return
+            for turn in advance(sources, may):
+                self._page.put(turn)
+            for source in sources:
+                if not source.items:
+                    del self._queued[source.rank]
+
+
+@dataclass(eq=False)
+class _Entry:
+    """Lines of one stream, each with the ranks that printed it, or one display."""
+
+    stream: StreamName | None
+    ranks: set[int] = field(default_factory=set)
+    size: int = 0
+    rows: list[tuple[Ranks, str]] = field(default_factory=list)
+    shown: Shown | None = None
+
+
+class _Record:
+    """What stands in the notebook, and whose it is, so that it can be shown again without some ranks' part.
+
+    `forgotten` are the ranks of which something stands there that is not in the record any more.
+    """
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry] = deque()
+        self.forgotten: set[int] = set()
+        self._size = 0
+
+    def add_lines(self, stream: StreamName, rows: Rows) -> None:
+        """Lines were shown."""
+        ranks = set().union(*{ranks for ranks, _ in rows})
+        while (size := sum(len(line) + 1 for _, line in rows)) > _RECORD:
+            rows = rows[(len(rows) + 1) // 2 :]
+            self.forgotten |= ranks
+        last = self.entries[-1] if self.entries else None
+        if last is None or last.stream != stream or last.size > _ENTRY:
+            last = _Entry(stream)
+            self.entries.append(last)
+        last.ranks |= ranks
+        last.rows += rows
+        self._grow(last, size)
+
+    def add_display(self, shown: Shown, ranks: Ranks) -> None:
+        """A display was shown. It counts a sixteenth: figures are large, and are to survive another rank's clearing."""
+        entry = _Entry(None, set(ranks), shown=shown)
+        self.entries.append(entry)
+        self._grow(entry, shown.size // 16)
+
+    def update(self, rank: int, message: Display) -> None:
+        """A display of `rank` has changed."""
+        for entry in reversed(self.entries):
+            if entry.shown and entry.ranks == {rank} and entry.shown.message.display_id == message.display_id:
+                entry.shown = entry.shown.updated(message)
+                return
+
+    def _grow(self, entry: _Entry, size: int) -> None:
+        entry.size += size
+        self._size += size
+        while self._size > _RECORD or len(self.entries) > _RECORD_ENTRIES:
+            old = self.entries.popleft()
+            self._size -= old.size
+            self.forgotten |= old.ranks
+
+
+class _Labels(dict[Ranks, str]):
+    def __missing__(self, ranks: Ranks) -> str:
+        label = self[ranks] = f"[{format_ranks(ranks)}]"
+        return label
+
+
+class _Page:
+    """The cell's output: what is to be sent next, and what stands there. `width` is the number of the cell's ranks."""
+
+    def __init__(self, width: int, prefix: str, live: LiveRegions) -> None:
+        self.live = live
+        self._width = width
+        self._prefix = prefix
+        self._labels = _Labels()
+        self._record = _Record()
+        self._clearing: set[int] = set()
+        self._emits: list[Emit] = []
+        self._updates: dict[str, Rich] = {}
+        self._stream: StreamName = "stdout"
+        self._texts: list[str] = []
+
+    def put(self, turn: Lines | One) -> None:
+        """Show what is next."""
+        match turn:
+            case Lines(stream, rows):
+                self.lines(stream, rows)
+            case One(Shown() as shown, ranks):
+                self.display(shown, ranks)
+            case One(Clearing(wait=wait), ranks):
+                self._clearing.update(ranks)
+                if not wait:
+                    self._clear(wait=False)
+
+    def lines(self, stream: StreamName, rows: Rows) -> None:
+        """Show lines."""
+        self._begin()
+        if self._stream != stream:
+            self._end_text()
+            self._stream = stream
+        labels = self._labels
+        self._texts += [f"{labels[ranks]} {line}\n" if line else f"{labels[ranks]}\n" for ranks, line in rows]
+        self._record.add_lines(stream, rows)
+        self.live.bury()
+
+    def display(self, shown: Shown, ranks: Ranks) -> None:
+        """Show a display, or update one."""
+        message, label, name = shown.message, self._labels[ranks], None
+        if message.display_id is not None:
+            name = f"{self._prefix}-{ranks[0]}-{message.display_id}"
+            self._updates.pop(name, None)
+        data = _label_bundle(message.data, label)
+        if name is not None and message.kind == "update":
+            self._updates[name] = Rich(data, message.metadata, name, update=True)
+            self._record.update(ranks[0], message)
+            return
+        self._begin()
+        self._end_text()
+        if self._width > 1 and "text/html" not in data and data.keys() != {"text/plain"}:
+            self._emits.append(Rich({"text/plain": label}, {}))
+        self._emits.append(Rich(data, message.metadata, name))
+        self._record.add_display(shown, ranks)
+        self.live.bury()
+
+    def show_live(self, rows: Sequence[Row], now: float) -> None:
+        """Show what has changed in the live regions, and `rows` in one of them from now on."""
+        if rows:
+            self._begin()
+        for row in rows:
+            self.live.place(row)
+        for name, text, update in self.live.updates(now):
+            rich = Rich({"text/plain": text}, {}, name, update)
+            if update:
+                self._updates[name] = rich
+            else:
+                self._end_text()
+                self._emits.append(rich)
+        for row in self.live.retire():
+            self._record.add_lines(row.screen.stream, [((row.screen.rank,), row.final)])
+
+    def take(self) -> list[Emit]:
+        """What is to be sent now. Updates come last, and of each display only the newest: they have no place."""
+        self._end_text()
+        emits, self._emits = [*self._emits, *self._updates.values()], []
+        self._updates.clear()
+        return emits
+
+    def _begin(self) -> None:
+        if self._clearing:
+            self._clear(wait=True)
+
+    def _clear(self, *, wait: bool) -> None:
+        """Clear the notebook's cell, which cannot be done in part, and show again what other ranks had there."""
+        cleared, self._clearing = self._clearing, set()
+        record, self._record = self._record, _Record()
+        self._end_text()
+        self._emits.append(ClearOutput(wait))
+        self.live.clear(cleared)
+        lost = record.forgotten - cleared
+        if lost:
+            self._stream = "stderr"
+            words = f"earlier output of {name_ranks(lost)} was cleared together with that of {name_ranks(cleared)}\n"
+            self._texts.append(words)
+        for entry in record.entries:
+            if entry.shown is not None and not cleared.issuperset(entry.ranks):
+                self.display(entry.shown, tuple(sorted(entry.ranks - cleared)))
+            left = [(tuple(rank for rank in ranks if rank not in cleared), line) for ranks, line in entry.rows]
+            rows = [(ranks, line) for ranks, line in left if ranks]
+            if rows and entry.stream is not None:
+                self.lines(entry.stream, rows)
+
+    def _end_text(self) -> None:
+        if self._texts:
+            self._emits.append(Stream(self._stream, "".join(self._texts)))
+            self._texts = []
+
+
+def _label_bundle(data: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A mime bundle with the label in its text and before its HTML."""
+    labelled = dict(data)
+    text, html = data.get("text/plain"), data.get("text/html")
+    if isinstance(text, str):
+        labelled["text/plain"] = f"{label} " + text.replace("\n", "\n" + " " * (len(label) + 1))
+    if isinstance(html, str):
+        labelled["text/html"] = f"<div><small>{label}</small></div>{html}"
+    return labelled

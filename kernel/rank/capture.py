@@ -1,0 +1,270 @@
+"""stdout and stderr of a rank: of Python, of C++, of subprocesses and DataLoader workers.
+
+Owns: descriptors 1 and 2, the order of what they carried, and the log of a flood. Refuses: to know about lines, other
+ranks or the notebook; it hands bytes to `send`.
+
+Everything goes through the two pipes, so that what a subprocess prints keeps its place. Whoever sends something else
+(a display, the end of a cell) drains the pipes first, under the same lock. Python's own streams drain the other pipe
+when they take turns, so that stdout and stderr keep their order too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from rankbook.messages import Text, TextCut
+from rankbook.rank import host
+
+PACE_STEP = 0.05
+"""Seconds between two looks at whether the pace allows more."""
+StreamName = Literal["stdout", "stderr"]
+
+SHOWN = 4 << 20
+"""Bytes that one rank may send per cell; what is more goes to the cell's log."""
+TAIL = 8 << 10
+"""Bytes from the end of a flood that are shown all the same."""
+
+
+class Capture:
+    """Reads both pipes. `outputs` are (stdout's read end, its write end, stderr's read end, its write end)."""
+
+    def __init__(
+        self,
+        outputs: tuple[int, int, int, int],
+        send: Callable[[Text | TextCut], None],
+        shield: Callable[[], contextlib.AbstractContextManager[None]],
+        logs: Path,
+        rank: int,
+        pace: Pace | None = None,
+    ) -> None:
+        out_read, out_write, err_read, err_write = outputs
+        os.dup2(out_write, 1)
+        os.dup2(err_write, 2)
+        os.close(out_write)
+        os.close(err_write)
+        self.files = (out_read, err_read)
+        self._names: tuple[StreamName, StreamName] = ("stdout", "stderr")
+        self._send = send
+        self._shield = shield
+        self._logs = logs
+        self._rank = rank
+        self._pace = pace or Pace(rate=None, burst=0)
+        self._elapsed = threading.Event()
+        self.lock = threading.RLock()
+        self._quota = _Quota(0, None)
+        self._forked = False
+        self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
+        sys.stdout, sys.stderr = self._streams
+        os.register_at_fork(after_in_child=self._become_child)
+
+    def _become_child(self) -> None:
+        """A DataLoader worker writes into the pipes; to read them and to send stays the rank's business."""
+        self._forked = True
+
+    def begin(self, cell: int) -> None:
+        """What is written from now on belongs to `cell`."""
+        self.flush()
+        with self.lock:
+            self.drain()
+            for message in self._quota.close():  # of what a thread printed after its cell had ended
+                self._send(message)
+            self._quota = _Quota(cell, self._logs / f"cell-{cell}-rank-{self._rank}.log")
+
+    def flush(self) -> None:
+        """Push Python's own buffers into the pipes."""
+        for stream in (sys.stdout, sys.stderr, *self._streams):
+            with contextlib.suppress(Exception):  # user code closed it, or put in its place what has no flush
+                stream.flush()
+
+    def drain(self) -> None:
+        """Send what the pipes hold. Any thread."""
+        if self._forked:
+            return
+        with self._shield(), self.lock:
+            self._take(SHOWN)
+
+    def _take(self, most: int) -> None:
+        for descriptor, name in zip(self.files, self._names, strict=True):
+            data = host.read_available(descriptor, most=most)
+            if data:
+                self._pace.spend(len(data))
+                for message in self._quota.admit(name, data):
+                    self._send(message)
+
+    def drain_at_pace(self) -> float:
+        """As `drain`, but no more than the pace allows; the seconds after which there is more to take, 0 for now."""
+        room = self._pace.room() if self._quota.open else None
+        if room is None:
+            self.drain()
+            return 0.0
+        with self.lock:
+            self._take(max(0, room))
+        return 0.0 if self._pace.room() else PACE_STEP
+
+    def end(self) -> None:
+        """The cell ends: send what is left, and what was cut."""
+        self.flush()
+        while self._pace.rate is not None and self.drain_at_pace():
+            self._elapsed.wait(PACE_STEP)
+        with self.lock:
+            self.drain()
+            for message in self._quota.close():
+                self._send(message)
+
+
+class Pace:
+    """How fast text may go to a front end that drops what comes faster. `rate` None: as fast as it likes.
+
+    Jupyter's server drops messages beyond 1,000,000 bytes/s over 3 s (`iopub_data_rate_limit`). Not reading the pipe
+    makes the printer wait instead, which loses nothing.
+    """
+
+    def __init__(self, *, rate: float | None, burst: int) -> None:
+        self.rate = rate
+        self._burst = burst
+        self._room = float(burst)
+        self._last = time.monotonic()
+
+    def room(self) -> int | None:
+        """Bytes that may go now; None for any number."""
+        if self.rate is None:
+            return None
+        now = time.monotonic()
+        self._room = min(self._burst, self._room + (now - self._last) * self.rate)
+        self._last = now
+        return max(0, int(self._room))
+
+    def spend(self, size: int) -> None:
+        """`size` bytes went. More than there was room for is owed."""
+        self._room -= size
+
+
+class _Quota:
+    """What one cell may still send, and the log that takes over."""
+
+    def __init__(self, cell: int, log: Path | None) -> None:
+        self._cell = cell
+        self._path = log
+        self._sent: list[bytes] | None = []
+        self._room = SHOWN
+        self._log: io.FileIO | None = None
+        self._cut_bytes = 0
+        self._cut_lines = 0
+        self._tail: deque[tuple[StreamName, bytes]] = deque()
+        self._tail_size = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether text still goes to the notebook."""
+        return self._sent is not None
+
+    def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
+        if self._sent is not None:
+            if len(data) <= self._room:
+                self._room -= len(data)
+                self._sent.append(data)
+                return [Text(cell=self._cell, stream=name, data=data)]
+            end = data.rfind(b"\n", 0, self._room) + 1
+            shown, data = data[:end], data[end:]
+            self._sent.append(shown)
+            note = self._open_log()
+            return [
+                Text(cell=self._cell, stream=name, data=shown),
+                Text(cell=self._cell, stream="stderr", data=note.encode()),
+                *self.admit(name, data),
+            ]
+        self._write(data)
+        self._cut_bytes += len(data)
+        self._cut_lines += data.count(b"\n")
+        self._tail.append((name, data[-TAIL:]))
+        self._tail_size += len(self._tail[-1][1])
+        while self._tail_size - len(self._tail[0][1]) >= TAIL:
+            self._tail_size -= len(self._tail.popleft()[1])
+        return []
+
+    def close(self) -> list[Text | TextCut]:
+        if self._sent is not None or not self._cut_bytes:
+            return []
+        last: list[Text] = []
+        kept = 0
+        for name, data in reversed(self._tail):
+            piece = data[-(TAIL - kept) :] if kept < TAIL else b""
+            kept += len(piece)
+            last.insert(0, Text(cell=self._cell, stream=name, data=piece))
+        if self._cut_bytes > kept and last:
+            first = last[0]
+            last[0] = Text(cell=first.cell, stream=first.stream, data=first.data[first.data.find(b"\n") + 1 :])
+        shown = sum(len(text.data) for text in last)
+        lines = self._cut_lines - sum(text.data.count(b"\n") for text in last)
+        cut = TextCut(cell=self._cell, lines=lines, size=self._cut_bytes - shown, log=self._where())
+        self._cut_bytes = self._cut_lines = self._tail_size = 0
+        self._tail.clear()
+        if self._log is not None:
+            self._log.close()
+        return [cut, *last]
+
+    def _open_log(self) -> str:
+        assert self._sent is not None and self._path is not None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = io.FileIO(self._path, "w")
+        except OSError as error:
+            self._path = None
+            note = f"too much output to show; the rest is not kept: no log, {error}\n"
+        else:
+            for data in self._sent:
+                self._write(data)
+            note = f"too much output to show; all of it goes to {self._path}\n"
+        self._sent = None
+        return note
+
+    def _write(self, data: bytes) -> None:
+        if self._log is None or self._log.closed:
+            if self._path is None or self._log is None:
+                return
+            self._log = io.FileIO(self._path, "a")
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._log.write(view) or 0 :]
+        except OSError:  # the disk is full: what is there stays, `_where` says that it is not all
+            self._log.close()
+            self._log = None
+
+    def _where(self) -> str:
+        if self._path is None:
+            return "(no log could be written)"
+        return str(self._path) if self._log is not None else f"{self._path} (cut short: the disk is full)"
+
+
+class TurnTakingStream(io.TextIOWrapper):
+    """Python's stdout or stderr in a rank: line-buffered, and in order with the other one."""
+
+    _last: TurnTakingStream | None = None
+
+    def __init__(self, descriptor: int, capture: Capture) -> None:
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        super().__init__(
+            io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        self._capture = capture
+
+    def write(self, text: str, /) -> int:
+        """Write `text`; the other stream's text that came before is sent before."""
+        last = TurnTakingStream._last
+        if last is not self:
+            TurnTakingStream._last = self
+            if last is not None:
+                with contextlib.suppress(ValueError):
+                    last.flush()
+                self._capture.drain()
+        return super().write(text)

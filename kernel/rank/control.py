@@ -1,0 +1,150 @@
+"""A rank's second thread: it owns the link's receiving end and always answers.
+
+Owns: what arrives, when the pipes are read, when the process must end. Refuses: to run user code. Interrupts name the
+cell they are for, so that one that comes late never hits the next cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+
+from rankbook.messages import AskStack, InputReply, Interrupt, Leave, Stack, ToRank
+from rankbook.rank.capture import Capture
+from rankbook.transport.link import RankLink
+
+READ_EVERY = 0.01
+"""Seconds between two reads of the pipes: each costs the main thread a turn of the interpreter lock."""
+
+Task = tuple[ToRank, list[memoryview]]
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in the main thread, in the cell it is meant for and in no other.
+
+    `unblock`, if it is set, makes a call return in which the main thread waits deaf to signals.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident or 0
+        self._lock = threading.Lock()
+        self._armed: int | None = None
+        self._target: int | None = None
+        self._shields = 0
+        self._held = False
+        self.delivered = False
+        self.unblock: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def shield(self) -> Iterator[None]:
+        """Hold an interrupt back for a moment: half a message must not stay on the wire. Any thread."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+            if self._held and not self._shields:
+                self._held = False
+                raise KeyboardInterrupt
+
+    def request(self, cell: int) -> None:
+        """Interrupt `cell`, now or as soon as it begins. The control thread."""
+        with self._lock:
+            self._target = cell
+            running = self._armed == cell
+        unblock = self.unblock
+        if running and os.getsid(0) == os.getpid():
+            os.killpg(0, signal.SIGINT)  # what the cell has started hears it too, as below a terminal
+        elif running:
+            signal.pthread_kill(self._main, signal.SIGINT)
+        if running and unblock is not None:
+            unblock()
+
+    def arm(self, cell: int) -> None:
+        """`cell` runs from here on. Raises KeyboardInterrupt if it was interrupted before. The main thread."""
+        signal.signal(signal.SIGINT, self._on_signal)
+        self.delivered = False
+        with self._lock:
+            self._armed = cell
+            early = self._target == cell
+            if early:
+                self._target = None
+        if early:
+            raise KeyboardInterrupt
+
+    def disarm(self) -> None:
+        """No cell runs. The main thread."""
+        self._armed = None
+        self._held = False
+
+    def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
+        target, self._target = self._target, None
+        if self._armed is None or target not in (None, self._armed):
+            return
+        self.delivered = self.delivered or target is not None
+        if self._shields:
+            self._held = True
+        else:
+            raise KeyboardInterrupt
+
+
+class Control(threading.Thread):
+    """Runs until the notebook says Leave or is gone. Tasks for the main thread go to `tasks`; None ends its loop."""
+
+    def __init__(
+        self,
+        link: RankLink,
+        capture: Capture,
+        interrupts: Interrupts,
+        stack: Callable[[int], Stack],
+        liveness: int,
+    ) -> None:
+        super().__init__(name="rankbook-control", daemon=True)
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._link = link
+        self._capture = capture
+        self._interrupts = interrupts
+        self._stack = stack
+        self._liveness = liveness
+
+    def run(self) -> None:
+        """The thread."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        next_read = 0.0
+        while True:
+            pause = next_read - time.monotonic()
+            watched = (self._liveness,) if pause > 0 else (self._liveness, *self._capture.files)
+            received, readable = self._link.wait(pause if pause > 0 else None, watched)
+            if self._liveness in readable:
+                os.killpg(0, signal.SIGKILL)
+            if received and self._receive():
+                return
+            if readable:
+                next_read = time.monotonic() + max(READ_EVERY, self._capture.drain_at_pace())
+
+    def _receive(self) -> bool:
+        while (parcel := self._link.receive()) is not None:
+            message, frames = parcel
+            match message:
+                case Leave():
+                    self.tasks.put(None)
+                    return True
+                case Interrupt():
+                    self._interrupts.request(message.cell)
+                case InputReply():
+                    self.replies.put(message)
+                case AskStack():
+                    self._link.send(self._stack(message.token))
+                case _:
+                    self.tasks.put((message, frames))
+        return False

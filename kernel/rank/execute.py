@@ -1,0 +1,222 @@
+"""Runs one task on the main thread and answers with `Done`.
+
+Owns: the namespace, the order of a task's messages, what becomes of errors. Refuses: to end the rank for anything user
+code does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from rankbook.errors import BadRequest, RankbookError, StartError
+from rankbook.messages import (
+    Assign,
+    CallFunction,
+    Clear,
+    Display,
+    Done,
+    ErrorReport,
+    Fetch,
+    InputReply,
+    InputRequest,
+    Message,
+    Payload,
+    Regroup,
+    RunCell,
+    Stack,
+    ToRank,
+)
+from rankbook.rank import tracebacks
+from rankbook.rank.capture import Capture
+from rankbook.rank.control import Interrupts, Task
+from rankbook.rank.process_group import GroupMember
+from rankbook.rank.shell import RankShell
+from rankbook.transport.link import RankLink
+from rankbook.transport.payload import Packed, pack, unpack
+from rankbook.transport.segments import SegmentStore
+
+
+class Executor:
+    """Runs tasks in `shell`, one at a time, and is the shell's session."""
+
+    def __init__(
+        self,
+        shell: RankShell,
+        link: RankLink,
+        capture: Capture,
+        interrupts: Interrupts,
+        group: GroupMember,
+        segments: Path,
+    ) -> None:
+        self.cell = 0
+        self.running: int | None = None
+        self.wait_reply: Callable[[], InputReply] | None = None
+        self._shell = shell
+        self._link = link
+        self._capture = capture
+        self._interrupts = interrupts
+        self._group = group
+        self._segments = SegmentStore(segments)
+        self._pid = os.getpid()
+        shell.attach(self)
+
+    def execute(self, task: Task) -> None:
+        """Run one task; whatever happens, `Done` is sent."""
+        message, frames = task
+        began = time.perf_counter()
+        packed: Packed | None = None
+        error: BaseException | None = None
+        self.cell = self.running = _cell_of(message)
+        self._capture.begin(self.cell)
+        try:
+            try:
+                self._interrupts.arm(self.cell)
+                packed = self._perform(message, frames)
+            finally:
+                self._interrupts.disarm()
+        except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
+            error = caught
+        if self._interrupts.delivered and isinstance(error, CalledProcessError):  # what %%bash makes of an interrupt
+            error = KeyboardInterrupt().with_traceback(error.__traceback__)
+        if self._forked:  # user code forked, and the child came out of the cell
+            os._exit(1)
+        self._capture.end()
+        self.running = None
+        if isinstance(error, KeyboardInterrupt):
+            _cancel_leftovers()
+        self._answer(error, packed, time.perf_counter() - began)
+
+    def _answer(self, error: BaseException | None, packed: Packed | None, seconds: float) -> None:
+        status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        done = Done(
+            cell=self.cell,
+            status=status,  # type: ignore[arg-type]
+            seconds=seconds,
+            error=None if error is None else self._report(error),
+            payload=packed.payload if packed else None,
+        )
+        self._link.send(done, packed.frames if packed else ())
+
+    def _report(self, error: BaseException) -> ErrorReport:
+        if isinstance(error, (RankbookError, UsageError)):
+            text = f"{type(error).__name__}: {error}"
+            return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
+        return tracebacks.report(self._shell, error, self._cell_files())
+
+    def _cell_files(self) -> dict[str, int]:
+        files: dict[str, int] = self._shell.compile._filename_map
+        return files
+
+    def _perform(self, message: ToRank, frames: list[memoryview]) -> Packed | None:
+        match message:
+            case RunCell():
+                self._shell.run(message.source, message.number)
+            case CallFunction():
+                function, args, kwargs = self._unpack(message.payload, frames)
+                return pack(function(*args, **kwargs), store=self._segments)
+            case Assign():
+                self._shell.user_ns.update(self._unpack(message.payload, frames))
+            case Fetch():
+                return pack(self._fetch(message.name), store=self._segments)
+            case Regroup():
+                self._interrupts.unblock = self._group.abort_join
+                try:
+                    self._group.join(message.generation)
+                except (RuntimeError, OSError) as error:
+                    raise StartError(f"the process group could not be formed: {error}") from error
+                finally:
+                    self._interrupts.unblock = None
+            case _:
+                raise BadRequest(f"a rank has no task {type(message).__name__}")
+        return None
+
+    def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value
+        return unpack(payload, frames, unlink=False, folder=self._segments.folder)
+
+    def _fetch(self, name: str) -> object:
+        first, *rest = name.split(".")
+        if first not in self._shell.user_ns:
+            public = [each for each in self._shell.user_ns if not each.startswith("_")]
+            raise BadRequest(f"there is no variable {first!r} on this rank{_near(first, public)}")
+        value: object = self._shell.user_ns[first]
+        for attribute in rest:
+            if not hasattr(value, attribute):
+                raise BadRequest(f"{first!r} has no attribute {attribute!r}{_near(attribute, dir(value))}")
+            value = getattr(value, attribute)
+        return value
+
+    # The shell's session
+
+    def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
+        """See `shell.Session`."""
+        if self._forked:
+            print(data.get("text/plain", ""))  # noqa: T201 - a subprocess has no way to the notebook but its stdout
+            return
+        self._send_in_order(
+            Display(cell=self.cell, kind=kind, data=data, metadata=metadata, display_id=display_id)  # type: ignore[arg-type]
+        )
+
+    def clear(self, *, wait: bool) -> None:
+        """See `shell.Session`."""
+        if not self._forked:
+            self._send_in_order(Clear(cell=self.cell, wait=wait))
+
+    def ask(self, prompt: str, *, password: bool) -> str:
+        """See `shell.Session`. Raises EOFError where nobody can be asked."""
+        if self._forked:
+            raise EOFError("a subprocess of a rank cannot ask")
+        self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
+        assert self.wait_reply is not None
+        reply = self.wait_reply()
+        while reply.cell != self.cell:  # an answer to a question that was interrupted
+            reply = self.wait_reply()
+        if reply.text is None:
+            raise EOFError(reply.reason)
+        return reply.text
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a child that user code forked: the link is not its own."""
+        return os.getpid() != self._pid
+
+    def _send_in_order(self, message: Message) -> None:
+        self._capture.flush()
+        with self._interrupts.shield(), self._capture.lock:
+            self._capture.drain()
+            self._link.send(message)
+
+    def stack(self, token: int) -> Stack:
+        """What the main thread is doing. Any thread."""
+        frames = tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
+        return Stack(token=token, cell=self.running, frames=frames)
+
+
+def _cell_of(message: ToRank) -> int:
+    cell: int = getattr(message, "cell")  # noqa: B009 - every task has one; the union's other members are no tasks
+    return cell
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = get_close_matches(name, names, n=3)
+    return f"; near: {', '.join(near)}" if near else ""
+
+
+def _cancel_leftovers() -> None:
+    """Cancel what an interrupted `await` left in the event loop, or the next one would run it on."""
+    from IPython.core.async_helpers import get_asyncio_loop
+
+    loop = get_asyncio_loop()
+    if loop.is_running() or not (tasks := asyncio.all_tasks(loop)):
+        return
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may do as it likes about it

@@ -1,0 +1,272 @@
+"""The forkserver: a fresh process that imports torch and IPython once and forks ranks that have them.
+
+Owns: the ranks' processes: fork, kill, reap. Refuses: CUDA, threads, and to outlive the notebook.
+
+`python -m rankbook.rank.forkserver FD` speaks the forkserver's messages over the socket FD. When that closes, the
+notebook is gone: every rank's session is killed, the cluster's folders are removed, and the process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+from rankbook.messages import (
+    CloseCluster,
+    ClusterClosed,
+    ClusterOpened,
+    ForkRank,
+    ForkserverUp,
+    KillRank,
+    OpenCluster,
+    RankExited,
+    RankForked,
+    ToForkserver,
+    decode_to_forkserver,
+)
+from rankbook.rank import host
+from rankbook.transport.stream import MessageStream
+
+PRELOAD_WHEN_IDLE = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.algorithms.join",
+    "sympy",
+    "torch.fx.passes.shape_prop",
+    "torch.utils._sympy.functions",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._functorch.config",
+    "torch._dynamo.config",
+    "torch._dynamo.utils",
+    "torch._dynamo",
+    "torch.optim",
+    "matplotlib_inline.backend_inline",
+)
+"""What the first optimizer, DDP or figure imports anyway (1.3 s for torch._dynamo), in steps short enough that a
+request to fork never waits long for one."""
+
+
+@dataclass
+class Child:
+    """A rank's process, as its parent sees it."""
+
+    request: ForkRank
+    pid: int
+    outputs: tuple[int, int]
+    memory_kills: int
+
+
+class Forkserver:
+    """Serves one notebook process, whose id is `notebook`, over `stream`."""
+
+    def __init__(self, stream: MessageStream[ToForkserver], notebook: int) -> None:
+        self._stream = stream
+        self._notebook = notebook
+        self._children: dict[int, Child] = {}
+        self._store: int | None = None
+        self._folders: tuple[str, ...] = ()
+        self._live_read, self._live_write = os.pipe()
+        self._signal_read, self._signal_write = os.pipe()
+        for end in (self._signal_read, self._signal_write):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Serve until the notebook is gone."""
+        preload = list(PRELOAD_WHEN_IDLE)
+        while not self._stream.closed:
+            readable = self._wait(0.05 if preload else 1.0)
+            if not readable and preload and not self._children:
+                self._preload(preload.pop(0))
+            if (
+                os.getppid() != self._notebook
+            ):  # the socket says so too, unless a child of the notebook has a copy of it
+                break
+            for message in self._stream.read():
+                self._handle(message)
+            self._reap()
+        self._close()
+
+    def _wait(self, timeout: float) -> bool:
+        readable, _, _ = select.select([self._stream.fileno(), self._signal_read], [], [], timeout)
+        if self._signal_read in readable:
+            host.read_available(self._signal_read)
+        return bool(readable)
+
+    @staticmethod
+    def _preload(name: str) -> None:
+        try:
+            known = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            known = False
+        if known:
+            importlib.import_module(name)
+
+    def _handle(self, message: ToForkserver) -> None:
+        match message:
+            case OpenCluster():
+                self._open(message)
+            case ForkRank():
+                self._fork(message)
+            case KillRank():
+                for child in self._children.values():
+                    if (child.request.rank, child.request.incarnation) == (message.rank, message.incarnation):
+                        self._kill(child.pid)
+            case CloseCluster():
+                self._close()
+                self._stream.send(ClusterClosed())
+
+    def _open(self, message: OpenCluster) -> None:
+        from rankbook.rank.process_group import serve_store
+
+        self._folders = message.folders
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        port = listener.getsockname()[1]
+        gc.freeze()
+        self._store = os.fork()
+        if self._store == 0:
+            self._become_child()
+            serve_store(listener.detach(), port, self._live_read)
+            os._exit(0)
+        listener.close()
+        self._stream.send(ClusterOpened(store_port=port, devices=self._count_devices()))
+
+    def _count_devices(self) -> int:
+        """Counted in a child: asking may initialise CUDA, and a process that has cannot fork ranks."""
+        import torch
+
+        if torch.version.cuda is None and torch.version.hip is None:
+            return 0
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, str(torch.cuda.device_count()).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as answer:
+            text = answer.read()
+        os.waitpid(pid, 0)
+        return int(text or 0)
+
+    def _fork(self, message: ForkRank) -> None:
+        out_read, out_write = host.output_pipe()
+        err_read, err_write = host.output_pipe()
+        gc.freeze()  # the collector would else touch, and so copy, every page of torch in each rank
+        pid = os.fork()
+        if pid == 0:
+            self._become_child()
+            for child in self._children.values():
+                for descriptor in child.outputs:
+                    os.close(descriptor)
+            from rankbook.rank.main import live
+
+            live(message, outputs=(out_read, out_write, err_read, err_write), liveness=self._live_read)
+        os.close(out_write)
+        os.close(err_write)
+        self._children[pid] = Child(message, pid, (out_read, err_read), host.memory_kills())
+        self._stream.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
+
+    def _become_child(self) -> None:
+        host.die_with_parent()
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (self._live_write, self._signal_read, self._signal_write):
+            os.close(descriptor)
+        self._stream.close()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                self._tell_exit(child, os.waitstatus_to_exitcode(status))
+            elif pid == self._store:
+                self._store = None
+
+    def _tell_exit(self, child: Child, code: int) -> None:
+        host.kill_session(child.pid)
+        texts = [host.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
+        for descriptor in child.outputs:
+            os.close(descriptor)
+        self._stream.send(
+            RankExited(
+                rank=child.request.rank,
+                incarnation=child.request.incarnation,
+                pid=child.pid,
+                code=code,
+                memory_kills=host.memory_kills() - child.memory_kills,
+                stdout=texts[0],
+                stderr=texts[1],
+            )
+        )
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)  # it was forked just now and leads no session yet, maybe
+        host.kill_session(pid)
+
+    def _close(self) -> None:
+        for pid in tuple(self._children):
+            self._kill(pid)
+        if self._store is not None:
+            os.kill(self._store, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while (self._children or self._store is not None) and time.monotonic() < deadline:
+            self._reap()
+            select.select([self._signal_read], [], [], 0.05)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders = ()
+
+
+def main() -> None:
+    """The process's entry point."""
+    began = time.perf_counter()
+    notebook = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    host.adopt_orphans()
+    stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
+    _watch_while_importing(stream, notebook)
+    import torch
+    import torch.distributed
+
+    from rankbook.rank import main as rank_main
+
+    rank_main.prepare()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    stream.send(
+        ForkserverUp(torch=str(torch.__version__), python=sys.version.split()[0], seconds=time.perf_counter() - began)
+    )
+    Forkserver(stream, notebook).serve()
+
+
+def _watch_while_importing(stream: MessageStream[ToForkserver], notebook: int) -> None:
+    """End the process within a moment of the notebook's end, although nobody serves the stream yet."""
+
+    def look(_number: int, _frame: object) -> None:
+        if os.getppid() != notebook or host.hung_up(stream.fileno()):
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)  # what imports do in C need not know
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+
+
+if __name__ == "__main__":
+    main()

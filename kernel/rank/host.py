@@ -1,0 +1,98 @@
+"""What a rank and the forkserver ask of the operating system.
+
+Owns: sessions, parent-death signals, descriptor set-up, control-group counters, on Linux and macOS. Refuses: policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PIPE_SIZE = 1 << 20
+
+
+def die_with_parent() -> None:
+    """Ask for SIGKILL when the parent's thread that forked us ends (Linux; elsewhere the liveness pipe does it)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what a dead rank leaves behind, so that it can be found and killed (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def output_pipe() -> tuple[int, int]:
+    """A pipe with a non-blocking read end and as much room as the system gives."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    if sys.platform == "linux":
+        import fcntl
+
+        with contextlib.suppress(OSError):  # the user's pipe quota is used up: the default size does
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+    return read, write
+
+
+def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
+    """What can be read without waiting."""
+    chunks: list[bytes] = []
+    size = 0
+    while size < most:
+        try:
+            chunk = os.read(descriptor, min(_PIPE_SIZE, most - size))
+        except BlockingIOError:
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+        size += len(chunk)
+    return b"".join(chunks)
+
+
+def descriptors() -> set[int]:
+    """The process's open descriptors."""
+    return {int(name) for name in os.listdir("/dev/fd")}  # noqa: PTH208 - the one that lists them is among them
+
+
+def hung_up(connection: int) -> bool:
+    """Whether the other end of a socket is closed, whatever there still is to read."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL every process of the session that `leader` led, whatever became of its parents."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader:
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def memory_kills() -> int:
+    """How many processes of our control group the kernel's OOM killer has ended so far; 0 where it cannot be told."""
+    group = Path("/proc/self/cgroup")
+    try:
+        path = group.read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
+        events = Path("/sys/fs/cgroup", path, "memory.events").read_text()
+    except (OSError, IndexError):
+        return 0
+    return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))

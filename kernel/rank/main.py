@@ -1,0 +1,124 @@
+"""A rank's life: from the fork to the end of its process.
+
+Owns: the set-up of a rank and its main thread's loop. Refuses: to return.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from rankbook.messages import ErrorReport, ForkRank, Hello, StartFailed
+from rankbook.rank.capture import Capture, Pace
+from rankbook.rank.control import Control, Interrupts
+from rankbook.rank.execute import Executor
+from rankbook.rank.process_group import GroupMember
+from rankbook.rank.shell import RankShell, make_shell
+from rankbook.transport.link import Sender
+from rankbook.transport.zmq_link import ZmqRank
+
+_prepared: list[RankShell] = []
+
+
+def prepare() -> None:
+    """Make, in the forkserver, what every rank has: IPython's shell."""
+    _prepared.append(make_shell())
+
+
+def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int) -> None:
+    """Be the rank. Never returns."""
+    code = 1
+    try:
+        os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
+        os.dup2(outputs[3], 2)
+        _be_like_the_notebook(request)
+        link = ZmqRank(Sender(request.rank, request.incarnation), request.uplink, request.downlink)
+        try:
+            _serve(request, link, outputs, liveness)
+            code = 0
+        except Exception as error:
+            text = traceback.format_exc()
+            report = ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
+            link.send(StartFailed(rank=request.rank, report=report))
+            raise
+        finally:
+            link.close()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+        raise
+    finally:
+        os._exit(code)
+
+
+def _be_like_the_notebook(request: ForkRank) -> None:
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
+    sys.path[:] = request.path
+    sys.argv[:] = [""]
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    random.seed()  # a fork would draw its peers' numbers
+    numpy.random.seed()  # noqa: NPY002 - the global state that user code may use
+    torch.set_num_threads(request.threads)
+
+
+def _pace(world_size: int) -> Pace:
+    """The ranks' shares of what the server lets through, less labels and JSON."""
+    return Pace(rate=650_000 / world_size, burst=1_800_000 // world_size)
+
+
+def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int], liveness: int) -> None:
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    interrupts = Interrupts()
+    pace = _pace(request.world_size) if "JPY_SESSION_NAME" in request.env else None  # a Jupyter server's kernel
+    capture = Capture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace)
+    group = GroupMember(
+        rank=request.rank,
+        world_size=request.world_size,
+        backend=request.backend,
+        device=device,
+        port=request.store_port,
+    )
+    shell = _prepared[0]
+    executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
+    control = Control(link, capture, interrupts, executor.stack, liveness)
+    executor.wait_reply = control.replies.get
+    shell.push(
+        {
+            "rank": request.rank,
+            "local_rank": request.rank,
+            "world_size": request.world_size,
+            "device": device,
+            "torch": torch,
+            "dist": dist,
+        },
+        interactive=False,
+    )
+    interrupts.arm(0)
+    interrupts.disarm()
+    control.start()
+    link.send(
+        Hello(
+            rank=request.rank,
+            pid=os.getpid(),
+            incarnation=request.incarnation,
+            device=str(device),
+            backend=request.backend,
+            threads=request.threads,
+        )
+    )
+    while (task := control.tasks.get()) is not None:
+        executor.execute(task)
+    group.leave()
+    capture.end()

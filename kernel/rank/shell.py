@@ -1,0 +1,226 @@
+"""The IPython shell that a rank's cells run in.
+
+Owns: display, input and `!` on a rank. Refuses: the wire's details; it calls the rank's `Session`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import getpass
+import json
+import subprocess
+import sys
+import warnings
+from base64 import b64encode
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import psutil
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell, InteractiveShellABC
+from IPython.utils.text import LSString, SList
+from traitlets import Type
+from traitlets.config import Config
+
+from rankbook.errors import TransferError
+
+
+class Session(Protocol):
+    """What the shell needs of its rank."""
+
+    def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
+        """Send a mime bundle."""
+
+    def clear(self, *, wait: bool) -> None:
+        """Send a clear_output."""
+
+    def ask(self, prompt: str, *, password: bool) -> str:
+        """Ask the person for a line and wait for it."""
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Sends what `display()` makes to the notebook."""
+
+    session: Session | None = None
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: object = None,  # noqa: ARG002 - IPython's signature; nobody uses it
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,  # noqa: ANN401, ARG002 - IPython's signature
+    ) -> None:
+        """See IPython's DisplayPublisher."""
+        if self.session is None:
+            return
+        display_id = (transient or {}).get("display_id")
+        self.session.display(
+            "update" if update else "display", plain_bundle(data), plain_bundle(metadata or {}), display_id
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        """See IPython's DisplayPublisher."""
+        if self.session is not None:
+            self.session.clear(wait=wait)
+
+
+class RankDisplayHook(DisplayHook):
+    """Sends a cell's last expression to the notebook."""
+
+    session: Session | None = None
+
+    def write_output_prompt(self) -> None:
+        """The notebook writes no prompt: the cell's number is its own."""
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        """Send the bundle."""
+        if self.session is not None and format_dict:
+            self.session.display("result", plain_bundle(format_dict), plain_bundle(md_dict or {}), None)
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Nothing: IPython's history would keep every figure that was ever shown."""
+
+    def finish_displayhook(self) -> None:
+        """Nothing to end: no prompt was begun."""
+
+
+def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
+    """The bundle with bytes as base64, checked to be plain data. Raises `TransferError`, in the user's cell."""
+    plain = {key: b64encode(value).decode() if isinstance(value, bytes) else value for key, value in bundle.items()}
+    for key, value in plain.items():
+        if not isinstance(value, str):
+            try:
+                plain[key] = json.loads(json.dumps(value, default=_plain_bytes))
+            except (TypeError, ValueError) as error:
+                raise TransferError(f"cannot display {key}: it is no plain data ({error})") from error
+    return plain
+
+
+def _plain_bytes(value: object) -> str:
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+class RankShell(InteractiveShell):
+    """An IPython shell whose person sits elsewhere."""
+
+    display_pub_class = Type(RankDisplayPublisher)
+    displayhook_class = Type(RankDisplayHook)
+
+    def run(self, source: str, number: int) -> None:
+        """Run a cell; raises what it raises, or else the first error that IPython would only show: a failed repr."""
+        self.execution_count = number
+        self._errors: list[BaseException] = []
+        result = self.run_cell(source, store_history=False)
+        error = result.error_before_exec or result.error_in_exec or next(iter(self._errors), None)
+        self._errors = []
+        if error is not None:
+            raise error
+
+    def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - IPython's signature
+        """Keep the error, put it into no words yet: the executor does, once, and an interrupt may not come between."""
+        _, value, _ = self._get_exc_info(exc_tuple)
+        self._errors.append(value)
+        if self.call_pdb:
+            self.debugger(force=True)
+
+    def _showtraceback(self, etype: type, evalue: BaseException, stb: list[str]) -> None:  # noqa: ARG002 - as above
+        """Nothing: the executor reports the error, once, when the cell ends."""
+        self._errors.append(evalue)
+
+    def show_usage_error(self, exc: BaseException) -> None:
+        """As above."""
+
+    @contextlib.contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:  # noqa: ARG002 - IPython's signature
+        """Nothing: IPython's history would keep all text that was ever printed."""
+        yield
+
+    def attach(self, session: Session) -> None:
+        """Send display and input through `session` from now on."""
+        assert isinstance(self.display_pub, RankDisplayPublisher)
+        assert isinstance(self.displayhook, RankDisplayHook)
+        self.display_pub.session = self.displayhook.session = session
+
+        def ask(prompt: object = "", /) -> str:
+            sys.stdout.flush()
+            return session.ask(str(prompt), password=False)
+
+        def ask_secretly(prompt: str = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
+            return session.ask(prompt, password=True)
+
+        builtins.input = ask
+        getpass.getpass = ask_secretly
+
+    def system(self, cmd: str) -> None:
+        """`!cmd`: in the rank's process group, so that an interrupt ends it, and on its descriptors, so it is heard."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        command = self.var_expand(cmd, depth=1)
+        with subprocess.Popen(  # noqa: S602 - a shell is what `!` asks for
+            command, shell=True, stdin=subprocess.DEVNULL
+        ) as process:
+            try:
+                self.user_ns["_exit_code"] = process.wait()
+            except KeyboardInterrupt:
+                _end(process)
+                raise
+
+    system_piped = system
+    system_raw = system
+
+    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:  # noqa: ANN401 - IPython's types
+        """`x = !cmd`. IPython's would take an interrupt for the command's own and go on with the cell."""
+        command = self.var_expand(cmd, depth=depth + 1)
+        with subprocess.Popen(  # noqa: S602 - as above
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            try:
+                text = process.communicate()[0].decode(errors="replace")
+            except KeyboardInterrupt:
+                _end(process)
+                raise
+        self.user_ns["_exit_code"] = process.returncode
+        return SList(text.splitlines()) if split else LSString(text)
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """No event loops of desktop toolkits on a rank."""
+        if gui not in (None, "inline"):
+            raise UsageError(f"%gui {gui}: a rank has no screen; figures are shown with %matplotlib inline")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The interrupt reached its whole process group; this is for those who did not go."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=0.2)
+        return
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.kill()
+
+
+def make_shell() -> RankShell:
+    """The shell, made in the forkserver, so that each rank has it at once."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.cache_size = 0  # Out[n] would keep every tensor that was ever shown on its device
+    shell: RankShell = RankShell.instance(config=config)
+    for namespace in (shell.user_ns, shell.user_ns_hidden):
+        namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's ask the terminal
+    warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
+    return shell
+
+
+InteractiveShellABC.register(RankShell)

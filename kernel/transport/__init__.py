@@ -1,0 +1,12 @@
+"""Moves messages and large values between the notebook process, the forkserver and the ranks.
+
+Owns: sockets, framing, pickles that cross a process, shared memory. Refuses: to know what a message means.
+
+link.py       what a link is: the two ends as Protocols
+zmq_link.py   the real one; the only module that imports zmq
+memory_link.py  the fake, for tests and for reading
+stream.py     length-prefixed messages over a socket pair, for the forkserver
+payload.py    values to buffers and back
+tensors.py    torch tensors out of band
+segments.py   shared memory files
+"""

@@ -1,0 +1,269 @@
+"""Torch tensors out of band: their memory goes beside the pickle, once, without a copy.
+
+Owns: how a tensor is taken apart and put together, and which parts of its storage travel. Refuses: files, sockets, and
+the pickles themselves. The only module of the transport that imports torch; it is imported once there is a tensor.
+
+What arrives is what `torch.save` and `torch.load(map_location="cpu")` would give: tensors of one storage alias each
+other again, `requires_grad`, strides, attributes and being a Parameter are kept, `.grad` and hooks are not sent, and
+every tensor arrives on the CPU. Where it differs: of a storage, only what the tensors of the value use is sent, so
+that `data[:32]` costs 32 rows; a conjugated or negated view arrives as its values; and what rests on shared memory
+cannot be resized in place, as if it came from `torch.from_numpy` (`.clone()` can).
+
+Dense tensors and Parameters are taken apart here. Other kinds (sparse, quantized, nested, meta, DTensor, any subclass)
+reduce themselves as torch has it, down to dense tensors and storages, which are taken apart here again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Any, cast
+
+import torch
+
+_ALIGNMENT = 64  # parts of a storage begin where every dtype may, so that views of different dtypes still fit
+_WORTH_TRIMMING = 1 << 20  # bytes saved, below which a value is not pickled a second time
+_SPARSE_USE = 4  # a view that uses less than 1/4 of the bytes it spans, such as one column of many, is copied first
+
+Reduction = tuple[Any, ...]
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
+@dataclass(frozen=True)
+class Use:
+    """Where one tensor lies in its storage: from byte `low` to `high`, `size` bytes of them its own."""
+
+    low: int
+    high: int
+    size: int
+    view: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes `low` to `high` of a storage. `one_view`: one view, of few of them, which is sent as a contiguous copy."""
+
+    low: int
+    high: int
+    one_view: bool
+
+
+class Storages:
+    """The storages that the tensors of one pickle rest on. It must outlive the buffers that it gave."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[Part]] = {}  # what to send of a storage; the whole of one that is not here
+        self._uses: dict[int, list[Use]] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._sent: dict[tuple[int, int, int], _Sent] = {}
+        self._copies: dict[tuple[object, ...], torch.Tensor] = {}
+        self._elsewhere: dict[int, _Sent] = {}
+
+    def reduce(self, value: object) -> Any:  # noqa: ANN401 - a reduction, or the constant NotImplemented
+        """How pickle shall take `value` apart; NotImplemented for what is not ours."""
+        kind = type(value)  # exactly: a subclass knows better how it is taken apart
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._reduce_tensor(cast("torch.Tensor", value))
+        if kind is torch.UntypedStorage:
+            return self._reduce_storage(cast("torch.UntypedStorage", value))
+        if kind is torch.storage.TypedStorage:
+            typed = cast("torch.storage.TypedStorage", value)
+            return restore_typed_storage, (typed._untyped_storage, typed.dtype)  # the public way warns
+        return NotImplemented
+
+    def is_elsewhere(self, buffer: PickleBuffer) -> bool:
+        """Whether the buffer, which is empty, stands for memory of another device, that `fetch` brings here."""
+        return id(buffer) in self._elsewhere
+
+    def fetch(self, buffer: PickleBuffer) -> memoryview:
+        """The bytes of a buffer that is elsewhere, copied to the CPU."""
+        return self._elsewhere[id(buffer)].fetch()
+
+    def trimmed(self) -> Storages | None:
+        """What to pickle the value with once more, so that less is sent; None if that would save little.
+
+        What a storage is used for is known only when the whole value has been seen. Tensors that overlap or touch
+        stay together, for they may alias each other.
+        """
+        better, saved = Storages(), 0
+        for key, uses in self._uses.items():
+            whole = self._storages[key].nbytes()
+            parts, size = _needed(uses)
+            if size < whole:
+                better._parts[key] = parts
+                better._storages[key] = self._storages[key]
+                saved += whole - size
+        return better if saved >= _WORTH_TRIMMING else None
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - as `reduce`
+        if not _is_dense(tensor):
+            return NotImplemented
+        if tensor.is_conj() or tensor.is_neg():
+            return self._copied(tensor, lambda: tensor.detach().resolve_conj().resolve_neg())
+        storage, use = tensor.untyped_storage(), _use_of(tensor)
+        for part in self._parts.get(self._key(storage), ()):
+            if part.low <= use.low and use.high <= part.high:
+                if part.one_view:
+                    return self._copied(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
+                return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
+        self._uses.setdefault(self._key(storage), []).append(use)
+        return _reduction(tensor, tensor, self._send(storage))
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:  # noqa: ANN401 - as `reduce`
+        if storage.device.type == "meta":
+            return NotImplemented
+        self._uses.setdefault(self._key(storage), []).append(Use(0, storage.nbytes(), storage.nbytes(), ()))
+        return _same, (self._send(storage),)
+
+    def _copied(self, tensor: torch.Tensor, copy: Callable[[], torch.Tensor]) -> Reduction:
+        """The reduction with the memory of a copy, the same one for every tensor that is the same view."""
+        key = (self._key(tensor.untyped_storage()), *_use_of(tensor).view, tensor.is_conj(), tensor.is_neg())
+        if key not in self._copies:
+            self._copies[key] = copy()
+        return _reduction(tensor, self._copies[key], self._send(self._copies[key].untyped_storage()))
+
+    def _send(self, storage: torch.UntypedStorage, low: int = 0, high: int | None = None) -> _Sent:
+        high = storage.nbytes() if high is None else high
+        key = (self._key(storage), low, high)
+        if key not in self._sent:
+            self._sent[key] = sent = _Sent(storage, low, high)
+            if storage.device.type != "cpu":
+                self._elsewhere[id(sent.buffer)] = sent
+        return self._sent[key]
+
+    def _key(self, storage: torch.UntypedStorage) -> int:
+        key: int = storage._cdata  # its identity, which data_ptr is not: all empty storages share one
+        self._storages[key] = storage  # kept alive, so that no other storage gets this key
+        return key
+
+
+class _Sent:
+    """Part of a storage as pickle sees it; pickle's memo makes it one storage on the other side."""
+
+    def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
+        self._storage = storage
+        self._low = low
+        self._high = high
+        self.buffer = PickleBuffer(_exposed(storage, low, high) if storage.device.type == "cpu" else bytearray())
+
+    def __reduce_ex__(self, protocol: object) -> Reduction:
+        return restore_storage, (self.buffer,)
+
+    def fetch(self) -> memoryview:
+        there = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        there.set_(self._storage, self._low, (self._high - self._low,), (1,))
+        here = there.cpu().untyped_storage()
+        self._storage, self._low, self._high = here, 0, here.nbytes()
+        return _exposed(here, 0, here.nbytes())
+
+
+def _reduction(tensor: torch.Tensor, laid: torch.Tensor, sent: _Sent, low: int = 0) -> Reduction:
+    """Kind and attributes of `tensor`, with the memory of `laid`, whose storage is sent from byte `low` on."""
+    arguments = (
+        sent,
+        laid.dtype,
+        laid.storage_offset() - low // laid.element_size(),
+        tuple(laid.size()),
+        laid.stride(),
+        tensor.requires_grad,
+        type(tensor) is torch.nn.Parameter,
+    )
+    if not tensor.__dict__:
+        return restore_tensor, arguments
+    return restore_tensor, arguments, dict(tensor.__dict__), None, None, restore_attributes
+
+
+def restore_storage(buffer: bytearray | memoryview) -> torch.UntypedStorage:
+    """The storage that rests on `buffer`, without a copy."""
+    if not len(buffer):
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def restore_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    """A storage as torch's own reductions want it."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def restore_tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    """The tensor, a leaf of no graph."""
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def restore_attributes(tensor: torch.Tensor, attributes: dict[str, object]) -> None:
+    """Give a tensor the attributes that a person or a library had hung on it."""
+    tensor.__dict__.update(attributes)
+
+
+def _same(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+        return False
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a device without storages (XLA), a tensor inside torch.func
+        return False
+    return True
+
+
+def _use_of(tensor: torch.Tensor) -> Use:
+    size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+    view, item = (tensor.dtype, offset, size, stride), tensor.element_size()
+    if not tensor.numel():
+        return Use(0, 0, 0, view)
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return Use(offset * item, (last + 1) * item, tensor.numel() * item, view)
+
+
+def _needed(uses: Sequence[Use]) -> tuple[list[Part], int]:
+    """The parts of a storage that hold all `uses`, apart from each other, and how many bytes will be sent."""
+    parts, total = [], 0
+    for low, high, members in _clusters(uses):
+        size = members[0].size
+        one_view = size < (high - low) // _SPARSE_USE and len({member.view for member in members}) == 1
+        parts.append(Part(low, high, one_view))
+        total += size if one_view else high - low
+    return parts, total
+
+
+def _clusters(uses: Sequence[Use]) -> Iterator[tuple[int, int, list[Use]]]:
+    low, high, members = 0, 0, list[Use]()
+    for use in sorted(uses, key=lambda use: use.low):
+        start = use.low // _ALIGNMENT * _ALIGNMENT
+        if members and start > high:
+            yield low, high, members
+            members = []
+        if not members:
+            low, high = start, use.high
+        high = max(high, use.high)
+        members.append(use)
+    if members:
+        yield low, high, members
+
+
+def _exposed(storage: torch.UntypedStorage, low: int, high: int) -> memoryview:
+    """Bytes `low` to `high` of a storage on the CPU, valid for as long as the storage lives.
+
+    Not through numpy: a tensor whose `.numpy()` was taken can never be resized again.
+    """
+    return _memory_at(storage.data_ptr() + low, high - low, _WRITABLE) if high > low else memoryview(bytearray())

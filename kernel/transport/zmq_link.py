@@ -1,0 +1,206 @@
+"""The link over ZeroMQ: the only module that imports zmq.
+
+Owns: sockets, their lifetime and their thread rules. Refuses: to know what a message means.
+
+Up: every rank PUSHes to the notebook's one PULL. Down: one PUSH per incarnation of a rank, bound by the notebook, so
+that ranks dial home and a message to a rank that is not connected yet waits for it (a ROUTER would drop it).
+Addresses are `ipc://` in a folder that only the user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+import zmq
+
+from rankbook.errors import StartError
+from rankbook.messages import FromRank, Message, ToRank, decode_from_rank, decode_to_rank, encode
+from rankbook.transport.link import Frames, Sender
+
+_SENDER = struct.Struct("<II")
+_LINGER_MS = 200
+_FIRST_SEND_MS = 5_000
+
+
+class _Inbox:
+    """A PULL socket, a wake pipe and whatever files the caller watches, in one poll."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else _pipe()
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._files: set[int] = set()
+
+    def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        if self._files != set(files):
+            for file in self._files - set(files):
+                self._poller.unregister(file)
+            for file in set(files) - self._files:
+                self._poller.register(file, zmq.POLLIN)
+            self._files = set(files)
+        ready = dict(self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))))
+        if ready.pop(self._wake_read, 0):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        return bool(ready.pop(self._socket, 0)), {int(file) for file in ready}
+
+    def receive(self) -> tuple[memoryview, list[memoryview]] | None:
+        try:
+            head = memoryview(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        frames: list[memoryview] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(self._socket.recv(copy=False).buffer)  # may be large
+        return head, frames
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._wake_write, b"w")
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write
+
+
+class ZmqHub:
+    """The notebook's end, in the folder `folder` (0700, made by the caller). Raises `StartError` if it cannot bind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._down: dict[int, _Downlink] = {}
+        socket = self._context.socket(zmq.PULL)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        self.uplink = f"ipc://{folder}/up"
+        try:
+            socket.bind(self.uplink)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            self._context.term()
+            raise StartError(
+                f"cannot listen in {folder}: {error}; set RANKBOOK_RUNTIME_DIR to a folder of yours"
+            ) from error
+        self._inbox = _Inbox(socket)
+
+    def open_downlink(self, rank: int, incarnation: int) -> str:
+        """See `HubLink`."""
+        address = f"ipc://{self._folder}/down-{rank}.{incarnation}"
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise StartError(f"cannot listen at {address}: {error}") from error
+        with self._lock:
+            old, self._down[rank] = self._down.get(rank), _Downlink(socket)
+            if old is not None:
+                old.socket.close(linger=0)
+        return address
+
+    def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
+        """See `HubLink`."""
+        with self._lock:
+            down = self._down.get(rank)
+            if down is None:
+                return False
+            try:
+                flags = zmq.NOBLOCK if down.used else 0
+                down.socket.send_multipart([encode(message), *frames], flags, copy=not frames)
+            except zmq.Again:
+                return False
+            down.used = True
+            return True
+
+    def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `HubLink`."""
+        return self._inbox.wait(timeout, files)
+
+    def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
+        """See `HubLink`."""
+        parcel = self._inbox.receive()
+        if parcel is None:
+            return None
+        head, frames = parcel
+        sender = Sender(*_SENDER.unpack_from(head))
+        return sender, decode_from_rank(head[_SENDER.size :]), frames
+
+    def wake(self) -> None:
+        """See `HubLink`."""
+        self._inbox.wake()
+
+    def close(self) -> None:
+        """See `HubLink`."""
+        with self._lock:
+            for down in self._down.values():
+                down.socket.close(linger=_LINGER_MS)
+            self._down.clear()
+        self._inbox.close()
+        self._context.term()
+
+
+class _Downlink:
+    __slots__ = ("socket", "used")
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.used = False
+
+
+class ZmqRank:
+    """A rank's end. `uplink` and `downlink` are the addresses the notebook gave it."""
+
+    def __init__(self, sender: Sender, uplink: str, downlink: str) -> None:
+        self._sender = _SENDER.pack(*sender)
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._up = self._context.socket(zmq.PUSH)
+        self._up.connect(uplink)
+        down = self._context.socket(zmq.PULL)
+        down.setsockopt(zmq.RCVHWM, 0)
+        down.connect(downlink)
+        self._inbox = _Inbox(down)
+
+    def send(self, message: Message, frames: Frames = ()) -> None:
+        """See `RankLink`."""
+        parts = [self._sender + encode(message), *frames]
+        with self._lock:
+            self._up.send_multipart(parts, copy=not frames)
+
+    def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `RankLink`."""
+        return self._inbox.wait(timeout, files)
+
+    def receive(self) -> tuple[ToRank, list[memoryview]] | None:
+        """See `RankLink`."""
+        parcel = self._inbox.receive()
+        return None if parcel is None else (decode_to_rank(parcel[0]), parcel[1])
+
+    def wake(self) -> None:
+        """See `RankLink`."""
+        self._inbox.wake()
+
+    def close(self) -> None:
+        """See `RankLink`."""
+        with self._lock:
+            self._up.close(linger=_LINGER_MS)
+        self._inbox.close()
+        self._context.term()

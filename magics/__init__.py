@@ -1,0 +1,41 @@
+"""`%%distributed` and `%distributed`.
+
+Owns: parsing, submitting, and wiring coordinator, results and front end together; the only place that does. Refuses:
+work of its own on the ranks.
+
+options.py   the grammar: what may stand on the two lines, and their help
+magic.py     the magics themselves
+handle.py    the handle of a background cell
+stacks.py    where the ranks are, in words
+frontend.py  where output goes: a Jupyter cell or a terminal; prompts
+auto.py      plain cells that run on the ranks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """`%load_ext rankbook`: registers the magics and starts the forkserver, so that it is warm when it is needed."""
+    from rankbook.launch import local
+    from rankbook.magics.magic import install
+
+    install(shell)
+    local.warm_up()
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """`%unload_ext rankbook`: stops the ranks and takes the magics away."""
+    from rankbook.coordinator.current import stop
+    from rankbook.launch import local
+    from rankbook.magics.magic import uninstall
+
+    stop()
+    local.cool_down()
+    uninstall(shell)

@@ -1,0 +1,93 @@
+"""The handle of a background cell.
+
+Owns: what `%%distributed --background` returns. Refuses: to keep the notebook waiting unless `wait` is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.wait import Ask
+from rankbook.output import Rich, Stream
+from rankbook.results import CellResult, describe_errors
+from rankbook.widgets.handle import HandleView
+
+
+class CellHandle:
+    """A cell that runs in the background. Its display follows its state until it has ended."""
+
+    def __init__(self, cluster: Cluster, cell: Cell, sink: Sink, ask: Ask, keep: Callable[[CellResult], None]) -> None:
+        self._cluster = cluster
+        self._cell = cell
+        self._sink = sink
+        self._ask = ask
+        self._keep = keep
+        self._display_id = f"rankbook-handle-{cluster.key}-{cell.cell}"
+        self._shown = ""
+        self._reported = False
+
+    @property
+    def state(self) -> str:
+        """`queued`, `running`, `ok`, `error` or `interrupted`."""
+        return self._cell.result.status if self._cell.result is not None else self._cell.state
+
+    @property
+    def result(self) -> CellResult | None:
+        """The `CellResult`, or None while the cell has not ended."""
+        return self._cell.result
+
+    def wait(self, timeout: float | None = None) -> CellResult:
+        """Wait for the end; the result. Answers what the ranks ask meanwhile, and passes an interrupt on to them.
+
+        Raises as `Cluster.run` if the cell failed; TimeoutError after `timeout` seconds, the cell going on.
+        """
+        self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
+        if self._cell.result is None:
+            raise TimeoutError(f"{self._cell.label} has not ended within {timeout} s; it goes on")
+        self._cell.result.raise_for_status()
+        return self._cell.result
+
+    def interrupt(self) -> None:
+        """Interrupt the cell on its ranks."""
+        self._cluster.interrupt_cell(self._cell)
+
+    def follow(self, *, timeout: float | None = None) -> None:
+        """Show the handle and keep it up to date; interrupt the cell if it takes longer than `timeout` seconds."""
+        if timeout is not None:
+            self._cluster.interrupt_after(self._cell, timeout)
+        self._show(update=False)
+        self._cell.on_change.append(self._changed)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._show(update=True)
+        result = self._cell.result
+        if result is not None and not self._reported:
+            self._reported = True
+            self._keep(result)
+            if not result.ok:
+                self._sink.emit([Stream("stderr", describe_errors(result.outcomes) + "\n")])
+
+    def _show(self, *, update: bool) -> None:
+        view = self._view()
+        if view.text() != self._shown:
+            self._shown = view.text()
+            self._sink.emit([Rich(dict(view.bundle()), {}, self._display_id, update)])
+
+    def _view(self) -> HandleView:
+        cell, result = self._cell, self._cell.result
+        if result is not None:
+            return HandleView(cell.number, cell.ranks, result.status, result.seconds)
+        return HandleView(cell.number, cell.ranks, cell.state, None, cell.waiting_behind)
+
+    def __repr__(self) -> str:
+        running = self._cell.result is None and self._cell.started is not None
+        seconds = f" for {time.monotonic() - (self._cell.started or 0):.1f} s" if running else ""
+        return f"<{self._view().text()}{seconds}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:  # noqa: ANN401 - IPython passes include and exclude
+        return self._view().bundle()

@@ -1,0 +1,251 @@
+"""The magics `%%distributed`, `%distributed` and `%%local`.
+
+Owns: what each option and command does. Refuses: parsing (options.py) and showing (frontend.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from rankbook.coordinator import current as clusters
+from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.errors import BadRequest, CellError, CellTimeout, RankbookError
+from rankbook.magics import auto, options
+from rankbook.magics.frontend import ask_for, sink_for
+from rankbook.magics.handle import CellHandle
+from rankbook.magics.stacks import describe_stacks
+from rankbook.output import Stream
+from rankbook.ranks import format_ranks, name_ranks
+from rankbook.results import CellResult, describe_errors
+from rankbook.widgets.table import table
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """Registered by `%load_ext rankbook`."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+
+    @line_cell_magic
+    def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
+        """Run cells on the ranks, and look after the ranks."""
+        with _short_errors():
+            if cell is None:
+                command = options.parse_line(line)
+                _COMMANDS[command.command](self, command)
+                return None
+            return self._run(line, cell)
+
+    @cell_magic
+    def local(self, line: str, cell: str) -> None:
+        """Run this cell in the notebook, whatever `%distributed auto` says."""
+        if line.strip():
+            raise UsageError(f"%%local takes no options, not {line.strip()!r}")
+        result = self._shell.run_cell("%%local\n" + cell, store_history=False)  # auto.keep_local takes it from here
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            error._render_traceback_ = list  # it has been shown; what is left is the status
+            raise error
+
+    # Cells
+
+    def _run(self, line: str, cell: str) -> CellHandle | None:
+        chosen = options.parse_cell_line(line)
+        if not cell.strip():
+            raise BadRequest("%%distributed: the cell is empty; write the code for the ranks below this line")
+        if chosen.out is not None and not chosen.out.isidentifier():
+            raise BadRequest(f"%%distributed: --out {chosen.out!r} is no name for a variable")
+        cluster = self._cluster()
+        sink = sink_for(self._shell)
+        ranks = cluster.select(chosen.ranks)
+        head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
+        keep = self._keeper(chosen.out)
+        ask = ask_for(self._shell)
+        with held_interrupts():
+            submitted = cluster.submit_code(
+                head + cell, number=self._shell.execution_count, ranks=ranks, sink=None if chosen.quiet else sink
+            )
+            if chosen.background:
+                handle = CellHandle(cluster, submitted, sink, ask, keep)
+                handle.follow(timeout=chosen.timeout)
+                return handle
+            if submitted.started is None and submitted.waiting_behind:
+                sink.emit([Stream("stderr", _queued(submitted))])
+            cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
+        assert submitted.result is not None
+        keep(submitted.result)
+        _raise_for(submitted, submitted.result)
+        return None
+
+    def _keeper(self, name: str | None) -> Callable[[CellResult], None]:
+        def keep(result: CellResult) -> None:
+            if name is not None:
+                self._shell.user_ns[name] = result
+
+        return keep
+
+    def _cluster(self) -> Cluster:
+        running = clusters.running_cluster()
+        return running if running is not None else self._start(None, None)
+
+    def _start(self, n: int | None, backend: str | None) -> Cluster:
+        there = clusters.running_cluster()
+        cluster = clusters.start(n, backend=backend)
+        told = "are running already" if there is cluster else "are ready"
+        self._say(f"{_count(cluster.world_size)} {told}: {cluster.describe()}")
+        return cluster
+
+    def _say(self, text: str) -> None:
+        sink_for(self._shell).emit([Stream("stdout", text + "\n")])
+
+    # Commands
+
+    def _command_start(self, command: argparse.Namespace) -> None:
+        self._start(command.n, command.backend)
+
+    def _command_status(self, _command: argparse.Namespace) -> None:
+        running = clusters.running_cluster()
+        if running is None:
+            self._say("no ranks are running; %distributed start or the first %%distributed starts them")
+            return
+        rows = [
+            (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", each.loss or "")
+            for each in running.status()
+        ]
+        self._show(table(("rank", "state", "device", "pid", "runs", ""), rows))
+        for cell in running.cells():
+            if cell.started is None:
+                self._say(_queued(cell).rstrip())
+
+    def _command_interrupt(self, command: argparse.Namespace) -> None:
+        hit = clusters.current().interrupt(command.ranks)
+        self._say(f"interrupted {name_ranks(hit)}" if hit else "nothing is running there")
+
+    def _command_restart(self, command: argparse.Namespace) -> None:
+        cluster = clusters.current()
+        restarted = cluster.restart(command.ranks)
+        self._say(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
+
+    def _command_stop(self, _command: argparse.Namespace) -> None:
+        running = clusters.running_cluster()
+        if clusters.stop() and running is not None:
+            self._say(f"{_count(running.world_size)} stopped")
+        else:
+            self._say("no ranks are running")
+
+    def _command_stacks(self, _command: argparse.Namespace) -> None:
+        self._say(describe_stacks(clusters.current().stacks()))
+
+    def _command_push(self, command: argparse.Namespace) -> None:
+        cluster = self._cluster()
+        cluster.push({name: self._own(name) for name in command.names}, ranks=command.ranks)
+
+    def _own(self, name: str) -> Any:  # noqa: ANN401 - any variable
+        if name not in self._shell.user_ns:
+            near = options.near(name, self._shell.user_ns)
+            raise BadRequest(f"%distributed push: there is no variable {name!r} in the notebook{near}")
+        return self._shell.user_ns[name]
+
+    def _command_pull(self, command: argparse.Namespace) -> None:
+        target = command.target or command.name
+        if not target.isidentifier():
+            raise BadRequest(f"%distributed pull: {target!r} is no name for a variable; say --as NAME")
+        cluster = clusters.current()
+        ranks = cluster.select(command.ranks)
+        self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
+        self._say(f"{target}: a list with the value of {name_ranks(ranks)}, in that order")
+
+    def _command_auto(self, command: argparse.Namespace) -> None:
+        auto.set_auto(self._shell, on=command.state == "on")
+        self._say(
+            "plain cells run on the ranks now; %%local keeps one in the notebook"
+            if command.state == "on"
+            else "plain cells run in the notebook now"
+        )
+
+    def _show(self, bundle: dict[str, str]) -> None:
+        from rankbook.output import Rich
+
+        sink_for(self._shell).emit([Rich(dict(bundle), {})])
+
+
+_COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = {
+    name: getattr(DistributedMagics, f"_command_{name}") for name in options.COMMANDS
+}
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _queued(cell: Cell) -> str:
+    return (
+        f"{cell.label} is queued: it waits for {name_ranks(cell.waiting_behind)} ({format_ranks(cell.ranks)} wanted)\n"
+    )
+
+
+def _raise_for(cell: Cell, result: CellResult) -> None:
+    """End the cell with status error unless it went well, with the ranks' tracebacks in place of our own."""
+    if result.ok:
+        return
+    text = describe_errors(result.outcomes)
+    if cell.timed_out is not None:
+        _raise_shown(CellTimeout(f"{cell.label} was interrupted after --timeout {cell.timed_out:g} s"), text)
+    try:
+        result.raise_for_status()
+    except (KeyboardInterrupt, RankbookError) as error:
+        _raise_shown(error, text)
+
+
+def _raise_shown(error: BaseException, text: str) -> None:
+    if isinstance(error, CellTimeout):
+        text = f"{error}\n{text}"
+    if (
+        isinstance(error, CellError) and SyntaxError in type(error).__mro__
+    ):  # for these IPython asks nobody how they look
+        error = type("SyntaxError", (CellError,), {})(error.message, error.errors)
+    error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
+    raise error from None
+
+
+@contextlib.contextmanager
+def _short_errors() -> Iterator[None]:
+    """Rankbook's own errors in one line, without the frames of how they came about."""
+    try:
+        yield
+    except BadRequest as error:
+        raise UsageError(str(error)) from None
+    except RankbookError as error:
+        if not hasattr(error, "_render_traceback_"):
+            lines = f"{type(error).__name__}: {error}".splitlines()
+            error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        raise
+
+
+def install(shell: InteractiveShell) -> None:
+    """Register the magics. A second time changes nothing."""
+    DistributedMagics.distributed.__doc__ = options.help_text()
+    auto.install(shell)
+    shell.register_magics(DistributedMagics(shell))
+
+
+def uninstall(shell: InteractiveShell) -> None:
+    """Take the magics away."""
+    auto.uninstall(shell)
+    manager = shell.magics_manager
+    for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "local")):
+        manager.magics[kind].pop(name, None)
+    manager.registry.pop("DistributedMagics", None)

@@ -1,0 +1,140 @@
+"""What may stand on a `%%distributed` or `%distributed` line.
+
+Owns: the two grammars, their help texts, their one-line errors. Refuses: to act on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import threading
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import NoReturn
+
+from rankbook.errors import BadRequest
+
+COMMANDS = ("start", "status", "interrupt", "restart", "stop", "stacks", "push", "pull", "auto")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises one line instead of printing many and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        names = [action.option_strings[0] if action.option_strings else str(action.metavar) for action in shown]
+        raise BadRequest(f"{self.prog}: {message}; valid here: {', '.join(names) or 'nothing'}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:  # noqa: ARG002 - argparse's signature
+        raise BadRequest(f"{self.prog}: {message or 'see ' + self.prog + '?'}")
+
+
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", "-r", metavar="RANKS", help="0,2-3 · 0:4:2 · main · all (default: all)")
+
+
+def _make_cell_parser() -> _Parser:
+    parser = _Parser(
+        prog="%%distributed", add_help=False, allow_abbrev=False, description="Run this cell on the ranks."
+    )
+    _ranks(parser)
+    parser.add_argument(
+        "--background", "-b", action="store_true", help="return at once, with a handle: .wait() .interrupt() .result"
+    )
+    parser.add_argument("--out", metavar="NAME", help="keep the CellResult in the notebook under NAME")
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
+    parser.add_argument("--quiet", "-q", action="store_true", help="show errors only")
+    parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)  # auto.py: there was no such line
+    return parser
+
+
+def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="%distributed", add_help=False, allow_abbrev=False, description="Look after the ranks.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def add(name: str, help_text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help_text, prog=f"%distributed {name}", add_help=False, allow_abbrev=False
+        )
+
+    start = add("start", "start the ranks: one per CUDA device, or two on the CPU")
+    start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="how many")
+    start.add_argument("--backend", help="torch.distributed's: gloo, nccl, cpu:gloo,cuda:nccl")
+    add("status", "what each rank is and does")
+    for name, help_text in (("interrupt", "interrupt what the ranks run"), ("restart", "give ranks fresh processes")):
+        add(name, help_text).add_argument(
+            "ranks", nargs="?", metavar="RANKS", help="0,2-3 · 0:4:2 · main · all (default: all)"
+        )
+    add("stop", "end the ranks")
+    add("stacks", "where in the code each rank is, now")
+    push = add("push", "copy variables of the notebook to the ranks")
+    push.add_argument("names", nargs="+", metavar="NAME")
+    _ranks(push)
+    pull = add("pull", "copy a variable of the ranks into the notebook, as a list with one value per rank")
+    pull.add_argument("name", metavar="NAME", help="a variable, or model.weight with --as")
+    pull.add_argument("--as", dest="target", metavar="NAME", help="the name in the notebook (default: the same)")
+    _ranks(pull)
+    auto = add("auto", "on: plain cells run on the ranks, %%%%local opts one out")
+    auto.add_argument("state", choices=("on", "off"), metavar="on|off")
+    return parser, commands.choices
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return seconds
+
+
+_cell_parser = _make_cell_parser()
+_line_parser, _command_parsers = _make_line_parser()
+_no_options = vars(_cell_parser.parse_args([]))
+"""What most cells have; argparse would take a tenth of such a cell's time to say so."""
+
+
+def parse_cell_line(line: str) -> argparse.Namespace:
+    """The options behind `%%distributed`. Raises `BadRequest`."""
+    if not line.strip():
+        return argparse.Namespace(**_no_options)
+    return _cell_parser.parse_args(_words("%%distributed", line))
+
+
+def parse_line(line: str) -> argparse.Namespace:
+    """The command behind `%distributed`. Raises `BadRequest`."""
+    words = _words("%distributed", line)
+    valid = ", ".join(COMMANDS)
+    if not words:
+        raise BadRequest(f"%distributed needs a command: {valid} (to run code on the ranks: %%distributed)")
+    if words[0] not in COMMANDS:
+        near = get_close_matches(words[0], COMMANDS, n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+        raise BadRequest(f"%distributed has no command {words[0]!r}{hint} valid: {valid}")
+    # The command's own parser: the outer one would blame itself, and name its own options, for a word too many.
+    return _command_parsers[words[0]].parse_args(words[1:], argparse.Namespace(command=words[0]))
+
+
+def _words(prog: str, line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise BadRequest(f"{prog}: {error}") from error
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """`; near: ...` where there are names that look like it."""
+    found = get_close_matches(name, [each for each in names if not each.startswith("_")], n=3)
+    return f"; near: {', '.join(found)}" if found else ""
+
+
+def help_text() -> str:
+    """What `%distributed?` and `%%distributed?` show."""
+    lines = [
+        "Run cells on the ranks, and look after the ranks.",
+        "",
+        _cell_parser.format_help(),
+        _line_parser.format_help(),
+    ]
+    return "\n".join([*lines, *(parser.format_usage().strip() for parser in _command_parsers.values())])

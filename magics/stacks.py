@@ -1,0 +1,30 @@
+"""Where the ranks are, in words.
+
+Owns: grouping equal stacks. Refuses: to fetch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rankbook.messages import Stack
+from rankbook.ranks import name_ranks
+
+
+def describe_stacks(stacks: Mapping[int, Stack | None]) -> str:
+    """Each distinct stack once, headed by its ranks, the user's frames outermost first."""
+    groups: dict[str, list[int]] = {}
+    for rank, stack in stacks.items():
+        groups.setdefault(_describe(stack), []).append(rank)
+    return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def _describe(stack: Stack | None) -> str:
+    if stack is None:
+        return "no answer (dead, stopped, or in C code that holds the interpreter)"
+    if stack.cell is None:
+        return "idle"
+    if not stack.frames:
+        return "running, outside of the user's code"
+    lines = [f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in stack.frames]
+    return "running\n" + "\n".join(lines)

@@ -1,0 +1,162 @@
+"""Measures Rankbook, and the peers beside it in the same run: `python tests/benchmarks/run.py --peers FOLDER`.
+
+Owns: rounds and their shuffled order, and that one tool's failure does not end the run. Refuses: how anything is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import measures
+import report
+from adapters import PEERS, Adapter, Rankbook
+from measures import Sample
+from peers import python_of
+
+README = Path(__file__).parents[2] / "README.md"
+CELLS = 200
+"""How many cells of each kind a run has at least, over all rounds."""
+
+Measure = Callable[[Adapter], Iterable[Sample]]
+
+
+def main() -> int:
+    options = _options()
+    tools = _tools(options)
+    versions = {tool.name: _version(tool) for tool in tools}
+    kinds: dict[str, Measure] = {
+        "cells": partial(measures.cells, pairs=-(-CELLS // options.rounds)),
+        "starts": partial(measures.starts, sizes=(2, 4, 8)),
+        "lines": measures.lines,
+        "memory": measures.memory,
+        "transfer": measures.transfer,
+        "faults": measures.faults,
+    }
+    seed = random.randrange(1_000_000) if options.seed is None else options.seed
+    random.seed(seed)
+    samples: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    failures = 0
+    environment = _environment(options.rounds, seed)
+    for number in range(options.rounds):
+        for kind in options.only or kinds:
+            for tool in random.sample(tools, len(tools)):
+                failures += not _measure(f"round {number + 1}, {kind}, {tool.name}", kinds[kind], tool, samples)
+    text = f"{report.table(samples, versions)}\n\n{environment}"
+    _say(text)
+    verdicts = report.verdicts(samples, Rankbook.name)
+    for held, words in verdicts:
+        _say(f"{'held  ' if held else 'BROKEN'} {words}")
+    if options.json:
+        content = {
+            "environment": environment,
+            "versions": versions,
+            "samples": {m: {t: [asdict(s) for s in of] for t, of in tools.items()} for m, tools in samples.items()},
+        }
+        options.json.write_text(json.dumps(content, indent=1))
+    if options.write_readme:
+        report.write_readme(README, text)
+    return 1 if failures or not all(held for held, _ in verdicts) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = "cells, starts, lines, memory, transfer, faults"
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where peers.py put them; none: Rankbook alone")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each is measured; 3")
+    parser.add_argument("--only", type=_names(names), metavar="NAME,...", help=f"some of: {names}")
+    tools = ", ".join([Rankbook.name, *(peer.name for peer in PEERS)])
+    parser.add_argument("--tools", type=_names(tools), metavar="NAME,...", help=f"some of: {tools}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample goes there")
+    parser.add_argument("--seed", type=int, help="of the order within the rounds; a random one, printed")
+    parser.add_argument("--write-readme", action="store_true", help="put the table into the README")
+    return parser.parse_args()
+
+
+def _names(known: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known.split(", ")]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the names are {known}")
+        return names
+
+    return parse
+
+
+def _tools(options: argparse.Namespace) -> list[Adapter]:
+    tools: list[Adapter] = [Rankbook(sys.executable)]
+    for peer in PEERS if options.peers else ():
+        python = python_of(options.peers.resolve(), peer.name)
+        if python.exists():
+            tools.append(peer(str(python)))
+        else:
+            _say(f"{peer.name}: no {python}; `python tests/benchmarks/peers.py {options.peers}` makes it")
+    return [tool for tool in tools if not options.tools or tool.name in options.tools]
+
+
+def _measure(title: str, measure: Measure, tool: Adapter, samples: dict[str, dict[str, list[Sample]]]) -> bool:
+    """Run one measure of one tool and keep what it gave. A failure is told, and only Rankbook's counts."""
+    begun = time.perf_counter()
+    taken: list[Sample] = []
+    failure = ""
+    try:
+        taken.extend(measure(tool))  # what came before a failure stays
+    except Exception as error:  # noqa: BLE001 - told below; the other tools are still measured
+        failure = f"FAILED {type(error).__name__}: {error}"
+    for sample in taken:
+        samples[sample.metric][tool.name].append(sample)
+    _say(f"{title}: {_brief(taken)} [{time.perf_counter() - begun:.0f} s] {failure}", to=sys.stderr)
+    return not failure or tool.name != Rankbook.name
+
+
+def _brief(taken: list[Sample]) -> str:
+    of: dict[str, list[Sample]] = defaultdict(list)
+    for sample in taken:
+        of[sample.metric].append(sample)
+    texts = []
+    for metric, own in of.items():
+        values = sorted(sample.value for sample in own if sample.value is not None)
+        notes = ", ".join(sample.note for sample in own if sample.note)
+        middle = f"{values[len(values) // 2]:.3g}" if values else "-"
+        texts.append(" ".join([metric, middle, *([f"({notes})"] if notes else [])]))
+    return ", ".join(texts)
+
+
+def _version(tool: Adapter) -> str:
+    code = f"from importlib.metadata import version; print(version({tool.distribution!r}))"
+    found = subprocess.run([tool.python, "-c", code], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "?"
+
+
+def _environment(rounds: int, seed: int) -> str:
+    code = "import torch, ipykernel, IPython; print(torch.__version__, ipykernel.__version__, IPython.__version__)"
+    torch, ipykernel, ipython = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    load = os.getloadavg()[0]
+    return (
+        f"Python {platform.python_version()}, torch {torch}, ipykernel {ipykernel}, IPython {ipython}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"load {load:.1f} before the run; medians of {rounds} rounds, "
+        f"tools in shuffled order (seed {seed})."
+    )
+
+
+def _say(text: str, to: object = None) -> None:
+    print(text, file=to or sys.stdout, flush=True)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""What the tests stand on: a real kernel, driven as a front end would, and the check that nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+MARK = "RANKBOOK_TEST_MARK"
+Answers = list[str] | Callable[[str], str]
+
+
+def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> float:
+    """Poll until `condition()`; the seconds it took. Fails the test after `timeout` seconds."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout:
+            pytest.fail(f"not within {timeout} s: {what}")
+        _pause(0.01)
+    return time.monotonic() - began
+
+
+def _pause(seconds: float) -> None:
+    with contextlib.suppress(queue.Empty):
+        queue.SimpleQueue[None]().get(timeout=seconds)
+
+
+@dataclass
+class Outcome:
+    """One executed cell, as the front end saw it."""
+
+    status: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    cleared: int = 0
+    payload: list[dict[str, Any]] = field(default_factory=list)
+    count: int = 0
+
+    @property
+    def stdout(self) -> str:
+        return self._stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._stream("stderr")
+
+    @property
+    def text(self) -> str:
+        """Streams and text/plain of displays, in order; a display that was updated counts with its last state."""
+        return "".join(
+            o["text"] if o["type"] == "stream" else str(o["data"].get("text/plain", "")) + "\n" for o in self.outputs
+        )
+
+    @property
+    def displays(self) -> list[dict[str, Any]]:
+        return [output["data"] for output in self.outputs if output["type"] == "display"]
+
+    def _stream(self, name: str) -> str:
+        return "".join(o["text"] for o in self.outputs if o["type"] == "stream" and o["name"] == name)
+
+
+class Notebook:
+    """A kernel of its own, and the cells run in it."""
+
+    def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env=environment, cwd=str(cwd or tempfile.gettempdir()))
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.late: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def send(self, code: str) -> str:
+        """Send a cell; its message id for `finish`."""
+        return str(self.client.execute(code, allow_stdin=True))
+
+    def run(self, code: str, *, timeout: float = 60, answers: Answers | None = None) -> Outcome:
+        """Run a cell and wait for its end. `answers` are typed at its prompts, or say what to type at which."""
+        return self.finish(self.send(code), timeout=timeout, answers=answers)
+
+    def ok(self, code: str, *, timeout: float = 60) -> Outcome:
+        """Run a cell that must succeed."""
+        outcome = self.run(code, timeout=timeout)
+        assert outcome.status == "ok", outcome.traceback or outcome.text
+        return outcome
+
+    def finish(
+        self,
+        message: str,
+        *,
+        timeout: float = 60,
+        answers: Answers | None = None,
+        seen: Callable[[Outcome], None] | None = None,
+    ) -> Outcome:
+        """Wait for a cell that was sent. `seen` is called after every output."""
+        outcome, began = Outcome(), time.monotonic()
+        prompts: list[str] = []
+        waiting = answers if callable(answers) else list(answers or [])
+        idle = False
+        while not idle:
+            left = timeout - (time.monotonic() - began)
+            if left <= 0:
+                pytest.fail(f"the cell did not end within {timeout} s; so far: {outcome.text[-2000:]}")
+            if answers is not None:
+                with contextlib.suppress(queue.Empty):
+                    request = self.client.get_stdin_msg(timeout=0.02)
+                    prompt = request["content"]["prompt"]
+                    prompts.append(prompt)
+                    self.client.input(waiting(prompt) if callable(waiting) else waiting.pop(0))
+            try:
+                received = self.client.get_iopub_msg(timeout=min(left, 0.05 if answers is not None else 1.0))
+            except queue.Empty:
+                continue
+            if received["parent_header"].get("msg_id") != message:
+                self.late.append(received)
+                continue
+            idle = self._note(received, outcome)
+            if seen is not None:
+                seen(outcome)
+        reply = self._reply(message, timeout)
+        outcome.seconds = time.monotonic() - began
+        outcome.status = reply["status"]
+        outcome.ename, outcome.evalue = reply.get("ename", ""), reply.get("evalue", "")
+        outcome.payload, outcome.count = reply.get("payload", []), reply.get("execution_count", 0)
+        if prompts:
+            outcome.outputs.append({"type": "prompts", "data": {}, "prompts": prompts})
+        return outcome
+
+    def _reply(self, message: str, timeout: float) -> dict[str, Any]:
+        while True:
+            reply = self.client.get_shell_msg(timeout=timeout)
+            if reply["parent_header"].get("msg_id") == message:
+                content: dict[str, Any] = reply["content"]
+                return content
+
+    @staticmethod
+    def _note(received: dict[str, Any], outcome: Outcome) -> bool:
+        kind, content = received["msg_type"], received["content"]
+        if kind == "status":
+            return bool(content["execution_state"] == "idle")
+        if kind == "stream":
+            outcome.outputs.append({"type": "stream", "name": content["name"], "text": content["text"]})
+        elif kind in ("display_data", "execute_result"):
+            display_id = content.get("transient", {}).get("display_id")
+            outcome.outputs.append(
+                {"type": "display", "data": content["data"], "metadata": content["metadata"], "id": display_id}
+            )
+        elif kind == "update_display_data":
+            for output in outcome.outputs:
+                if output.get("id") == content["transient"]["display_id"]:
+                    output["data"] = content["data"]
+        elif kind == "clear_output":
+            outcome.cleared += 1
+            outcome.outputs.clear()
+        elif kind == "error":
+            outcome.traceback = "\n".join(content["traceback"])
+        return False
+
+    def interrupt(self) -> None:
+        """Press ■."""
+        self.manager.interrupt_kernel()
+
+    def processes(self) -> dict[int, str]:
+        """Every process that came of this kernel, however it was re-parented, with its command line."""
+        return marked_processes(self.mark)
+
+    def close(self) -> None:
+        """Shut the kernel down."""
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=False)
+        self.client.stop_channels()
+        self.manager.cleanup_resources()
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """The living processes whose environment carries the mark."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
+def leftovers() -> set[str]:
+    """Folders of clusters, in every place where they may lie, but for those of other people's living kernels."""
+    places = {tempfile.gettempdir(), "/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}
+    found = {path for place in places for path in Path(place).glob("rankbook-*-*-*")}
+    owners = {path: int(path.name.split("-")[2]) for path in found}
+    return {str(path) for path in found if owners[path] == os.getpid() or not psutil.pid_exists(owners[path])}
+
+
+def check_nothing_left(mark: str, before: set[str], *, timeout: float = 2.0) -> None:
+    """Fail unless, within `timeout` seconds, no process and no folder of the kernel is left."""
+    wait_until(lambda: not marked_processes(mark), timeout=timeout, what=f"processes gone: {marked_processes(mark)}")
+    wait_until(lambda: leftovers() <= before, timeout=timeout, what=f"folders gone: {leftovers() - before}")
+
+
+@pytest.fixture
+def fresh_notebook() -> Iterator[Notebook]:
+    """A kernel with the extension loaded, no ranks yet. Nothing of it may be left afterwards."""
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.fixture(scope="module")
+def module_notebook() -> Iterator[Notebook]:
+    """A kernel with two ranks, shared by a module's tests. Nothing of it may be left afterwards."""
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok("%distributed start -n 2")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.fixture
+def notebook(module_notebook: Notebook) -> Notebook:
+    """The module's kernel; both ranks idle and answering."""
+    yield module_notebook
+    outcome = module_notebook.run("%%distributed\nprint('still here')", timeout=20)
+    assert outcome.status == "ok", f"the test left the ranks unusable: {outcome.traceback or outcome.text}"
+    assert "[0-1] still here" in outcome.stdout

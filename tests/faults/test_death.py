@@ -1,0 +1,335 @@
+"""Ranks that die: through a real kernel, as a person would meet it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+
+WORLD = 4
+TOLD_WITHIN = 3.0  # seconds; the promise is 1, which the benchmarks measure on a quiet machine
+
+REMEMBER = "%%distributed\nremembered = rank * 10"
+REDUCE = """%%distributed
+total = torch.tensor(rank)
+dist.all_reduce(total)
+print('sum', total.item())"""
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Notebook]:
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok(f"%distributed start -n {WORLD}")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.fixture
+def four(four_ranks: Notebook) -> Iterator[Notebook]:
+    """Four ranks that remember something. Whatever a test kills must come back, and collectives must work again."""
+    four_ranks.ok(REMEMBER)
+    yield four_ranks
+    dead = [rank for rank, row in status(four_ranks).items() if "dead" in row]
+    if dead:
+        four_ranks.ok(f"%distributed restart {','.join(map(str, dead))}", timeout=20)
+    assert "[0-3] sum 6" in four_ranks.ok(REDUCE, timeout=20).stdout
+
+
+def status(notebook: Notebook) -> dict[int, str]:
+    """The rows of `%distributed status`, by rank."""
+    lines = notebook.ok("%distributed status").text.splitlines()
+    return {int(line.split()[0]): line for line in lines if line and line.split()[0].isdigit()}
+
+
+def pids(notebook: Notebook) -> dict[int, int]:
+    return {rank: int(row.split()[3]) for rank, row in status(notebook).items()}
+
+
+def told(outcome: Outcome) -> str:
+    """Everything that the failed cell says."""
+    assert outcome.status == "error", outcome.text
+    return f"{outcome.text}\n{outcome.evalue}\n{outcome.traceback}"
+
+
+def one_line_error(outcome: Outcome) -> str:
+    assert outcome.status == "error", outcome.text
+    assert "\n" not in outcome.evalue
+    assert outcome.traceback.count("\n") == 0, outcome.traceback
+    return outcome.traceback
+
+
+@pytest.mark.parametrize(
+    ("death", "words"),
+    [
+        ("os._exit(3)", "rank 2 exited with code 3"),
+        ("os._exit(0)", "rank 2 exited with code 0"),
+        ("os.kill(os.getpid(), 9)", "rank 2 was killed by signal 9 (out of memory?)"),
+        ("import ctypes; ctypes.string_at(0)", "rank 2 was killed by signal 11 (segmentation fault)"),
+        ("os.abort()", "rank 2 was killed by signal 6 (SIGABRT)"),
+    ],
+)
+def test_a_death_is_an_ordinary_error_of_its_cell(four, death, words):
+    failed = four.run(
+        f"%%distributed\nimport os\nif rank == 2:\n    print('last words', end='')\n    {death}\nprint('done')"
+    )
+    number = failed_number(four)
+    assert failed.seconds < TOLD_WITHIN
+    assert f"{words} while running cell [{number}]" in told(failed)
+    assert "last words" in failed.stdout
+    assert "done" in failed.stdout, "the other ranks had ended by themselves"
+
+    rows = status(four)
+    assert "dead" in rows[2]
+    assert words.removeprefix("rank 2 ") in rows[2]
+    assert all("idle" in rows[rank] for rank in (0, 1, 3))
+
+    refused = one_line_error(four.run("%%distributed\nprint('never')"))
+    assert words in refused
+    assert "%distributed restart 2" in refused
+    assert "--ranks 0-1,3" in refused
+    assert sorted(four.ok("%%distributed --ranks 0-1,3\nprint(remembered)").stdout.split("\n")) == [
+        "",
+        "[0] 0",
+        "[1] 10",
+        "[3] 30",
+    ]
+
+    assert "rank 2 restarted" in four.ok("%distributed restart 2", timeout=20).stdout
+    assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
+    kept = four.ok("%%distributed\nprint('remembered' in globals())").stdout
+    assert "[0-1,3] True" in kept
+    assert "[2] False" in kept
+
+
+def failed_number(notebook: Notebook) -> int:
+    """The number of the cell that ran last, as the front end counts it."""
+    return int(notebook.ok("get_ipython().execution_count").displays[0]["text/plain"]) - 1
+
+
+def test_memory_that_runs_out_in_python_is_an_error_and_no_death(four):
+    failed = four.run("%%distributed\nif rank == 2:\n    bytearray(1 << 62)")
+    assert failed.ename == "MemoryError"
+    assert "idle" in status(four)[2]
+    assert "[2] 20" in four.ok("%%distributed\nprint(remembered)").stdout
+
+
+def test_what_was_printed_before_the_death_is_all_there(four):
+    lines = 5000
+    failed = four.run(
+        f"%%distributed --ranks 1\nfor n in range({lines}):\n    print('line', n)\nimport os; os._exit(1)"
+    )
+    assert [line for line in failed.stdout.splitlines() if "line" in line] == [f"[1] line {n}" for n in range(lines)]
+
+
+def test_what_c_code_and_a_subprocess_wrote_before_the_death_is_there(four):
+    failed = four.run(
+        "%%distributed --ranks 1\nimport os, ctypes\nos.system('echo from a child')\n"
+        "ctypes.CDLL(None).write(1, b'from C', 6)\nos.write(2, b'an error')\nos.kill(os.getpid(), 9)"
+    )
+    assert "from a child" in failed.stdout
+    assert "from C" in failed.stdout
+    assert "an error" in failed.stderr
+
+
+def test_a_death_while_idle_is_told_by_status_and_by_the_next_cell(four):
+    os.kill(pids(four)[3], signal.SIGKILL)
+    wait_until(lambda: "dead" in status(four)[3], timeout=TOLD_WITHIN, what="status says that rank 3 is dead")
+    assert "killed by signal 9" in status(four)[3]
+    refused = one_line_error(four.run("%%distributed --ranks 2-3\nprint('never')"))
+    assert "rank 3 was killed by signal 9" in refused
+    assert "%distributed restart 3" in refused
+
+
+def test_several_deaths_in_one_cell_are_all_told(four):
+    failed = four.run("%%distributed\nimport os\nif rank in (1, 3):\n    os._exit(rank)\nprint('done')")
+    assert failed.seconds < TOLD_WITHIN
+    assert "rank 1 exited with code 1" in told(failed)
+    assert "rank 3 exited with code 3" in told(failed)
+    refused = one_line_error(four.run("%%distributed\nprint('never')"))
+    assert "%distributed restart 1,3" in refused
+    assert "--ranks 0,2" in refused
+    half = four.ok("%distributed restart 3", timeout=20).stdout
+    assert "%distributed restart 1" in half, "the group still waits for rank 1, and says so"
+    assert "[3] back" in four.ok("%%distributed --ranks 3\nprint('back')").stdout
+
+
+def test_when_all_ranks_died_all_come_back(four):
+    failed = four.run("%%distributed\nimport os\nos.kill(os.getpid(), 9)")
+    assert failed.seconds < TOLD_WITHIN
+    assert "killed by signal 9" in told(failed)
+    refused = one_line_error(four.run("%%distributed\nprint('never')"))
+    assert "%distributed restart 0-3" in refused
+    assert "--ranks" not in refused, "there is nobody to do it with"
+    assert "ranks 0-3 restarted" in four.ok("%distributed restart", timeout=20).stdout
+    assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
+
+
+def test_a_death_inside_a_collective_frees_who_waits_in_it_and_who_sleeps(four):
+    failed = four.run(
+        "%%distributed\nimport os, time\nif rank == 2:\n    time.sleep(0.2)\n    os._exit(5)\n"
+        "if rank == 0:\n    time.sleep(600)\ndist.barrier()",
+        timeout=10,
+    )
+    assert failed.seconds < TOLD_WITHIN
+    assert "rank 2 exited with code 5" in told(failed)
+    assert "KeyboardInterrupt" not in failed.stdout + failed.stderr
+    assert "[0] 0" in four.ok("%%distributed --ranks 0\nprint(remembered)", timeout=10).stdout
+
+
+def test_a_rank_that_does_not_heed_the_interrupt_does_not_hold_the_notebook(four):
+    failed = four.run(
+        "%%distributed --ranks 0,2\nimport os, time\nif rank == 2:\n    os._exit(5)\n"
+        "end = time.monotonic() + 3\nwhile time.monotonic() < end:\n"
+        "    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass",
+        timeout=10,
+    )
+    assert failed.seconds < 2.5
+    assert "rank 2 exited with code 5" in told(failed)
+    assert "rank 0 still runs" in told(failed)
+    assert "[1] 10" in four.ok("%%distributed --ranks 1\nprint(remembered)").stdout
+    assert "rank 0 restarted" in four.ok("%distributed restart 0", timeout=20).stdout
+
+
+def test_a_background_cell_that_loses_a_rank_ends_with_an_error_and_says_so(four):
+    code = "%%distributed --background --ranks 2\nimport os, time; time.sleep(0.3); os._exit(9)"
+    four.ok(code.replace("%%distributed", "%%distributed --out kept"))
+    failed = four.run("try:\n    _.wait(10)\nexcept Exception as error:\n    print(type(error).__name__, error)\n_")
+    assert "LostRank" in failed.stdout
+    assert "rank 2 exited with code 9 while running cell" in failed.stdout
+
+
+def test_a_queued_cell_whose_rank_dies_says_that_it_never_ran(four):
+    four.ok("%%distributed --background --ranks 2\nimport os, time; time.sleep(1); os._exit(9)")
+    failed = four.run("%%distributed --ranks 2-3\nprint('never')", timeout=10)
+    assert "rank 2 exited with code 9 before cell" in told(failed)
+    assert "never" not in failed.stdout
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)").stdout
+
+
+def test_a_busy_rank_can_be_restarted_also_inside_a_collective(four):
+    four.ok("%%distributed --background --ranks 1-2\nimport time\nif rank == 1:\n    dist.barrier()\ntime.sleep(600)")
+    before = pids(four)
+    assert "ranks 1-2 restarted" in four.ok("%distributed restart 1-2", timeout=20).stdout
+    after = pids(four)
+    assert {rank for rank in before if before[rank] != after[rank]} == {1, 2}
+    assert not psutil.pid_exists(before[1])
+    assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)").stdout
+
+
+def test_restart_without_ranks_gives_all_of_them_fresh_processes(four):
+    before = pids(four)
+    four.ok("%distributed restart", timeout=20)
+    assert not set(before.values()) & set(pids(four).values())
+    assert "[0-3] False" in four.ok("%%distributed\nprint('remembered' in globals())").stdout
+
+
+def new_rank(notebook: Notebook, known: dict[int, str]) -> int:
+    """Wait for a process of the kernel's that was not known before; its id."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found[:] = [pid for pid in notebook.processes() if pid not in known]
+        return bool(found)
+
+    wait_until(look, timeout=10, what="a new rank's process")
+    return found[0]
+
+
+def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_works(four):
+    known = four.processes()
+    message = four.send("%distributed restart 1")
+    os.kill(new_rank(four, known), signal.SIGKILL)
+    failed = four.finish(message, timeout=20)
+    assert "rank 1 was killed by signal 9" in told(failed)
+    assert "dead" in status(four)[1]
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=10).stdout
+    four.ok("%distributed restart 1", timeout=20)
+    assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
+
+
+def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
+    before = pids(four)
+    known = four.processes()
+    os.kill(before[0], signal.SIGSTOP)  # rank 0 will not join, so the others wait for it
+    try:
+        message = four.send("%distributed restart 1")
+        fresh = new_rank(four, known)
+        joining = psutil.Process(fresh)
+        wait_until(lambda: bool(joining.net_connections()), timeout=10, what="rank 1 in the store")
+        os.kill(fresh, signal.SIGKILL)
+    finally:
+        os.kill(before[0], signal.SIGCONT)
+    failed = four.finish(message, timeout=20)
+    assert "rank 1 was killed by signal 9" in told(failed)
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=10).stdout
+    four.ok("%distributed restart 1", timeout=20)
+    assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
+
+
+def test_twenty_deaths_and_restarts_leave_nothing_behind(four):
+    kernel = psutil.Process(four.pid)
+    code = """%%local
+import rankbook
+for _ in range({}):
+    try:
+        rankbook.current().run('import os; os._exit(1)', ranks=2)
+    except rankbook.LostRank:
+        rankbook.current().restart(2)"""
+    four.ok(code.format(2))
+
+    def held() -> tuple[object, ...]:
+        return (
+            kernel.num_fds(),
+            kernel.num_threads(),
+            len(four.processes()),
+            sorted(len(list(folder.iterdir())) for folder in own_folders(four)),
+        )
+
+    before = held()
+    four.ok(code.format(20))
+    after: list[tuple[object, ...]] = []
+
+    def settled() -> bool:
+        after[:] = [held()]
+        return after[0] == before
+
+    with contextlib.suppress(pytest.fail.Exception):
+        wait_until(settled, timeout=2, what="the same as before")
+    assert after[0] == before, "(descriptors, threads, processes, files)"
+
+
+def own_folders(notebook: Notebook) -> set[Path]:
+    places = {Path(tempfile.gettempdir()), Path("/dev/shm"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")}
+    return {folder for place in places for folder in place.glob(f"rankbook-*-{notebook.pid}-*")}
+
+
+def test_the_end_of_the_forkserver_is_told_and_a_new_start_works(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 2")
+    (forkserver,) = psutil.Process(fresh_notebook.pid).children()
+    message = fresh_notebook.send("%%distributed\nimport time\nprint('begun')\ntime.sleep(600)")
+
+    def kill(outcome: Outcome) -> None:
+        if "begun" in outcome.stdout and forkserver.is_running():
+            forkserver.kill()
+
+    failed = fresh_notebook.finish(message, timeout=20, seen=kill)
+    assert "forkserver" in told(failed)
+    refused = one_line_error(fresh_notebook.run("%distributed restart", timeout=20))
+    assert "%distributed stop" in refused
+    fresh_notebook.ok("%distributed stop")
+    fresh_notebook.ok("%distributed start -n 2")
+    assert "[0-1] sum 1" in fresh_notebook.ok(REDUCE).stdout

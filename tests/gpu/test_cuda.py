@@ -1,0 +1,79 @@
+"""The same slice on CUDA devices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COUNT = "import torch; print(torch.cuda.device_count())"
+
+
+def cuda_devices() -> int:
+    """Counted in a process of its own: this one must not initialise CUDA."""
+    told = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    return int(told.stdout)
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_devices() == 0, reason="torch sees no CUDA device on this machine"),
+]
+
+REDUCE = """%%distributed
+t = torch.full((4, 4), float(rank + 1), device=device)
+dist.all_reduce(t)
+c = torch.ones(2)
+dist.all_reduce(c)
+print(device, dist.get_backend(), t[0, 0].item(), c[0].item(), torch.cuda.is_initialized())"""
+
+
+def test_one_rank_has_a_device_of_its_own_and_nccl_beside_gloo(fresh_notebook):
+    started = fresh_notebook.ok("%distributed start -n 1")
+    assert "cuda:0" in started.stdout
+    assert "nccl" in started.stdout
+    assert "[0] cuda:0" in fresh_notebook.ok(REDUCE).stdout
+
+
+def test_without_a_number_there_is_one_rank_per_device(fresh_notebook):
+    fresh_notebook.ok("%distributed start")
+    told = fresh_notebook.ok("import rankbook; rankbook.current().world_size")
+    assert told.displays[-1]["text/plain"] == str(cuda_devices())
+
+
+def test_several_ranks_share_a_device_over_gloo(fresh_notebook):
+    ranks = 2 * cuda_devices()
+    started = fresh_notebook.ok(f"%distributed start -n {ranks}")
+    assert "(shared)" in started.stdout
+    total = float(ranks * (ranks + 1) // 2)
+    shown = fresh_notebook.ok(REDUCE).stdout
+    assert f"gloo {total} {float(ranks)} True" in shown
+
+
+def test_cuda_that_is_initialised_in_the_notebook_is_in_nobodys_way(fresh_notebook):
+    fresh_notebook.ok("import torch; here = torch.ones(3, device='cuda')")
+    fresh_notebook.ok("%distributed start -n 2")
+    assert "True" in fresh_notebook.ok(REDUCE).stdout
+    fresh_notebook.ok("%distributed push here")
+    outcome = fresh_notebook.ok("%%distributed\nprint(here.sum().item(), here.device)")
+    assert "[0-1] 3.0 cpu" in outcome.stdout
+    fresh_notebook.ok("%%distributed\ny = torch.arange(4., device=device)")
+    fresh_notebook.ok("%distributed pull y")
+    assert fresh_notebook.ok("[t.device.type for t in y]").displays[-1]["text/plain"] == "['cpu', 'cpu']"
+
+
+def test_a_ddp_step_trains_on_the_device(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 2")
+    outcome = fresh_notebook.ok(
+        """%%distributed
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(8, 1).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.full((4, 8), float(rank), device=device)).sum().backward()
+optimizer.step()
+print(round(model.module.weight.sum().item(), 4))""",
+        timeout=120,
+    )
+    assert "[0-1] " in outcome.stdout

@@ -1,0 +1,53 @@
+"""Where ranks go and what they are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.launch.environment import place, rank_environment
+
+
+def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
+    monkeypatch.delenv("RANKBOOK_RANKS", raising=False)
+    placed = place(None, 4, backend=None, cores=16)
+    assert placed.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert placed.backend == "cpu:gloo,cuda:nccl"
+    assert placed.threads == 4
+
+
+def test_ranks_that_share_a_device_use_gloo():
+    placed = place(3, 2, backend=None, cores=2)
+    assert placed.devices == ("cuda:0", "cuda:1", "cuda:0")
+    assert placed.backend == "gloo"
+    assert placed.threads == 1
+
+
+def test_nccl_with_shared_devices_is_refused():
+    with pytest.raises(BadRequest, match="3 ranks, 2 devices"):
+        place(3, 2, backend="nccl", cores=2)
+
+
+def test_two_ranks_on_the_cpu_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.delenv("RANKBOOK_RANKS", raising=False)
+    assert place(None, 0, backend=None, cores=2).devices == ("cpu", "cpu")
+    monkeypatch.setenv("RANKBOOK_RANKS", "3")
+    assert len(place(None, 0, backend=None, cores=2).devices) == 3
+    monkeypatch.setenv("RANKBOOK_RANKS", "many")
+    with pytest.raises(BadRequest, match="RANKBOOK_RANKS=many"):
+        place(None, 0, backend=None, cores=2)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 65, 100_000])
+def test_more_ranks_than_sense_or_none_at_all(ranks):
+    with pytest.raises(BadRequest, match=f"^{ranks} ranks make no sense here; from 1 to 64"):
+        place(ranks, 0, backend=None, cores=2)
+
+
+def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
+    made = rank_environment({"RANK": "9", "OMP_NUM_THREADS": "7", "MINE": "x"}, rank=1, world_size=2, port=5, threads=1)
+    assert made["RANK"] == made["LOCAL_RANK"] == "1"
+    assert made["WORLD_SIZE"] == made["LOCAL_WORLD_SIZE"] == "2"
+    assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("127.0.0.1", "5")
+    assert made["OMP_NUM_THREADS"] == "7"
+    assert made["MINE"] == "x"

@@ -1,0 +1,150 @@
+"""The grammar of the two lines, without a kernel."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.magics.options import COMMANDS, help_text, parse_cell_line, parse_line
+
+CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--quiet")
+
+
+def told(parse, line: str) -> str:
+    """The one line that `line` is answered with."""
+    with pytest.raises(BadRequest) as caught:
+        parse(line)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_nothing_behind_the_cell_magic_is_every_default():
+    assert vars(parse_cell_line("")) == {
+        "ranks": None,
+        "background": False,
+        "out": None,
+        "timeout": None,
+        "quiet": False,
+        "auto": False,
+    }
+
+
+def test_each_line_gets_a_namespace_of_its_own():
+    parse_cell_line("").quiet = True
+    assert not parse_cell_line("").quiet
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--ranks 0,2-3", "ranks", "0,2-3"),
+        ("--ranks=0:4:2", "ranks", "0:4:2"),
+        ("-r main", "ranks", "main"),
+        ("--ranks all", "ranks", "all"),
+        ("--ranks '0, 2'", "ranks", "0, 2"),
+        ("--ranks 0   # only the first", "ranks", "0"),
+        ("--background", "background", True),
+        ("-b", "background", True),
+        ("--out res", "out", "res"),
+        ("--timeout 1.5", "timeout", 1.5),
+        ("--quiet", "quiet", True),
+        ("-q", "quiet", True),
+    ],
+)
+def test_each_option_of_a_cell_is_understood(line, name, value):
+    assert getattr(parse_cell_line(line), name) == value
+
+
+def test_options_of_a_cell_go_together():
+    chosen = parse_cell_line("--ranks 1 --background --out r --timeout 3 --quiet")
+    assert (chosen.ranks, chosen.background, chosen.out, chosen.timeout, chosen.quiet) == ("1", True, "r", 3.0, True)
+
+
+@pytest.mark.parametrize("line", ["--foo", "--rank 0", "0,1", "--ranks 0 1", "--ranks", "--out", "--help"])
+def test_what_a_cell_line_does_not_know_is_one_line_with_the_valid_options(line):
+    text = told(parse_cell_line, line)
+    assert text.startswith("%%distributed: ")
+    assert all(option in text for option in CELL_OPTIONS)
+    assert "--auto" not in text
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf", "1e300"])
+def test_a_timeout_that_is_no_time_says_so(seconds):
+    text = told(parse_cell_line, f"--timeout {seconds}")
+    assert f"'{seconds}' is not a time in seconds" in text
+    assert "_seconds" not in text
+
+
+def test_a_quote_that_is_not_closed_is_one_line():
+    assert told(parse_cell_line, "--out 'res").startswith("%%distributed: ")
+    assert told(parse_line, "push 'x").startswith("%distributed: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("start", {"n": None, "backend": None}),
+        ("start -n 4", {"n": 4, "backend": None}),
+        ("start -n4 --backend cpu:gloo,cuda:nccl", {"n": 4, "backend": "cpu:gloo,cuda:nccl"}),
+        ("start --ranks 4", {"n": 4, "backend": None}),
+        ("status", {}),
+        ("interrupt", {"ranks": None}),
+        ("interrupt 0,2-3", {"ranks": "0,2-3"}),
+        ("restart 2", {"ranks": "2"}),
+        ("stop", {}),
+        ("stacks", {}),
+        ("push x y", {"names": ["x", "y"], "ranks": None}),
+        ("push x --ranks 0", {"names": ["x"], "ranks": "0"}),
+        ("pull x", {"name": "x", "target": None, "ranks": None}),
+        ("pull model.weight --as w -r main", {"name": "model.weight", "target": "w", "ranks": "main"}),
+        ("auto on", {"state": "on"}),
+        ("auto off  # back", {"state": "off"}),
+    ],
+)
+def test_each_command_is_understood(line, expected):
+    assert parse_line(line) == argparse.Namespace(command=line.split()[0], **expected)
+
+
+@pytest.mark.parametrize("line", ["", "bogus", "--ranks 0", "help"])
+def test_a_command_that_is_none_is_one_line_with_every_command(line):
+    text = told(parse_line, line)
+    assert all(command in text for command in COMMANDS)
+
+
+def test_a_command_that_is_nearly_one_is_guessed():
+    assert "did you mean restart" in told(parse_line, "restrat")
+    assert "did you mean status" in told(parse_line, "statsu")
+
+
+@pytest.mark.parametrize(
+    ("line", "valid"),
+    [
+        ("start --foo", "-n, --backend"),
+        ("start 4", "-n, --backend"),
+        ("start -n many", "-n, --backend"),
+        ("status now", "nothing"),
+        ("restart 0 1", "RANKS"),
+        ("push", "NAME, --ranks"),
+        ("push x --rank 1", "NAME, --ranks"),
+        ("pull", "NAME, --as, --ranks"),
+        ("pull x y", "NAME, --as, --ranks"),
+        ("auto", "on|off"),
+        ("auto maybe", "on|off"),
+    ],
+)
+def test_a_word_too_many_or_too_few_names_what_the_command_takes(line, valid):
+    text = told(parse_line, line)
+    assert text.startswith(f"%distributed {line.split()[0]}: ")
+    assert text.endswith(f"; valid here: {valid}")
+
+
+def test_the_help_names_every_option_and_every_command():
+    text = help_text()
+    assert all(option in text for option in CELL_OPTIONS)
+    assert all(f"usage: %distributed {command}" in text for command in COMMANDS)
+    assert "%%local opts one out" in text
+    assert "%%%%" not in text
+    assert "--auto" not in text

@@ -1,0 +1,381 @@
+"""A real forkserver, spoken to over its own socket; the tests are the notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rankbook.messages import (
+    CloseCluster,
+    ClusterClosed,
+    ClusterOpened,
+    Done,
+    ForkRank,
+    ForkserverUp,
+    Hello,
+    KillRank,
+    Leave,
+    OpenCluster,
+    RankExited,
+    RankForked,
+    RunCell,
+    Text,
+    decode_from_forkserver,
+)
+from rankbook.transport.stream import MessageStream
+from rankbook.transport.zmq_link import ZmqHub
+from tests.conftest import wait_until
+
+SOON = 10.0
+
+# Code for a cell that prints and dies while it holds the interpreter lock, so that the rank's other thread reads nothing.
+LAST_WORDS = """
+import ctypes, sys
+sys.setswitchinterval(1000)
+libc = ctypes.PyDLL(None)
+libc.write(1, b'to stdout', 9); libc.write(2, b'to stderr', 9); libc.abort()
+"""
+
+
+class Home:
+    """The notebook's place: a forkserver of its own, and the links that its ranks dial."""
+
+    def __init__(self, *, environment: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        self.stream: MessageStream[Any] = MessageStream(ours, decode_from_forkserver)
+        self.hub = ZmqHub(self.folder)
+        self._heard: list[Any] = []
+        self._said: list[tuple[int, Any]] = []
+        self.port = 0
+
+    def hear(self, kind: type, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = SOON) -> Any:
+        """The next message of that kind from the forkserver."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for message in self._heard:
+                if isinstance(message, kind) and where(message):
+                    self._heard.remove(message)
+                    return message
+            left = deadline - time.monotonic()
+            if left <= 0:
+                pytest.fail(f"no {kind.__name__} within {timeout} s; there is {self._heard}")
+            select.select([self.stream], [], [], left)
+            self._heard += self.stream.read()
+
+    def listen(self, kind: type, *, rank: int = 0, timeout: float = SOON) -> Any:
+        """The next message of that kind from a rank."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for said in self._said:
+                if said[0] == rank and isinstance(said[1], kind):
+                    self._said.remove(said)
+                    return said[1]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                pytest.fail(f"no {kind.__name__} of rank {rank} within {timeout} s; there is {self._said}")
+            self.hub.wait(left, ())
+            while (parcel := self.hub.receive()) is not None:
+                self._said.append((parcel[0].rank, parcel[1]))
+
+    def open(self, *folders: Path) -> None:
+        self.stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+        self.port = self.hear(ClusterOpened, timeout=60).store_port
+
+    def close(self) -> None:
+        self.stream.send(CloseCluster())
+        self.hear(ClusterClosed)
+        self._heard.clear()
+        self._said.clear()
+
+    def request(self, rank: int, *, incarnation: int = 1, **changes: Any) -> ForkRank:
+        fields = {
+            "rank": rank,
+            "incarnation": incarnation,
+            "world_size": 1,
+            "backend": "gloo",
+            "device": "cpu",
+            "threads": 1,
+            "env": dict(os.environ),
+            "cwd": "/",
+            "path": tuple(sys.path),
+            "uplink": self.hub.uplink,
+            "downlink": self.hub.open_downlink(rank, incarnation),
+            "segments": str(self.folder),
+            "logs": str(self.folder / "logs"),
+            "store_port": self.port,
+            "cluster": "test",
+        }
+        return ForkRank(**{**fields, **changes})
+
+    def fork(self, rank: int = 0, *, incarnation: int = 1, **changes: Any) -> int:
+        """A rank that has said Hello; its process id."""
+        self.stream.send(self.request(rank, incarnation=incarnation, **changes))
+        pid = self.hear(RankForked, lambda told: told.rank == rank).pid
+        assert self.listen(Hello, rank=rank).pid == pid
+        return int(pid)
+
+    def cell(self, source: str, *, rank: int = 0, cell: int = 1) -> None:
+        self.hub.send(rank, RunCell(cell=cell, source=source, number=1))
+
+    def printed(self, source: str, *, rank: int = 0) -> str:
+        """What a cell prints."""
+        self.cell(source, rank=rank)
+        text = b""
+        while b"\n" not in text:
+            text += self.listen(Text, rank=rank).data
+        assert self.listen(Done, rank=rank).status == "ok"
+        return text.decode().strip()
+
+    def end(self) -> None:
+        self.stream.close()
+        self.hub.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SOON)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            pytest.fail("the forkserver outlived its notebook")
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        self.folder.rmdir()
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.fixture(scope="module")
+def server():
+    home = Home()
+    home.up = home.hear(ForkserverUp, timeout=120)
+    yield home
+    home.end()
+
+
+@pytest.fixture
+def home(server):
+    server.open()
+    yield server
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    server.close()
+    assert not [process for process in family if alive(process.pid)], "CloseCluster answers when nothing is left"
+
+
+def test_it_says_what_it_imported(server):
+    torch_version = server.up.torch.split(".")
+    assert int(torch_version[0]) >= 2
+    assert server.up.python == sys.version.split()[0]
+
+
+def test_the_store_listens_on_the_loopback_interface_only(home):
+    processes = [psutil.Process(home.process.pid), *psutil.Process(home.process.pid).children()]
+    listening = {each.laddr for process in processes for each in process.net_connections() if each.status == "LISTEN"}
+    assert listening == {("127.0.0.1", home.port)}
+
+
+def test_a_rank_is_a_child_that_leads_a_session_of_its_own(home):
+    pid = home.fork()
+    assert psutil.Process(pid).ppid() == home.process.pid
+    assert os.getsid(pid) == pid
+    assert os.getsid(home.process.pid) == home.process.pid != os.getsid(0)
+
+
+def test_a_rank_is_given_the_notebooks_folder_environment_and_path(home):
+    environment = {**os.environ, "GIVEN": "by the notebook"}
+    environment.pop("HOME", None)
+    home.fork(cwd=str(home.folder), env=environment, path=("/somewhere", *sys.path))
+    told = home.printed("import os, sys; print(os.getcwd(), os.environ['GIVEN'], 'HOME' in os.environ, sys.path[0])")
+    assert told == f"{home.folder} by the notebook False /somewhere"
+
+
+def test_ranks_do_not_draw_each_others_random_numbers(home):
+    for rank in (0, 1):
+        home.fork(rank)
+    draw = "import random, numpy; print(random.random(), numpy.random.rand())"
+    ours, theirs = (home.printed(draw, rank=rank).split() for rank in (0, 1))
+    assert ours[0] != theirs[0]
+    assert ours[1] != theirs[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("import os; os._exit(0)", 0),
+        ("import os; os._exit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM),
+        ("import ctypes; ctypes.string_at(0)", -signal.SIGSEGV),
+        ("import os; os.abort()", -signal.SIGABRT),
+    ],
+)
+def test_the_end_of_a_rank_is_told_with_its_code_or_signal(home, source, code):
+    pid = home.fork()
+    home.cell(source)
+    told = home.hear(RankExited)
+    assert (told.rank, told.incarnation, told.pid, told.code) == (0, 1, pid, code)
+    assert not alive(pid)
+
+
+def test_leave_ends_a_rank_with_code_0(home):
+    home.fork()
+    home.hub.send(0, Leave())
+    assert home.hear(RankExited).code == 0
+
+
+def test_last_words_that_nobody_has_read_come_with_the_exit(home):
+    home.fork()
+    home.cell(LAST_WORDS)
+    told = home.hear(RankExited)
+    assert told.code == -signal.SIGABRT
+    assert told.stdout == b"to stdout"
+    assert told.stderr == b"to stderr"
+
+
+def test_a_kill_takes_the_ranks_children_and_their_orphans_along(home):
+    home.fork()
+    told = home.printed(
+        """
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+other_group = subprocess.Popen(["sleep", "600"], process_group=0)
+orphan = subprocess.check_output("sleep 600 > /dev/null & echo $!", shell=True, text=True)  # its parent ends at once
+print(child.pid, other_group.pid, orphan)"""
+    )
+    pids = [int(pid) for pid in told.split()]
+    assert len(pids) == 3
+    assert all(alive(pid) for pid in pids)
+    home.stream.send(KillRank(rank=0, incarnation=1))
+    home.hear(RankExited)
+    wait_until(lambda: not any(alive(pid) for pid in pids), timeout=2, what="the children's end")
+
+
+def test_the_death_of_a_rank_takes_its_children_along(home):
+    home.fork()
+    pid = int(home.printed("import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid)"))
+    home.cell("import os; os._exit(1)")
+    home.hear(RankExited)
+    wait_until(lambda: not alive(pid), timeout=2, what="the child's end")
+
+
+def test_a_kill_of_an_earlier_process_leaves_the_new_one_alone(home):
+    home.fork(incarnation=1)
+    home.stream.send(KillRank(rank=0, incarnation=1))
+    home.hear(RankExited)
+    pid = home.fork(incarnation=2)
+    home.stream.send(KillRank(rank=0, incarnation=1))
+    assert home.printed("print('still here')") == "still here"
+    assert alive(pid)
+
+
+def test_a_kill_right_after_the_fork_is_not_too_early(home):
+    for incarnation in range(1, 21):
+        home.stream.send(home.request(0, incarnation=incarnation))
+        home.stream.send(KillRank(rank=0, incarnation=incarnation))
+        told = home.hear(RankExited, timeout=5)
+        assert (told.incarnation, told.code) == (incarnation, -signal.SIGKILL)
+
+
+def test_a_rank_that_cannot_be_set_up_ends_and_says_why(home):
+    home.stream.send(home.request(0, cwd="/no/such/folder"))
+    told = home.hear(RankExited)
+    assert told.code == 1
+    assert b"/no/such/folder" in told.stderr
+
+
+def test_an_interrupt_from_outside_ends_neither_the_forkserver_nor_an_idle_rank(home):
+    pid = home.fork()
+    os.kill(home.process.pid, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
+    assert home.printed("print('still here')") == "still here"
+    assert home.process.poll() is None
+
+
+def test_ranks_share_the_forkservers_memory(home):
+    for rank in range(3):
+        home.fork(rank)
+    ranks = psutil.Process(home.process.pid).children()
+    assert len(ranks) == 4, "three ranks and the store"
+    for rank in ranks:
+        memory = rank.memory_full_info()
+        assert memory.pss < memory.rss / 2
+
+
+def test_descriptors_do_not_pile_up(home):
+    def cycle(incarnation: int) -> None:
+        home.fork(incarnation=incarnation)
+        home.cell("import os; os._exit(0)")
+        home.hear(RankExited)
+
+    server = psutil.Process(home.process.pid)
+    cycle(1)
+    before = server.num_fds(), server.num_threads()
+    for incarnation in range(2, 7):
+        cycle(incarnation)
+    assert (server.num_fds(), server.num_threads()) == before
+
+
+def test_a_second_cluster_is_served_after_the_first(server):
+    server.open()
+    first = server.port
+    server.fork()
+    server.close()
+    server.open()
+    assert server.port != first
+    assert server.printed("print('again')") == "again" if server.fork() else False
+    server.close()
+
+
+@pytest.mark.parametrize("when", ["busy", "just forked"])
+def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
+    home = Home()
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    home.open(folder)
+    if when == "just forked":
+        home.stream.send(home.request(0))
+        home.stream.send(home.request(1))
+    else:
+        home.fork()
+    if when == "busy":
+        home.cell("import subprocess, time; subprocess.Popen(['sleep', '600'])\nwhile True: time.sleep(600)")
+        rank = psutil.Process(home.process.pid)
+        wait_until(lambda: len(rank.children(recursive=True)) == 3, timeout=SOON, what="the sleep")
+    family = psutil.Process(home.process.pid).children(recursive=True)
+    home.stream.close()
+    wait_until(lambda: home.process.poll() is not None, timeout=2, what="the forkserver's end")
+    wait_until(lambda: not any(alive(each.pid) for each in family), timeout=2, what="the ranks' end")
+    assert not folder.exists()
+    home.end()
+
+
+def test_when_the_notebook_is_gone_before_torch_is_imported_the_forkserver_ends_at_once(tmp_path):
+    (tmp_path / "torch.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(600)")
+    home = Home(environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+    begun = tmp_path / "begun"
+    wait_until(begun.exists, timeout=SOON, what="the import")
+    home.stream.close()
+    wait_until(lambda: home.process.poll() is not None, timeout=2, what="the forkserver's end")
+    home.end()

@@ -1,0 +1,472 @@
+"""`rankbook run` through a real kernel: what is printed when, exit codes, the executed document, and what is left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import nbformat
+import psutil
+import pytest
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from rankbook import cli
+
+MARK = "RANKBOOK_TEST_RUN"
+GONE_WITHIN = 2.0  # seconds after the command's end
+
+# Publishes as a thread of Rankbook's does: with the parent of the cell it belongs to, whichever cell runs by then.
+PUBLISH = """
+def publisher():
+    kernel = get_ipython().kernel
+    parent = kernel.get_parent()
+    def publish(text):
+        content = {"name": "stdout", "text": text}
+        kernel.session.send(kernel.iopub_socket, "stream", content, parent=parent, ident=b"stream.stdout")
+    return publish
+"""
+
+
+class Command:
+    """`rankbook run …` as a process of its own, in a folder for temporary files that must be empty afterwards."""
+
+    def __init__(self, folder: Path, *args: str, tmp: str | None = None) -> None:
+        self.mark = str(uuid.uuid4())
+        self.tmp = tempfile.TemporaryDirectory(prefix="rb-", dir=tmp)  # pytest's are too long for a socket
+        self.errors = (folder / "stderr.txt").open("w+b")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rankbook.cli", "run", *args],
+            cwd=folder,
+            env={**os.environ, MARK: self.mark, "TMPDIR": self.tmp.name},
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+        assert self.process.stdout is not None
+        self._stdout: IO[bytes] = self.process.stdout
+        self.out = ""
+        self.tidy = True
+
+    def wait_output(self, text: str, *, timeout: float = 60) -> None:
+        """Reads stdout until `text` is there."""
+        deadline = time.monotonic() + timeout
+        while text not in self.out:
+            assert self._read(deadline), f"{text!r} did not come; stdout:\n{self.out}\nstderr:\n{self.err}"
+
+    def wait_end(self, *, timeout: float = 60) -> int:
+        """Reads stdout to its end and returns the exit code."""
+        deadline = time.monotonic() + timeout
+        while self._read(deadline):
+            pass
+        return self.process.wait(max(0.1, deadline - time.monotonic()))
+
+    def _read(self, deadline: float) -> bool:
+        if not select.select([self._stdout], [], [], max(0, deadline - time.monotonic()))[0]:
+            raise AssertionError(f"nothing came in time; stdout:\n{self.out}\nstderr:\n{self.err}")
+        piece = os.read(self._stdout.fileno(), 65_536)
+        self.out += piece.decode()
+        return bool(piece)
+
+    @property
+    def err(self) -> str:
+        return os.pread(self.errors.fileno(), 1_000_000, 0).decode()
+
+    def family(self) -> list[psutil.Process]:
+        """Every process that inherited this run's mark: the command, its kernel, ranks, forkservers."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def forgive_files(self) -> None:
+        """A command that was killed cannot tidy up its temporary folder; its processes must end all the same."""
+        self.tidy = False
+
+    def close(self) -> None:
+        """Fails where the run left a process or a file behind."""
+        ended = self.process.poll() is not None
+        _, left = psutil.wait_procs(self.family(), timeout=GONE_WITHIN if ended else 0)
+        files = sorted(path.name for path in Path(self.tmp.name).iterdir()) if ended and self.tidy else []
+        for process in left:
+            process.kill()
+        self.process.wait()
+        self._stdout.close()
+        self.errors.close()
+        self.tmp.cleanup()
+        assert ended, "the test ended before its command"
+        assert not left, f"left running: {left}"
+        assert not files, f"left in the temporary folder: {files}"
+
+
+Run = Callable[..., Command]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Starts `rankbook run` on a notebook of these cells; nothing may be left at the end."""
+    commands: list[Command] = []
+
+    def start(
+        cells: list[str | NotebookNode], *args: str, tmp: str | None = None, path: str = "notebook.ipynb"
+    ) -> Command:
+        notebook = new_notebook(cells=[new_code_cell(cell) if isinstance(cell, str) else cell for cell in cells])
+        nbformat.write(notebook, tmp_path / "notebook.ipynb")
+        commands.append(Command(tmp_path, path, *args, tmp=tmp))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.close()
+
+
+def stored_text(path: Path, index: int) -> str:
+    cell = nbformat.read(path, as_version=4).cells[index]
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def test_every_output_of_a_plain_cell_is_printed_under_its_header(run: Run) -> None:
+    command = run(
+        [
+            new_markdown_cell("# Not run"),
+            "import sys\nprint('to stdout'); print('to stderr', file=sys.stderr)\n6 * 7",
+            "   ",
+            "from IPython.display import HTML\ndisplay({'a': 1}); display(HTML('<b>x</b>'))\nprint('half', end='')",
+            new_code_cell("1 / 0", metadata={"tags": ["skip-execution"]}),
+            "print('last')",
+        ]
+    )
+    assert command.wait_end() == 0
+    assert command.out == (
+        "[1] import sys …\nto stdout\n42\n"
+        "[2] from IPython.display import HTML …\n{'a': 1}\n<IPython.core.display.HTML object>\nhalf\n"
+        "[3] print('last')\nlast\n"
+    )
+    assert command.err == "to stderr\n"
+
+
+def test_output_is_printed_while_the_cell_still_runs(run: Run, tmp_path: Path) -> None:
+    wait = "import os, threading\nwhile not os.path.exists('go'):\n    threading.Event().wait(0.01)\nprint('after')"
+    command = run(["print('first')", "print('before')\n" + wait])
+    command.wait_output("first\n[2]")
+    command.wait_output("before\n")
+    assert "after" not in command.out
+    (tmp_path / "go").touch()
+    assert command.wait_end() == 0
+    assert command.out.endswith("before\nafter\n")
+
+
+def test_a_failing_cell_ends_the_run_with_its_traceback(run: Run, tmp_path: Path) -> None:
+    old = new_code_cell("print('never')", execution_count=9, outputs=[nbformat.v4.new_output("stream", text="old")])
+    command = run(["print('one')", "def f():\n    raise ValueError('broken')\nf()", old], "--output", "out.ipynb")
+    assert command.wait_end() == 1
+    assert "never" not in command.out
+    assert "ValueError: broken" in command.err
+    assert "----> 2     raise ValueError('broken')" in command.err
+    assert command.err.endswith("rankbook: cell [2] failed: ValueError: broken\n")
+    assert "\x1b" not in command.err
+    cells = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells
+    assert [cell.execution_count for cell in cells] == [1, 2, None]
+    assert cells[1].outputs[-1].ename == "ValueError"
+    assert cells[2].outputs == []
+
+
+def test_a_cell_that_is_tagged_may_fail(run: Run) -> None:
+    command = run([new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]}), "print('on')"])
+    assert command.wait_end() == 0
+    assert "ZeroDivisionError" in command.err
+    assert command.out.endswith("on\n")
+
+
+def test_the_executed_notebook_is_written(run: Run, tmp_path: Path) -> None:
+    progress = "print('10 %', end='\\r'); print('100 %'); print('done')"
+    display = "shown = display('start', display_id=True)\nshown.update('end')\n'result'"
+    figure = "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);"
+    command = run([progress, display, figure], "--output", "out.ipynb")
+    assert command.wait_end() == 0
+    notebook = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    first, second, third = notebook.cells
+    assert [dict(output) for output in first.outputs] == [
+        {"output_type": "stream", "name": "stdout", "text": "100 %\ndone\n"}
+    ]
+    assert [output.data["text/plain"] for output in second.outputs] == ["'end'", "'result'"]
+    assert "image/png" in third.outputs[0].data
+    assert nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells[0].outputs == []
+
+
+def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tmp_path: Path) -> None:
+    background = "publish = publisher()\nprint('started')"
+    foreground = "print('mine ', end='', flush=True)\npublish('late '); publish('line\\n')\nprint('still mine')"
+    command = run([PUBLISH, background, foreground], "--output", "out.ipynb")
+    assert command.wait_end() == 0
+    assert "\ncell [2]: late line\n" in command.out
+    assert stored_text(tmp_path / "out.ipynb", 1) == "started\nlate line\n"
+    assert stored_text(tmp_path / "out.ipynb", 2) == "mine still mine\n"
+
+
+def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Run) -> None:
+    bar = "bar = display('0', display_id=True)\nfor step in range(1, 2000):\n    bar.update(str(step))"
+    frames = (
+        "from IPython.display import clear_output\n"
+        "for step in range(300):\n    clear_output(wait=True)\n    print('frame', step)"
+    )
+    command = run([bar, frames])
+    assert command.wait_end() == 0
+    shown = command.out.splitlines()
+    assert shown[1] == "'0'"
+    assert shown[shown.index("[2] from IPython.display import clear_output …") - 1] == "'1999'"
+    assert shown[-1] == "frame 299"
+    assert len(shown) < 40
+
+
+def test_the_number_of_ranks_reaches_the_kernel(run: Run) -> None:
+    command = run(["import os; print(os.environ['RANKBOOK_RANKS'])"], "-n", "3")
+    assert command.wait_end() == 0
+    assert command.out.endswith("\n3\n")
+
+
+def test_the_kernel_is_this_interpreter_in_the_notebooks_folder(run: Run, tmp_path: Path) -> None:
+    command = run(["import os, sys; print(sys.executable, os.getcwd())"])
+    assert command.wait_end() == 0
+    assert command.out.endswith(f"\n{sys.executable} {tmp_path}\n")
+
+
+def test_a_temporary_folder_too_long_for_sockets_does_no_harm(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    command = run(["print('ran')"], tmp=str(folder))
+    assert command.wait_end() == 0
+    assert command.out.endswith("ran\n")
+
+
+def test_a_cell_that_takes_too_long_is_interrupted_and_fails(run: Run) -> None:
+    command = run(["import time\ntime.sleep(600)", "print('never')"], "--timeout", "1")
+    assert command.wait_end() == 1
+    assert "----> 2 time.sleep(600)" in command.err
+    assert command.err.endswith("rankbook: cell [1] did not end in 1 s\n")
+    assert "never" not in command.out
+
+
+def test_a_kernel_that_dies_is_reported(run: Run) -> None:
+    command = run(["print('alive')", "import os\nos.kill(os.getpid(), 9)"])
+    assert command.wait_end() == 1
+    assert "the kernel was killed by signal 9 (SIGKILL) while running cell [2]" in command.err
+
+
+def test_an_interrupt_ends_the_cell_and_the_run(run: Run, tmp_path: Path) -> None:
+    command = run(["import time\nprint('go')\ntime.sleep(600)", "print('never')"], "--output", "out.ipynb")
+    command.wait_output("go\n")
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait_end() == 128 + signal.SIGINT
+    assert "KeyboardInterrupt" in command.err
+    assert "never" not in command.out
+    assert stored_text(tmp_path / "out.ipynb", 0) == "go\n"
+
+
+def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_run(run: Run) -> None:
+    again = "except KeyboardInterrupt:\n    print('caught')\n    time.sleep(600)"
+    caught = f"try:\n    print('go')\n    time.sleep(600)\n{again}"
+    command = run(["import time", caught, "print('never')"])
+    command.wait_output("go\n")
+    command.process.send_signal(signal.SIGINT)
+    command.wait_output("caught\n")
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait_end() == 128 + signal.SIGINT
+    assert "stopped by SIGINT in cell [2]" in command.err
+    assert "never" not in command.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -> None:
+    command = run(["import time\nprint('go')\ntime.sleep(600)"])
+    command.wait_output("go\n")
+    assert len(command.family()) >= 2
+    command.process.send_signal(number)
+    assert command.wait_end(timeout=10) == 128 + number
+
+
+def test_a_stop_signal_while_the_kernel_starts_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    os.mkfifo(tmp_path / "started")
+    (startup / "00.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w').close()\nimport time\ntime.sleep(600)")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    command = run(["print('never')"])
+    (tmp_path / "started").read_text()  # blocks until the kernel opens it
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait_end(timeout=15) == 128 + signal.SIGTERM
+    assert command.out == ""
+
+
+def test_a_kernel_that_ignores_every_request_is_killed(run: Run) -> None:
+    deaf = (
+        "import signal, time\nfor number in (signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, signal.SIG_IGN)"
+    )
+    command = run([f"{deaf}\nprint('go')\ntime.sleep(600)"])
+    command.wait_output("go\n")
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait_end(timeout=20) == 128 + signal.SIGTERM
+
+
+def test_a_reader_that_goes_away_ends_the_run(run: Run) -> None:
+    command = run(["import time\nprint('go')", "for _ in range(100_000):\n    print('on and on')\ntime.sleep(600)"])
+    command.wait_output("go\n")
+    command._stdout.close()
+    assert command.process.wait(30) == 1
+
+
+LOAD = "%load_ext rankbook"
+
+
+def test_ranks_print_behind_their_numbers_also_when_their_cell_is_over(run: Run, tmp_path: Path) -> None:
+    background = "%%distributed --background\nprint('from all')\nprint('from', rank)"
+    command = run([LOAD, background, "%%distributed\nprint('next')"], "--output", "out.ipynb", "-n", "3")
+    assert command.wait_end(timeout=100) == 0
+    lines = [line.removeprefix("cell [2]: ") for line in command.out.splitlines()]
+    assert {"[0-2] from all", "[0] from 0", "[1] from 1", "[2] from 2", "[0-2] next"} <= set(lines)
+    assert "[0-2] from all\n[0] from 0\n[1] from 1\n[2] from 2\n" in stored_text(tmp_path / "out.ipynb", 1)
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_traceback(run: Run) -> None:
+    command = run([LOAD, "%%distributed\n1 / (rank - 1)", "print('never')"])
+    assert command.wait_end(timeout=100) == 1
+    assert "rank 1: ZeroDivisionError: division by zero" in command.err
+    assert "cell [2] failed: ZeroDivisionError: " in command.err
+    assert "never" not in command.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
+    command = run([LOAD, "%%distributed\nimport time\nprint('go', flush=True)\ntime.sleep(600)"])
+    command.wait_output("[0-1] go\n", timeout=100)
+    assert len(command.family()) >= 5  # the command, its kernel, the forkserver, two ranks
+    command.process.send_signal(number)
+    if number == signal.SIGKILL:
+        command.process.wait()
+        command.forgive_files()
+    else:
+        assert command.wait_end() == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "cannot read given.ipynb: No such file or directory"),
+        ("{", "given.ipynb is not a notebook: "),
+        ('{"a": 1}', "given.ipynb is not a notebook: it has no cells"),
+        ("[1]", "given.ipynb is not a notebook: it has no cells"),
+        (
+            '{"cells": [{}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}',
+            "given.ipynb is not a valid notebook: ",
+        ),
+    ],
+)
+def test_what_is_no_notebook_is_one_line_and_exit_code_2(
+    content: str | None,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("given.ipynb").write_text(content)
+    assert cli.main(["run", "given.ipynb"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"rankbook: {complaint}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--kernel", "no-such-kernel"], "there is no kernel named no-such-kernel; installed: "),
+        (["--output", "no/such/folder.ipynb"], "cannot write no/such/folder.ipynb"),
+        (["--output", "."], "cannot write ."),
+    ],
+)
+def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
+    options: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nbformat.write(new_notebook(), "given.ipynb")
+    assert cli.main(["run", "given.ipynb", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"rankbook: {complaint}")
+
+
+def test_a_notebook_without_cell_ids_is_run_as_it_is(run: Run, tmp_path: Path) -> None:
+    cell = '{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": [], "execution_count": null}'
+    (tmp_path / "old.ipynb").write_text(
+        f'{{"cells": [{cell}, {cell}], "metadata": {{}}, "nbformat": 4, "nbformat_minor": 5}}'
+    )
+    command = run([], path="old.ipynb")
+    assert command.wait_end() == 0
+    assert command.out == "[1] print(1)\n1\n[2] print(1)\n1\n"
+    assert command.err == ""
+
+
+def test_a_notebook_in_another_language_names_its_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {"name": "ir", "display_name": "R", "language": "R"}
+    nbformat.write(new_notebook(metadata={"kernelspec": spec}), tmp_path / "given.ipynb")
+    assert cli.main(["run", str(tmp_path / "given.ipynb")]) == 2
+    assert "written for R, not Python; `--kernel ir` runs it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["-n", "0"], ["-n", "two"], ["--timeout", "0"], ["--timeout", "nan"]])
+def test_numbers_that_make_no_sense_are_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "given.ipynb", *options])
+    assert ended.value.code == 2
+
+
+def test_without_nbclient_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "rankbook.notebook_run", raising=False)
+    monkeypatch.delattr("rankbook.notebook_run", raising=False)
+    monkeypatch.setitem(sys.modules, "nbclient", None)
+    assert cli.main(["run", "given.ipynb"]) == 2
+    assert capsys.readouterr().err == 'rankbook: running a notebook needs nbclient; pip install "rankbook[notebook]"\n'
+
+
+def test_the_command_alone_costs_no_heavy_import() -> None:
+    heavy = "{'torch', 'IPython', 'nbclient', 'jupyter_client', 'zmq'}"
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys, rankbook.cli; assert not {heavy} & sys.modules.keys(), sys.modules.keys()",
+        ],
+        check=True,
+    )
+
+
+def test_the_installed_command_tells_its_version() -> None:
+    command = Path(sysconfig.get_path("scripts")) / "rankbook"
+    told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("rankbook 0.")
+
+
+def test_a_command_without_anything_to_do_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "run" in capsys.readouterr().err

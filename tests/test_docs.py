@@ -1,0 +1,109 @@
+"""What is written about the code is what the code says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rankbook.magics import options
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def load_draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["wire.md", "states.md"])
+def test_a_drawn_page_is_what_the_code_draws(page):
+    drawn = load_draw().PAGES[page]()
+    assert (ROOT / "docs" / page).read_text() == drawn, "run `python docs/draw.py`"
+
+
+def test_every_drawn_page_is_compared():
+    assert set(load_draw().PAGES) == {"wire.md", "states.md"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_within_the_repository_leads_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
+    assert [each for each in targets if "://" not in each and not (ROOT / each).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_names_is_there(page):
+    names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
+    names += re.findall(
+        r"(?:python|pytest|bash|run) ((?:tests|docs|examples|\.ci)/[\w./-]+)", (ROOT / page).read_text()
+    )
+    assert names
+    assert [each for each in names if not (ROOT / each).exists() and not (ROOT / "kernel" / each).exists()] == []
+
+
+def test_the_readme_names_the_two_commands():
+    assert 'pip install -c constraints.txt ".[notebook]" && rankbook run examples/quickstart.ipynb\n' in README
+    assert 'pip install -c constraints.txt -e ".[test]" && pytest\n' in README
+
+
+def test_the_readme_names_every_option_of_a_cell_and_no_other():
+    parser = options._cell_parser
+    shown = {max(each.option_strings, key=len) for each in parser._actions if each.help is not argparse.SUPPRESS}
+    assert set(re.findall(r"^\| `(--\w+)", README, flags=re.MULTILINE)) == shown
+
+
+def test_the_readme_names_every_command_and_no_other():
+    section = README.partition("| `%distributed …` |")[2].partition("`%distributed?`")[0]
+    assert list(dict.fromkeys(re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE))) == list(options.COMMANDS)
+
+
+def test_the_readme_names_the_environment_variables_that_the_code_reads():
+    code = "".join(
+        file.read_text() for folder in ("kernel", "magics", "widgets") for file in (ROOT / folder).rglob("*.py")
+    )
+    assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", README)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
+
+
+def test_the_example_of_the_python_interface_runs_and_returns_what_it_says():
+    example = next(
+        each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "rankbook.start" in each
+    )
+    checked = []
+    for line in example.splitlines():
+        call, _, value = line.partition("#")
+        promised = re.search(r"\[.*\]", value)
+        name = re.match(r"\s*(\w+) = ", call)
+        if promised and name:
+            checked.append(f"{call}\n    assert {name[1]} == {promised[0]}, {name[1]}")
+        elif promised:
+            checked.append(f"    assert {call.strip()} == {promised[0]}")
+        else:
+            checked.append(call)
+    assert sum("assert" in line for line in checked) == 3
+    program = "\n".join(checked)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stderr) == (0, ""), program
+
+
+def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
+    lines = re.findall(
+        r"^python (tests/benchmarks/\w+\.py.*?)(?:  +#.*)?$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert len(lines) == 3
+    for line in lines:
+        script, *arguments = shlex.split(line)
+        source = (ROOT / script).read_text()
+        assert [each for each in arguments if each.startswith("--") and f'"{each}"' not in source] == []

@@ -1,0 +1,250 @@
+"""Bytes become lines, and rows are what a terminal would show."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tqdm import tqdm
+
+from rankbook.lines import WIDEST, LiveRegions, Screen
+
+
+def terminal(text: str) -> list[str]:
+    """What a terminal of endless width shows: a grid of characters, written one at a time."""
+    rows: list[list[str]] = [[]]
+    y = x = 0
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.", text, re.DOTALL):
+        if token == "\n":
+            y, x = y + 1, 0
+            if y == len(rows):
+                rows.append([])
+        elif token == "\r":
+            x = 0
+        elif token == "\b":
+            x = max(0, x - 1)
+        elif token == "\x1b[A":
+            y, x = max(0, y - 1), 0
+        elif token == "\x1b[K":
+            del rows[y][x:]
+        elif token.startswith("\x1b"):
+            continue
+        else:
+            rows[y] += [" "] * (x - len(rows[y]))
+            rows[y][x : x + 1] = [token]
+            x += 1
+    return ["".join(row).rstrip() for row in rows]
+
+
+def chunked(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in pairwise(edges)]
+
+
+def lines_of(screen: Screen, chunks: list[bytes]) -> list[str]:
+    blocks = [screen.feed(chunk, 0.0) for chunk in chunks] + [screen.end(0.0)]
+    return [line for block in blocks if block is not None for line in block.split("\n")]
+
+
+def plain(lines: list[str]) -> list[str]:
+    """Without colours, and without blanks and empty rows at the end, which a terminal does not show."""
+    shown = [re.sub(r"\x1b\[\d*m", "", line).rstrip() for line in lines]
+    while shown and not shown[-1]:
+        shown.pop()
+    return shown
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n\r\b\x1b"))), st.lists(st.integers(0, 10_000)))
+def test_plain_lines_come_out_as_they_went_in_wherever_the_chunks_end(lines, cuts):
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
+    screen = Screen(0, "stdout")
+    expected = [line.encode("utf-8", "surrogatepass").decode("utf-8", "replace") for line in lines]
+    assert lines_of(screen, chunked(data, cuts)) == expected
+
+
+@given(st.binary(), st.lists(st.integers(0, 10_000)))
+def test_no_bytes_break_it_and_chunk_borders_change_no_text(data, cuts):
+    data = re.sub(rb"[\x1b\r\b]", b"?", data)
+    expected = data.decode("utf-8", "replace").split("\n")
+    assert lines_of(Screen(0, "stdout"), chunked(data, cuts)) == expected[: None if expected[-1] else -1]
+
+
+@given(
+    st.lists(
+        st.sampled_from(["\r", "\n", "\b", "\x1b[K", "\x1b[31m", "\x1b[m", " ", "   ", "a", "bc", "défg", "█" * 9])
+    ),
+    st.lists(st.integers(0, 10_000)),
+)
+def test_rows_that_are_overwritten_show_what_a_terminal_shows(tokens, cuts):
+    text = "".join(tokens)
+    shown = lines_of(Screen(0, "stdout"), chunked(text.encode(), cuts))
+    assert plain(shown) == plain(terminal(text))
+
+
+@given(st.lists(st.sampled_from(["\r", "\n", "\n", "\x1b[A", "\x1b[K", "\x1b[32m", "a", "bcd", "  ", "efghij"])))
+def test_the_cursor_goes_up_as_in_a_terminal(tokens):
+    text = "".join(tokens)
+    assert plain(lines_of(Screen(0, "stdout"), [text.encode()])) == plain(terminal(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\r\nb\r\n", ["a", "b"]),
+        (" 10%|#  \r 20%|## \r", [" 20%|##"]),
+        ("longer text\rshort", ["shortr text"]),
+        ("abc\r   \r", []),
+        ("abc\r   \rdef\n", ["def"]),
+        ("abc  \n", ["abc  "]),
+        ("one\rtwo\nthree", ["two", "three"]),
+        ("\x1b[31mred bar 10\x1b[0m\r\x1b[32mgreen bar!\x1b[0m\n", ["\x1b[32mgreen bar!\x1b[0m"]),
+        ("12%\b\b\b13%\n", ["13%"]),
+        ("old text\x1b[2K\rnew\n", ["new"]),
+        ("\x1b[1;31m\x1b[Kmatch\x1b[m\x1b[K rest\n", ["\x1b[1;31mmatch\x1b[m rest"]),
+    ],
+)
+def test_carriage_returns_and_their_like(text, shown):
+    assert lines_of(Screen(0, "stdout"), [text.encode()]) == shown
+
+
+def test_a_chunk_may_end_inside_an_escape_sequence_or_a_line_end():
+    screen = Screen(0, "stdout")
+    assert lines_of(screen, [b"one\r", b"\ntwo \x1b", b"[3", b"1mred\x1b[0m\nab\x1b[", b"K\rc", b"\n"]) == [
+        "one",
+        "two \x1b[31mred\x1b[0m",
+        "cb",
+    ]
+
+
+def test_repeated_colours_do_not_pile_up_in_a_row():
+    screen = Screen(0, "stdout")
+    for number in range(1000):
+        screen.feed(b"\r\x1b[31m%3d\x1b[0m \x1b[32mtail\x1b[0m" % number, 0.0)
+        screen.feed(b"\r\x1b[33mxy\x1b[0m\b\x1b[34mz\x1b[0m", 0.0)
+    (row,) = screen.hidden()
+    assert len(row.final) < 100
+
+
+def test_nothing_is_overwritten_in_a_row_that_no_terminal_could_hold():
+    wide = "x" * (WIDEST + 1)
+    assert lines_of(Screen(0, "stdout"), [f"{wide}\rshort\n".encode()]) == [wide, "short"]
+    assert lines_of(Screen(0, "stdout"), [f"{wide}\r".encode(), b"\nshort\n"]) == [wide, "short"]
+
+
+def test_a_half_line_is_ended_only_where_something_else_comes():
+    screen = Screen(0, "stdout")
+    screen.feed(b"half", 0.0)
+    assert screen.end_half() == "half"
+    assert screen.end_half() is None
+    screen.feed(b"\r50%", 0.0)
+    assert screen.end_half() is None  # a progress bar goes on below a display
+
+
+class Bars(io.StringIO):
+    """A file for tqdm that feeds a screen, and shows it live at once."""
+
+    def __init__(self, screen: Screen, regions: LiveRegions) -> None:
+        super().__init__()
+        self.screen, self.regions, self.lines, self.shown = screen, regions, [], {}
+        self.written = ""
+
+    def write(self, text: str) -> int:
+        self.written += text
+        block = self.screen.feed(text.encode(), 0.0)
+        self.lines += [] if block is None else block.split("\n")
+        self.show()
+        return len(text)
+
+    def show(self) -> None:
+        for row in self.screen.hidden():
+            self.regions.place(row)
+        for name, text, update in self.regions.updates(0.0):
+            assert update == (name in self.shown)
+            self.shown[name] = text
+
+    def finish(self) -> list[str]:
+        block = self.screen.end(0.0)
+        self.lines += [] if block is None else block.split("\n")
+        self.show()
+        rows = "\n".join(self.shown.values()).split("\n")
+        return [row.removeprefix("[0] ") for row in rows if row]
+
+
+def bars() -> Bars:
+    return Bars(Screen(0, "stderr"), LiveRegions("k", after=0.3, every=0.1))
+
+
+def test_nested_bars_of_tqdm_keep_a_row_each():
+    file = bars()
+    for _ in tqdm(range(2), desc="outer", file=file, mininterval=0, ascii=True):
+        for _ in tqdm(range(5), desc="inner", file=file, mininterval=0, ascii=True, leave=False):
+            assert max(text.count("\n") for text in file.shown.values()) <= 1
+    rows = file.finish()
+    assert file.lines == []
+    assert [row.split(":")[0] for row in rows] == ["outer"]
+    assert "2/2" in rows[0]
+
+
+def test_nested_bars_that_stay_end_as_in_a_terminal():
+    file = bars()
+    for _ in tqdm(range(2), desc="outer", file=file, mininterval=0, ascii=True):
+        for _ in tqdm(range(3), desc="inner", file=file, mininterval=0, ascii=True, leave=True):
+            pass
+    assert file.finish() == [row for row in terminal(file.written) if row]
+    assert file.lines == []
+
+
+def test_a_bar_that_does_not_stay_leaves_nothing():
+    file = bars()
+    for _ in tqdm(range(3), file=file, mininterval=0, leave=False):
+        assert file.shown["k-0"].startswith("[0]")
+    assert file.finish() == []
+
+
+def test_bars_one_after_the_other_do_not_make_a_region_grow_for_ever():
+    file = bars()
+    for epoch in range(20):
+        for _ in tqdm(range(2), desc=f"epoch {epoch}", file=file, mininterval=0, ascii=True):
+            pass
+    assert max(text.count("\n") for text in file.shown.values()) < 4
+    assert [row.split(":")[0] for row in file.finish()] == [f"epoch {epoch}" for epoch in range(20)]
+
+
+def test_a_frozen_row_is_out_of_reach_once_a_line_was_printed_below_it():
+    file = bars()
+    file.write("\r50%")
+    file.write("\nplain\n")
+    file.write("\x1b[A\rnew")
+    assert file.finish() == ["50%", "new"]
+    assert file.lines == ["plain"]
+
+
+def test_a_bar_that_the_cursor_comes_back_to_goes_on_in_its_region():
+    file = bars()
+    file.write("\router 0%")
+    file.regions.bury()
+    for piece in ("\n", "\rinner 0%", "\x1b[A", "\router 50%"):  # chunks may end between them
+        file.write(piece)
+        file.regions.retire()
+    assert file.shown == {"k-0": "[0] outer 50%", "k-1": "[0] inner 0%"}
+
+
+def test_a_live_row_that_grew_too_wide_is_printed_whole():
+    file = bars()
+    long = "".join(chr(ord("a") + i % 26) for i in range(3 * WIDEST))
+    file.write(f"\r{long}")
+    assert file.shown["k-0"] == "[0] …" + long[1 - WIDEST :]
+    file.write("\n")
+    assert file.lines == [long]
+    assert file.shown["k-0"] == ""
+
+
+def test_decoding_is_that_of_the_codec():
+    data = "é€😀".encode()
+    screen = Screen(0, "stdout")
+    assert lines_of(screen, [data[i : i + 1] for i in range(len(data))]) == [codecs.decode(data)]

@@ -1,0 +1,51 @@
+"""Rank selections."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankbook.errors import BadRequest
+from rankbook.ranks import format_ranks, name_ranks, parse_ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", (0,)),
+        ("0,2-3", (0, 2, 3)),
+        ("3,1,1", (1, 3)),
+        ("0:4:2", (0, 2)),
+        ("1:", (1, 2, 3, 4)),
+        (":2", (0, 1)),
+        ("-2:", (3, 4)),
+        ("::2", (0, 2, 4)),
+        ("main", (0,)),
+        ("all", (0, 1, 2, 3, 4)),
+        ("main,3:", (0, 3, 4)),
+        (" 0 , 2 - 3 ", (0, 2, 3)),
+    ],
+)
+def test_selections(text, expected):
+    assert parse_ranks(text, 5) == expected
+
+
+@pytest.mark.parametrize("text", ["5", "3-7", "2-1", "", ",", "x", "1.5", "0:4:0", "9:", "-1", "all but 2", "1;2"])
+def test_nonsense_is_one_line_that_names_the_valid_ranks_or_forms(text):
+    with pytest.raises(BadRequest) as caught:
+        parse_ranks(text, 5)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "0-4" in message or "forms:" in message
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_what_is_formatted_is_parsed_back(ranks):
+    assert parse_ranks(format_ranks(ranks), 41) == tuple(sorted(ranks))
+
+
+def test_names_for_sentences():
+    assert name_ranks([2]) == "rank 2"
+    assert name_ranks([3, 0, 1]) == "ranks 0-1,3"
+    assert format_ranks([]) == "none"

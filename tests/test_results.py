@@ -1,0 +1,305 @@
+"""What the ranks send becomes one result, and one story of what went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
+from rankbook.results import CellResult, RankOutcome, ResultBuilder, describe_errors
+
+VALUE = ErrorReport(
+    name="ValueError", value="bad", traceback="\x1b[31mTrace\x1b[0m of bad\n", plain="Trace of bad\n", line=2
+)
+KEY = ErrorReport(name="KeyError", value="'x'", traceback="Trace of x", plain="Trace of x")
+
+
+def interrupt(line: int | None) -> ErrorReport:
+    return ErrorReport(name="KeyboardInterrupt", value="", traceback="long", plain="long", line=line)
+
+
+def text(data: bytes, stream: Any = "stdout") -> Text:
+    return Text(cell=1, stream=stream, data=data)
+
+
+def display(data: dict[str, Any], kind: Any = "display", display_id: str | None = None) -> Display:
+    return Display(cell=1, kind=kind, data=data, metadata={}, display_id=display_id)
+
+
+def done(status: Any = "ok", error: ErrorReport | None = None, seconds: float = 0.01) -> Done:
+    return Done(cell=1, status=status, seconds=seconds, error=error)
+
+
+def result(*ends: Done | str | None, number: int = 5) -> CellResult:
+    """A result in which each rank ended so: with a message, with words for its loss, or not at all."""
+    builder = ResultBuilder(1, number, range(len(ends)))
+    for rank, end in enumerate(ends):
+        if isinstance(end, Done):
+            builder.done(rank, end)
+        elif end is not None:
+            builder.lost(rank, end)
+    return builder.build(0.02)
+
+
+def plain(found: CellResult) -> str:
+    return describe_errors(found.outcomes, plain=True)
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+def test_output_is_kept_by_rank_and_stream():
+    builder = ResultBuilder(1, 5, [2, 0])
+    for part in (b"a\xc3", b"\xa4\n"):
+        builder.feed(0, text(part))
+    builder.feed(2, text(b"\xff", "stderr"))
+    for rank in (2, 0):
+        builder.done(rank, done(seconds=rank))
+    found = builder.build(0.5)
+    assert found.ranks == (0, 2)
+    assert found.stdout == {0: "aä\n", 2: ""}
+    assert found.stderr == {0: "", 2: "\ufffd"}
+    assert found[2] == RankOutcome(2, "ok", 2.0, stderr="\ufffd")
+    assert (found.cell, found.number, found.seconds, found.ok, found.status) == (1, 5, 0.5, True, "ok")
+
+
+def test_a_flood_is_cut_and_says_so():
+    builder = ResultBuilder(1, 5, [0, 1], keep=10)
+    for _ in range(1000):
+        builder.feed(0, text("äöü".encode()))
+    builder.feed(0, text(b"all", "stderr"))
+    builder.feed(1, text(b"0123456789"))
+    for rank in range(2):
+        builder.done(rank, done())
+    found = builder.build(0.0)
+    assert found[0].stdout == "äöüäö"
+    assert found[0].stderr == "all"
+    assert found[0].truncated
+    assert found[1].stdout == "0123456789"
+    assert not found[1].truncated
+
+
+def test_a_character_that_the_cut_divides_is_left_out():
+    builder = ResultBuilder(1, 5, [0], keep=3)
+    builder.feed(0, text("ää".encode()))
+    builder.done(0, done())
+    assert builder.build(0.0)[0].stdout == "ä"
+
+
+def test_a_cut_on_the_rank_is_told():
+    builder = ResultBuilder(1, 5, [0])
+    builder.feed(0, TextCut(cell=1, lines=3, size=9, log="x"))
+    builder.done(0, done())
+    assert builder.build(0.0)[0].truncated
+
+
+def test_displays_come_in_order_in_their_last_state_with_the_result_apart():
+    builder = ResultBuilder(1, 5, [0])
+    builder.feed(0, display({"text/plain": "a"}))
+    builder.feed(0, display({"text/plain": "b"}, display_id="d"))
+    builder.feed(0, display({"text/plain": "42"}, "result"))
+    builder.feed(0, display({"text/plain": "c"}, "update", "d"))
+    builder.feed(0, display({"text/plain": "unknown"}, "update", "e"))
+    builder.done(0, done())
+    found = builder.build(0.0)
+    assert found[0].displays == ({"text/plain": "a"}, {"text/plain": "c"})
+    assert found[0].result == {"text/plain": "42"}
+    assert found.text(0) == "42"
+    assert not found[0].truncated
+
+
+def test_a_result_that_is_updated_is_the_updated_one():
+    builder = ResultBuilder(1, 5, [0])
+    builder.feed(0, display({"text/plain": "old"}, "result", "d"))
+    builder.feed(0, display({"text/plain": "new"}, "update", "d"))
+    builder.done(0, done())
+    assert builder.build(0.0).text(0) == "new"
+
+
+def test_a_hundred_displays_are_kept():
+    builder = ResultBuilder(1, 5, [0])
+    for number in range(101):
+        builder.feed(0, display({"text/plain": str(number)}))
+    builder.done(0, done())
+    (outcome,) = builder.build(0.0)
+    assert len(outcome.displays) == 100
+    assert outcome.truncated
+
+
+def test_a_rank_without_a_last_expression_has_no_text():
+    assert result(done()).text(0) is None
+    builder = ResultBuilder(1, 5, [0])
+    builder.feed(0, display({"image/png": "x"}, "result"))
+    assert builder.build(0.0).text(0) is None
+
+
+def test_what_comes_after_the_end_changes_nothing():
+    builder = ResultBuilder(1, 5, [0])
+    builder.done(0, done())
+    found = builder.build(0.0)
+    builder.feed(0, text(b"late"))
+    builder.feed(0, display({"text/plain": "late"}))
+    assert found[0].stdout == ""
+    assert builder._parts == {}
+
+
+# The result -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_a_sequence_of_its_ranks():
+    found = result(done(), done())
+    assert len(found) == 2
+    assert [outcome.rank for outcome in found] == [0, 1]
+    with pytest.raises(BadRequest, match="no rank 2 in this result; it has ranks 0-1"):
+        found[2]
+    with pytest.raises(BadRequest):
+        found.text(-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.cell = 2
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        (result(done(), done()), "CellResult [5]: ok on ranks 0-1 in 0.02 s"),
+        (result(done(), number=0), "CellResult: ok on rank 0 in 0.02 s"),
+        (
+            result(done(), done("error", VALUE), "gone", done("interrupted", interrupt(1)), done()),
+            "CellResult [5]: lost on rank 2, error on rank 1, interrupted on rank 3, ok on ranks 0,4 in 0.02 s",
+        ),
+    ],
+)
+def test_it_is_told_in_one_line(found, shown):
+    assert repr(found) == shown
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ((done(), done()), "ok"),
+        ((done(), done("error", VALUE)), "error"),
+        ((done("interrupted"), done("error", VALUE)), "error"),
+        ((done("interrupted"), "rank 1 exited"), "error"),
+        ((done("interrupted"), done()), "interrupted"),
+        ((None, done()), "interrupted"),
+    ],
+)
+def test_the_worst_rank_decides(ends, status):
+    found = result(*ends)
+    assert found.status == status
+    assert found.ok == (status == "ok")
+
+
+def test_a_rank_that_has_answered_is_not_lost():
+    builder = ResultBuilder(1, 5, [0])
+    builder.done(0, done())
+    builder.lost(0, "rank 0 exited")
+    assert builder.build(0.0)[0] == RankOutcome(0, "ok", 0.01)
+
+
+def test_a_lost_rank_has_words_and_the_cells_seconds():
+    assert result("rank 0 exited")[0] == RankOutcome(0, "lost", 0.02, loss="rank 0 exited")
+    builder = ResultBuilder(1, 5, [0])
+    builder.lost(0, "first")
+    builder.lost(0, "second")
+    assert builder.build(0.0)[0].loss == "first"
+
+
+def test_a_cell_that_went_well_raises_nothing():
+    result(done(), done()).raise_for_status()
+
+
+def test_an_error_is_raised_as_what_it_was():
+    found = result(done(), done("error", VALUE), done("error", KEY))
+    with pytest.raises(ValueError, match="bad") as caught:
+        found.raise_for_status()
+    assert isinstance(caught.value, CellError)
+    assert caught.value.errors == found.errors == {1: VALUE, 2: KEY}
+    assert str(caught.value) == plain(found)
+
+
+def test_a_lost_rank_comes_before_the_errors_that_it_may_have_caused():
+    with pytest.raises(LostRank, match="rank 1 was killed") as caught:
+        result(done("error", VALUE), "rank 1 was killed", "rank 2 was killed").raise_for_status()
+    assert caught.value.ranks == (1, 2)
+    assert "ValueError: bad" in str(caught.value)
+
+
+def test_an_interrupt_is_an_interrupt():
+    with pytest.raises(KeyboardInterrupt, match="rank 0: KeyboardInterrupt at line 3"):
+        result(done("interrupted", interrupt(3)), done()).raise_for_status()
+
+
+# The story ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_of_a_cell_that_went_well():
+    assert plain(result(done(), done())) == ""
+
+
+def test_each_distinct_error_is_told_once_with_its_ranks():
+    ends = [done("error", VALUE)] * 7 + [done("error", KEY)]
+    assert plain(result(*ends)).splitlines() == [
+        "ranks 0-6: ValueError: bad",
+        "Trace of bad",
+        "rank 7: KeyError: 'x'",
+        "Trace of x",
+    ]
+
+
+def test_ranks_that_were_fine_are_named_last():
+    assert plain(result(done("error", KEY), done(), done())).splitlines()[-1] == ("ranks 1-2 finished without an error")
+
+
+def test_interrupts_take_a_line_for_each_place():
+    ends = [done("interrupted", interrupt(3)), done("interrupted", interrupt(3)), done("interrupted", interrupt(7))]
+    assert plain(result(*ends, done("interrupted", interrupt(None)), None)).splitlines() == [
+        "ranks 0-1: KeyboardInterrupt at line 3",
+        "rank 2: KeyboardInterrupt at line 7",
+        "rank 3: KeyboardInterrupt",
+        "rank 4: interrupted",
+    ]
+
+
+def test_losses_come_first_and_equal_ones_once():
+    ends = ["rank 0 was killed", done("error", KEY), "the coordinator failed", "the coordinator failed"]
+    assert plain(result(*ends)).splitlines() == [
+        "rank 0 was killed",
+        "the coordinator failed",
+        "rank 1: KeyError: 'x'",
+        "Trace of x",
+    ]
+
+
+def test_an_error_without_a_traceback_is_told_once():
+    report = ErrorReport(name="BadRequest", value="no 'x'", traceback="BadRequest: no 'x'", plain="BadRequest: no 'x'")
+    assert plain(result(done("error", report))) == "rank 0: BadRequest: no 'x'"
+
+
+def test_the_head_of_an_error_is_one_line():
+    report = ErrorReport(name="RuntimeError", value="one\ntwo", traceback="t", plain="t")
+    empty = ErrorReport(name="StopIteration", value="", traceback="u", plain="u")
+    assert plain(result(done("error", report), done("error", empty))).splitlines() == [
+        "rank 0: RuntimeError: one",
+        "t",
+        "rank 1: StopIteration",
+        "u",
+    ]
+
+
+def test_an_error_without_a_report_is_told_all_the_same():
+    found = result(done("error"))
+    assert plain(found) == "rank 0: failed, and did not say how"
+    with pytest.raises(CellError, match="did not say how"):
+        found.raise_for_status()
+
+
+def test_the_story_is_coloured_for_people():
+    found = result(done("error", VALUE), done("interrupted", interrupt(1)), "rank 2 exited")
+    story = describe_errors(found.outcomes)
+    assert "\x1b[31mTrace\x1b[0m of bad" in story
+    assert "\x1b[1;31mrank 0: ValueError: bad\x1b[0m" in story
+    assert story.count("\x1b[1;31m") == 3

@@ -1,0 +1,640 @@
+"""Values cross whole: by file or by frame, shared memory stays shared, and what cannot cross is named."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import functools
+import gc
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from rankbook.errors import ProtocolError, TransferError
+from rankbook.messages import Buffer, Payload
+from rankbook.transport.payload import pack, unpack
+from rankbook.transport.segments import SegmentStore
+
+LARGE = 1 << 20
+
+
+@pytest.fixture
+def store():
+    """A store in shared memory where there is such. Nothing may be left in it."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="payload-", dir=shared if shared.is_dir() else None))
+    yield SegmentStore(folder)
+    left = list(folder.iterdir())
+    shutil.rmtree(folder)
+    assert not left
+
+
+def open_packed(packed, store, *, unlink=True):
+    return unpack(packed.payload, [memoryview(frame) for frame in packed.frames], unlink=unlink, folder=store.folder)
+
+
+def sent(value, store, *, by="segment"):
+    """The value after its journey, and the bytes that travelled."""
+    packed = pack(value, store=store if by == "segment" else None)
+    return open_packed(packed, store), sum(buffer.size for buffer in packed.payload.buffers)
+
+
+def same(ours, theirs):
+    """Equal bit by bit, in everything that a tensor is."""
+    return (
+        type(ours) is type(theirs)
+        and (ours.dtype, ours.size(), ours.stride(), ours.requires_grad)
+        == (theirs.dtype, theirs.size(), theirs.stride(), theirs.requires_grad)
+        and torch.equal(ours, theirs)
+    )
+
+
+# How buffers travel
+
+
+def test_small_values_are_one_frame_and_large_ones_one_file(store):
+    small = pack({"a": 1, "b": np.arange(10), "c": torch.arange(10)}, store=store)
+    assert (len(small.frames), small.segments, len(small.payload.buffers)) == (1, (), 1)
+    large = pack([np.zeros(LARGE, np.uint8), torch.zeros(LARGE, dtype=torch.uint8)], store=store)
+    assert [buffer.segment for buffer in large.payload.buffers] == [None, *large.segments * 2]
+    assert all(buffer.offset % 64 == 0 for buffer in large.payload.buffers)
+    assert [path.name for path in store.folder.iterdir()] == [*large.segments]
+    store.discard(large.segments[0])
+
+
+def test_many_middling_buffers_share_one_file(store):
+    values = [np.full(10_000, index, np.uint8) for index in range(20)]
+    packed = pack(values, store=store)
+    assert len(packed.segments) == 1
+    assert all(np.array_equal(*pair) for pair in zip(values, open_packed(packed, store), strict=True))
+
+
+def test_a_pickle_that_is_large_itself_goes_into_the_file(store):
+    value = [bytes(LARGE), bytearray(LARGE), "ä" * LARGE, list(range(100_000))]
+    packed = pack(value, store=store)
+    assert (packed.frames, len(packed.segments)) == ([], 1)
+    assert open_packed(packed, store) == value
+
+
+@pytest.mark.parametrize("by", ["segment", "frames"])
+@pytest.mark.parametrize("size", [0, 1, 5_000, LARGE])
+def test_arrays_and_tensors_arrive_writable_by_either_way(store, by, size):
+    array, tensor = np.arange(size, dtype=np.float32), torch.arange(size).to(torch.complex128)
+    (their_array, their_tensor), _ = sent((array, tensor), store, by=by)
+    assert np.array_equal(array, their_array)
+    assert same(tensor, their_tensor)
+    their_array += 1
+    their_tensor += 1
+    assert np.array_equal(array + 1, their_array)
+    assert their_tensor.data_ptr() % 16 == 0
+
+
+def test_frames_that_arrive_misaligned_or_read_only_become_usable(store):
+    packed = pack(torch.arange(LARGE).to(torch.complex128), store=None)
+    shifted = memoryview(bytearray(1) + bytearray(packed.frames[1]))[1:]
+    for frame in (shifted, memoryview(packed.frames[1]), packed.frames[1]):
+        tensor = unpack(packed.payload, [packed.frames[0], frame], unlink=True, folder=store.folder)
+        assert tensor.data_ptr() % 16 == 0
+        assert tensor.add_(1)[-1] == LARGE
+
+
+@pytest.mark.parametrize("by", ["segment", "frames"])
+def test_the_value_may_be_changed_once_it_is_packed(store, by):
+    tensor, array = torch.zeros(LARGE), np.zeros(LARGE)
+    packed = pack((tensor, array), store=store if by == "segment" else None)
+    tensor.fill_(1)
+    array.fill(1)
+    their_tensor, their_array = open_packed(packed, store)
+    assert their_tensor.sum() == their_array.sum() == 0
+
+
+def test_each_receiver_has_its_own_copy_and_the_sender_removes_the_file(store):
+    packed = pack(torch.zeros(LARGE), store=store)
+    one, other = (open_packed(packed, store, unlink=False) for _ in range(2))
+    store.discard(packed.segments[0])
+    one.fill_(1)
+    assert (one.sum(), other.sum()) == (LARGE, 0)
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "statvfs"])
+def test_a_value_that_does_not_fit_shared_memory_goes_in_frames(store, monkeypatch, failing):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, failing, full if failing == "pwrite" else lambda _: Full)
+    tensor = torch.arange(LARGE)
+    packed = pack([tensor, b"x" * LARGE], store=store)
+    assert (packed.segments, len(packed.frames)) == ((), 2)
+    theirs, text = open_packed(packed, store)
+    assert same(tensor, theirs)
+    assert text == b"x" * LARGE
+
+
+def test_packing_leaves_no_hold_on_the_value(store):
+    class Array(np.ndarray):
+        pass
+
+    array, tensor = np.zeros(LARGE).view(Array), torch.zeros(LARGE)
+    text = bytearray(LARGE)
+    gone = [weakref.ref(array), weakref.ref(tensor.untyped_storage())]
+    gc.disable()
+    try:
+        store.discard(pack([array, tensor, text], store=store).segments[0])
+        del array, tensor
+        text.append(1)
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+CHILD = """
+import os, pickle, sys
+from pathlib import Path
+from rankbook.transport.payload import pack, unpack
+from rankbook.transport.segments import SegmentStore
+payload, frames, folder = pickle.load(sys.stdin.buffer)
+value = unpack(payload, frames, unlink=False, folder=Path(folder))
+value["tensor"].mul_(2)
+value["array"] *= 2
+value["model"].weight.data.zero_()
+value["answer"] = value.pop("function")(20)
+packed = pack(value, store=SegmentStore(Path(folder)))
+pickle.dump((packed.payload, packed.frames), sys.stdout.buffer)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_value_goes_to_another_process_and_comes_back(store):
+    extra = 22
+
+    class Mine:
+        def __init__(self, number):
+            self.number = number
+
+    model = torch.nn.Linear(300, 300)
+    value = {
+        "tensor": torch.arange(LARGE, dtype=torch.bfloat16),
+        "array": np.arange(LARGE),
+        "model": model,
+        "tied": model.weight,
+        "mine": Mine(7),
+        "function": lambda number: number + extra,
+    }
+    Mine.__module__ = value["function"].__module__ = "__main__"  # as in a notebook
+    packed = pack(value, store=store)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=pickle.dumps((packed.payload, packed.frames, str(store.folder))),
+        stdout=subprocess.PIPE,
+        timeout=100,
+        check=True,
+    )
+    store.discard(packed.segments[0])
+    payload, frames = pickle.loads(done.stdout)
+    back = unpack(payload, frames, unlink=True, folder=store.folder)
+    assert same(back["tensor"], value["tensor"] * 2)
+    assert np.array_equal(back["array"], value["array"] * 2)
+    assert back["tied"] is back["model"].weight
+    assert not back["model"].weight.any()
+    assert model.weight.any()
+    assert (back["answer"], back["mine"].number) == (42, 7)
+    assert type(back["mine"]) is Mine
+
+
+# Tensors
+
+
+def dtypes():
+    every = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+    return sorted(every - quantized, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch, of its first such tensor
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("by", ["segment", "frames"])
+def test_every_dtype_crosses_bit_by_bit(store, dtype, by):
+    for count in (3, 10_000):
+        storage = torch.UntypedStorage(count * dtype.itemsize)
+        torch.empty(0, dtype=torch.uint8).set_(storage).random_(0, 256)
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
+        theirs, _ = sent(tensor, store, by=by)
+        assert (theirs.dtype, theirs.size()) == (dtype, tensor.size())
+        assert theirs.untyped_storage().tolist() == storage.tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(3.5),
+        lambda: torch.empty(0),
+        lambda: torch.empty(3, 0, 2, dtype=torch.int8),
+        lambda: torch.arange(10)[5:5],
+        lambda: torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+        lambda: torch.arange(LARGE).reshape(2, -1).t(),
+        lambda: torch.zeros(1).expand(1000, 1000),
+        lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.ones(3, requires_grad=True),
+        lambda: torch.nn.Parameter(torch.ones(LARGE)),
+        lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False),
+        lambda: torch.ones(3).share_memory_(),
+    ],
+)
+def test_shape_strides_and_kind_are_kept(store, make):
+    ours = make()
+    theirs, _ = sent(ours, store)
+    assert same(ours, theirs)
+
+
+def test_a_tensor_inside_a_graph_arrives_as_a_leaf_and_without_its_gradient(store):
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * 2).sum().backward()
+    theirs, of_graph = sent((leaf, leaf * 2), store)[0]
+    assert theirs.grad is None
+    assert of_graph.is_leaf
+    assert of_graph.requires_grad
+    assert leaf.grad is not None
+
+
+def test_conjugated_and_negated_views_arrive_as_their_values(store):
+    base = torch.randn(100, dtype=torch.complex64)
+    conjugate, negative = base.conj(), base.conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    theirs, again, their_negative = sent((conjugate, conjugate, negative), store)[0]
+    assert torch.equal(theirs, conjugate)
+    assert torch.equal(their_negative, negative)
+    assert theirs is again
+
+
+def test_attributes_of_a_tensor_are_kept_even_where_they_point_back(store):
+    parameter, buffer = torch.nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.ones(3))
+    parameter.axis, parameter.me = "tensor", parameter
+    theirs, their_buffer = sent((parameter, buffer), store)[0]
+    assert (theirs.axis, theirs.me) == ("tensor", theirs)
+    assert isinstance(their_buffer, torch.nn.Buffer)
+
+
+@pytest.mark.parametrize("by", ["segment", "frames"])
+@pytest.mark.parametrize("rows", [10, 2000])
+def test_views_of_one_storage_alias_again(store, by, rows):
+    base = torch.arange(rows * 100, dtype=torch.float64).reshape(rows, 100)
+    value = {"base": base, "row": base[1], "column": base.t()[2], "bits": base.view(torch.int64), "again": base}
+    theirs, size = sent(value, store, by=by)
+    assert all(same(value[name], theirs[name]) for name in value)
+    assert size < base.nbytes + 2000
+    assert theirs["again"] is theirs["base"]
+    theirs["base"].zero_()
+    assert not any(theirs[name].any() for name in theirs)
+
+
+def test_of_a_storage_only_what_is_used_is_sent(store):
+    data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
+    batch, size = sent(data[8:40], store)
+    assert same(batch, data[8:40])
+    assert size < 32 * 4096 + 1000
+    parts = [data[8:40], data[30:50], data[50:60], data[-1], data[7:7], data[:, 3]]
+    theirs, size = sent(parts[:-1], store)
+    assert all(map(same, parts, theirs))
+    assert size < 53 * 4096 + 2000
+    theirs[0].zero_()
+    assert not theirs[1][:10].any()
+    assert theirs[1][10:].all()
+    assert theirs[1].untyped_storage().data_ptr() == theirs[2].untyped_storage().data_ptr()
+
+
+def test_a_sparse_view_is_gathered_and_keeps_its_identity(store):
+    data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
+    column = data[:, 3]
+    (theirs, alias, reshaped), size = sent((column, column.detach(), column), store)
+    assert torch.equal(theirs, column)
+    assert size < column.numel() * 4 + 1000
+    assert reshaped is theirs
+    theirs.zero_()
+    assert not alias.any()
+
+
+def test_everything_is_sent_when_everything_is_used(store):
+    data = torch.zeros(4, LARGE)
+    theirs, _ = sent([data[2:], data], store)
+    theirs[1].fill_(1)
+    assert theirs[0].all()
+
+
+def test_storages_cross_and_alias_the_tensors_on_them(store):
+    tensor = torch.arange(LARGE)
+    typed = torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
+    theirs, storage, their_typed = sent((tensor[:5], tensor.untyped_storage(), typed), store)[0]
+    assert storage.nbytes() == tensor.nbytes
+    assert storage.data_ptr() == theirs.data_ptr() == their_typed._untyped_storage.data_ptr()
+    assert their_typed.dtype == tensor.dtype
+
+
+class Tagged(torch.Tensor):
+    """A subclass, which torch takes apart itself."""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, of its first such tensor
+def test_other_kinds_of_tensor_cross_as_torch_has_it(store):
+    dense = torch.arange(60_000.0).reshape(200, 300)
+    for ours in (dense.to_sparse(), dense.to_sparse_csr()):
+        theirs, size = sent(ours, store)
+        assert theirs.layout == ours.layout
+        assert torch.equal(theirs.to_dense(), dense)
+        assert size > dense.nbytes
+    meta, _ = sent(torch.empty(3, LARGE, device="meta"), store)
+    assert (meta.device.type, meta.shape) == ("meta", (3, LARGE))
+    tagged = dense.as_subclass(Tagged)
+    tagged.note = "kept"
+    theirs, plain = sent((tagged, dense), store)[0]
+    assert (type(theirs), theirs.note) == (Tagged, "kept")
+    assert theirs.data_ptr() == plain.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # torch, of making one, and of its own way to rebuild one
+def test_a_quantized_tensor_crosses(store):
+    ours = torch.quantize_per_tensor(torch.arange(100_000.0), 0.5, 3, torch.qint8)
+    theirs, _ = sent(ours, store)
+    assert torch.equal(theirs.int_repr(), ours.int_repr())
+    assert theirs.q_scale() == 0.5
+
+
+def test_the_senders_tensor_can_still_be_resized(store):
+    tensor = torch.zeros(LARGE)
+    sent(tensor, store)
+    assert tensor.resize_(2 * LARGE).numel() == 2 * LARGE
+
+
+def test_a_default_device_of_the_receiver_is_not_asked(store):
+    packed = pack(torch.ones(LARGE), store=store)
+    with torch.device("meta"):
+        theirs = open_packed(packed, store)
+    assert theirs.sum() == LARGE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+def test_cuda_tensors_arrive_on_the_cpu_and_alias_again(store):
+    base = torch.arange(LARGE, device="cuda")
+    theirs, row, empty = sent((base, base[5:], torch.empty(0, device="cuda")), store)[0]
+    assert torch.equal(theirs, base.cpu())
+    assert empty.device.type == row.device.type == "cpu"
+    theirs.zero_()
+    assert not row.any()
+    part, size = sent(base[5:10], store)
+    assert torch.equal(part, base[5:10].cpu())
+    assert size < 2000
+
+
+# What people send
+
+
+def test_a_model_and_its_optimizer_cross_and_go_on_training(store):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 200))
+    model[2].weight = torch.nn.Parameter(model[0].weight.t())
+    optimizer = torch.optim.Adam(model.parameters())
+    inputs = torch.randn(8, 200)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step(model, optimizer)
+    (their_model, their_optimizer, state), _ = sent((model, optimizer, optimizer.state_dict()), store)
+    assert [step(model, optimizer) for _ in range(3)] == [step(their_model, their_optimizer) for _ in range(3)]
+    assert their_model[0].weight.data_ptr() == their_model[2].weight.data_ptr()
+    assert state["state"][0]["step"] == 4  # it is their optimizer's own, as it was ours
+
+
+def test_frames_and_arrays_of_every_kind_cross(store):
+    table = pd.DataFrame({"n": np.arange(LARGE), "x": np.arange(LARGE) / 2, "s": ["text"] * LARGE})
+    arrays = {
+        "objects": np.array([1, "two", None], dtype=object),
+        "dates": np.array(["2024-01-01"], dtype="datetime64[D]"),
+        "records": np.zeros(50_000, dtype=[("a", "i4"), ("b", "f8")]),
+        "fortran": np.asfortranarray(np.arange(LARGE).reshape(1024, -1)),
+        "strided": np.arange(LARGE)[::2],
+    }
+    their_table, theirs = sent((table, arrays), store)[0]
+    pd.testing.assert_frame_equal(table, their_table)
+    for name, array in arrays.items():
+        assert theirs[name].dtype == array.dtype
+        assert np.array_equal(theirs[name], array)
+        assert theirs[name].flags.writeable
+    their_table["n"] += 1
+    their_table.loc[0, "x"] = 7.0
+
+
+def test_functions_and_classes_from_cells_travel_by_value(store):
+    module = types.ModuleType("cell_of_a_notebook")
+    exec(
+        "SCALE = 3\n"
+        "class Point:\n    def __init__(self, x): self.x = x\n    def scaled(self): return self.x * SCALE\n"
+        "def make(n):\n    def inner(): return Point(n).scaled()\n    return inner\n",
+        module.__dict__,
+    )
+    theirs, point = sent((module.make(14), module.Point(1)), store)[0]
+    assert theirs() == 42
+    assert point.scaled() == 3
+    assert sent(functools.partial(lambda a, b: a - b, 5), store)[0](3) == 2
+
+
+# What cannot be sent
+
+
+class Holder:
+    def __init__(self, value):
+        self.inner = value
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, value):
+        self.inner = value
+
+
+class Forgetful(Holder):
+    """Drops its lock, but not what is in `other`."""
+
+    def __init__(self, other):
+        super().__init__(threading.Lock())
+        self.other = other
+
+    def __getstate__(self):
+        return {"other": self.other}
+
+
+class Refuser:
+    def __reduce__(self):
+        raise ValueError("not today.")
+
+
+class Activation(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hook = LOCK
+
+
+def hidden_in_function():
+    lock = threading.Lock()
+    return lambda: lock
+
+
+LOCK = threading.Lock()
+UNSENDABLE = [
+    (lambda: {"x": {"a": [1, 2, LOCK]}}, (), "'x': _thread.lock at x['a'][2] cannot be pickled: cannot pickle '_thr"),
+    (lambda: {"x": LOCK}, (), "'x': _thread.lock cannot be pickled: cannot pickle '_thread.lock' object"),
+    (lambda: {"good": 1, "bad": (i for i in ())}, (), "'bad': generator cannot be pickled"),
+    (lambda: LOCK, (), "the value: _thread.lock cannot be pickled"),
+    (lambda: [1, LOCK], (), "the value: _thread.lock at value[1] cannot"),
+    (lambda: [1, LOCK], ("res",), "'res': _thread.lock at res[1] cannot"),
+    (lambda: (print, (1, Holder(LOCK)), {}), ("function", "args", "kwargs"), "'args': _thread.lock at args[1].inner"),
+    (lambda: {"x": Slotted({1: LOCK})}, (), "_thread.lock at x.inner[1] cannot"),
+    (lambda: {"x": Forgetful([LOCK])}, (), "_thread.lock at x.other[0] cannot"),
+    (lambda: {"x": collections.OrderedDict(a=LOCK)}, (), "_thread.lock at x['a'] cannot"),
+    (lambda: {"x": collections.deque([1, LOCK])}, (), "_thread.lock at x[1] cannot"),
+    (lambda: {"x": {(1, LOCK): 2}}, (), "_thread.lock at x's key (1, <unlocked _thread.lock"),
+    (lambda: {"x": functools.partial(print, end=LOCK)}, (), "_thread.lock at x.keywords['end'] cannot"),
+    (lambda: {"x": Holder(LOCK).__init__}, (), "_thread.lock at x.__self__.inner cannot"),
+    (lambda: {"f": hidden_in_function()}, (), "'f': _thread.lock at f's variable lock cannot"),
+    (lambda: {"f": eval("lambda a, b=lock: a", {"lock": LOCK})}, (), "'f': _thread.lock at f's variable b cannot"),
+    (lambda: {"f": eval("lambda: [lock for _ in '']", {"lock": LOCK})}, (), "at f's variable lock cannot"),
+    (lambda: {"m": torch.nn.Sequential(Activation())}, (), "_thread.lock at m._modules['0'].hook cannot"),
+    (lambda: {"x": ValueError("no", LOCK)}, (), "_thread.lock at x's argument 2 cannot"),
+    (lambda: {"x": [Refuser()]}, (), "Refuser at x[0] cannot be pickled: not today"),
+    (lambda: {"x": {"k" * 500: LOCK}}, (), "_thread.lock at x['kkkkkkk"),
+]
+
+
+@pytest.mark.parametrize(("make", "names", "told"), UNSENDABLE)
+def test_what_cannot_be_pickled_is_named_with_its_place_and_reason(store, make, names, told):
+    value = make()
+    with pytest.raises(TransferError) as caught:
+        pack(value, store=store, names=names)
+    message = str(caught.value)
+    assert message.startswith("cannot send ")
+    assert told in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def test_the_search_ends_in_nests_without_end_and_in_circles(store):
+    nest = []
+    for _ in range(100_000):
+        nest = [nest]
+    with pytest.raises(TransferError, match=r"cannot send 'x': something inside list at x\[0\]"):
+        pack({"x": nest}, store=store)
+    circle = [LOCK]
+    circle.insert(0, circle)
+    with pytest.raises(TransferError, match=r"_thread.lock at x\[1\] cannot"):
+        pack({"x": circle}, store=store)
+    wide = [*range(100_000), LOCK]
+    with pytest.raises(TransferError, match=r"cannot send 'x': something inside list cannot be pickled: cannot pickle"):
+        pack({"x": wide}, store=store)
+    while nest:  # or its end would be the end of the C stack
+        nest = nest.pop()
+
+
+def test_an_interrupt_while_packing_stays_an_interrupt(store):
+    class Slow:
+        def __reduce__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack([torch.zeros(LARGE), Slow()], store=store)
+
+
+# What cannot be opened
+
+
+def test_a_module_that_is_not_there_is_named(store, monkeypatch):
+    module = types.ModuleType("only_over_there")
+    exec("class Thing: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_over_there", module)
+    assert type(sent(module.Thing(), store)[0]) is module.Thing
+    stream = b"\x80\x05conly_over_there\nThing\n."  # by reference, as of a module that is a file
+    payload = Payload((Buffer(len(stream)),))
+    assert unpack(payload, [stream], unlink=True, folder=store.folder) is module.Thing
+    del module.Thing
+    with pytest.raises(TransferError, match=r"'Thing'.*differs between the two"):
+        unpack(payload, [stream], unlink=True, folder=store.folder)
+    monkeypatch.delitem(sys.modules, "only_over_there")
+    with pytest.raises(TransferError, match=r"needs the module 'only_over_there'.* install it here, or send plain"):
+        unpack(payload, [stream], unlink=True, folder=store.folder)
+
+
+class Grumpy:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def test_an_error_while_opening_is_told_and_the_file_is_gone(store):
+    packed = pack([torch.zeros(LARGE), Grumpy()], store=store)
+    with pytest.raises(TransferError, match="cannot open the value here: ValueError: invalid literal"):
+        open_packed(packed, store)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "frames"),
+    [
+        ((), []),
+        ((Buffer(3),), []),
+        ((Buffer(3),), [b"abc", b"def"]),
+        ((Buffer(3),), [b"ab"]),
+        ((Buffer(3),), [b"abcd"]),
+        ((Buffer(-1),), [b""]),
+        ((Buffer(3),), [b"abc"]),
+        ((Buffer(0),), [b""]),
+        ((Buffer(3, "../x"),), []),
+        ((Buffer(3, "segment"),), []),
+    ],
+)
+def test_a_payload_that_does_not_hold_together_is_a_protocol_error(store, buffers, frames):
+    with pytest.raises(ProtocolError):
+        unpack(Payload(buffers), frames, unlink=True, folder=store.folder)
+
+
+@pytest.mark.parametrize(("size", "offset"), [(10, 0), (1, 9), (3, -3), (-1, 3), (1 << 40, 0)])
+def test_a_buffer_outside_its_file_is_a_protocol_error(store, size, offset):
+    segment = store.write([[b"123456789"]])
+    with pytest.raises(ProtocolError, match="does not fit"):
+        unpack(Payload((Buffer(size, segment.name, offset),)), [], unlink=True, folder=store.folder)
+
+
+def test_a_pickle_that_lacks_its_buffers_is_a_protocol_error(store):
+    packed = pack(np.zeros(LARGE), store=None)
+    with pytest.raises(ProtocolError, match="no pickle of ours"):
+        unpack(Payload(packed.payload.buffers[:1]), packed.frames[:1], unlink=True, folder=store.folder)
+
+
+def test_the_notebook_pays_for_no_torch():
+    script = (
+        "import sys, tempfile, pathlib\n"
+        "from rankbook.transport.payload import pack, unpack\n"
+        "packed = pack({'a': [1, lambda: 2]}, store=None)\n"
+        "value = unpack(packed.payload, packed.frames, unlink=True, folder=pathlib.Path(tempfile.gettempdir()))\n"
+        "assert value['a'][1]() == 2\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
