@@ -200,11 +200,10 @@ class Driver:
     # The thread
 
     def _run(self) -> None:
+        watched: tuple[int, ...] = (self._launcher.fileno(),)
         try:
             while not self._closing:
-                received, files = self._hub.wait(
-                    self._pause(), (self._launcher.fileno(),) if self._launcher.alive else ()
-                )
+                received, files = self._hub.wait(self._pause(), watched)
                 if received:
                     while (parcel := self._hub.receive()) is not None:
                         self._receive(*parcel)
@@ -212,6 +211,7 @@ class Driver:
                     for news in self._launcher.read():
                         self._hear(news)
                     if not self._launcher.alive:
+                        watched = ()
                         self._lose_launcher()
                 self._run_timers()
                 self._end_cells()

@@ -47,7 +47,7 @@ def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, 
         except queue.Empty:
             notice = None
         if held.take():
-            driver.post(ev.InterruptCell(cell.cell))
+            desk.interrupt()
         if isinstance(notice, Ended):
             return
         if isinstance(notice, Question):
@@ -94,6 +94,18 @@ class _Desk:
     def pause(self) -> float:
         return 0.01 if self.questions else _STEP
 
+    def interrupt(self) -> None:
+        """Interrupt the cell; what its ranks asked so far they do not want to know any more."""
+        self.questions.clear()
+        notices: list[Question | Ended | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                notices.append(self._cell.inbox.get_nowait())
+        for notice in notices:
+            if not isinstance(notice, Question):
+                self._cell.inbox.put(notice)
+        self._driver.post(ev.InterruptCell(self._cell.cell))
+
     def serve(self) -> None:
         if not self.questions:
             return
@@ -108,9 +120,8 @@ class _Desk:
             with plain_interrupts(), _interrupted_at_end(self._cell):
                 text = self._ask(f"[{rank}] {request.prompt}", request.password)
         except KeyboardInterrupt:
-            self.questions.clear()  # no rank waits for an answer any more
             if self._cell.result is None:
-                self._driver.post(ev.InterruptCell(self._cell.cell))
+                self.interrupt()
             return
         except (EOFError, RuntimeError, NotImplementedError) as error:
             reason = str(error) or "nobody can be asked here"

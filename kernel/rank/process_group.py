@@ -60,8 +60,9 @@ class GroupMember:
         """Make a `join` that waits for others in C++, where no signal reaches it, raise at once. Any thread."""
         for descriptor in host.descriptors() - self._before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.shutdown(socket.SHUT_RDWR)
+                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)  # of its listening socket's end gloo would make an abort()
 
     @staticmethod
     def leave() -> None:

@@ -199,7 +199,7 @@ def _pickle(value: object) -> _Pickled:
 
 
 def _storages() -> Storages | None:
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return None  # then there is no tensor either
     from rankbook.transport.tensors import Storages
 

@@ -236,7 +236,9 @@ def test_every_dtype_crosses_bit_by_bit(store, dtype, by):
         tensor = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
         theirs, _ = sent(tensor, store, by=by)
         assert (theirs.dtype, theirs.size()) == (dtype, tensor.size())
-        assert theirs.untyped_storage().tolist() == storage.tolist()
+        assert torch.equal(
+            *(torch.empty(0, dtype=torch.uint8).set_(each) for each in (storage, theirs.untyped_storage()))
+        )
 
 
 @pytest.mark.parametrize(
