@@ -157,7 +157,7 @@ class Screen:
             text = self._hold_escape(self._escape + text)
         if "\r" in text:
             text = text.replace("\r\n", "\n")
-        plain = row.region is None and not row.returned and self._y == len(self._rows) - 1
+        plain = row.region is None and not row.returned  # which a row with others below it always is
         if not plain or "\r" in text or "\b" in text or ("\x1b" in text and _MOVES.search(text)):
             return self._feed_controls(text, now)
         whole, newline, rest = text.rpartition("\n")
@@ -186,7 +186,7 @@ class Screen:
     def end_half(self) -> str | None:
         """Something else comes next in the rank's output: a plain half line that no region shows becomes a line."""
         row = self._rows[self._y]
-        if not row.length or row.returned or row.region is not None or self._y < len(self._rows) - 1:
+        if not row.length or row.returned or row.region is not None:
             return None
         self._reset()
         return row.text

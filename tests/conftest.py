@@ -125,9 +125,10 @@ class Notebook:
             if answers is not None:
                 with contextlib.suppress(queue.Empty):
                     request = self.client.get_stdin_msg(timeout=0.02)
-                    prompt = request["content"]["prompt"]
-                    prompts.append(prompt)
-                    self.client.input(waiting(prompt) if callable(waiting) else waiting.pop(0))
+                    if request["parent_header"].get("msg_id") == message:
+                        prompt = request["content"]["prompt"]
+                        prompts.append(prompt)
+                        self.client.input(waiting(prompt) if callable(waiting) else waiting.pop(0))
             try:
                 received = self.client.get_iopub_msg(timeout=min(left, 0.05 if answers is not None else 1.0))
             except queue.Empty:

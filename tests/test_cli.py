@@ -55,7 +55,7 @@ class Command:
         assert self.process.stdout is not None
         self._stdout: IO[bytes] = self.process.stdout
         self.out = ""
-        self.tidy = True
+        self.tidy, self.gone_within = True, GONE_WITHIN
 
     def wait_output(self, text: str, *, timeout: float = 60) -> None:
         """Reads stdout until `text` is there."""
@@ -92,15 +92,16 @@ class Command:
                 continue
         return found
 
-    def forgive_files(self) -> None:
-        """A command that was killed cannot tidy up its temporary folder; its processes must end all the same."""
-        self.tidy = False
+    def was_killed(self) -> None:
+        """It cannot tidy up its temporary folder, and an ipykernel looks for its parent only once a second."""
+        self.tidy, self.gone_within = False, 10.0
 
     def close(self) -> None:
         """Fails where the run left a process or a file behind."""
         ended = self.process.poll() is not None
-        _, left = psutil.wait_procs(self.family(), timeout=GONE_WITHIN if ended else 0)
+        _, left = psutil.wait_procs(self.family(), timeout=self.gone_within if ended else 0)
         files = sorted(path.name for path in Path(self.tmp.name).iterdir()) if ended and self.tidy else []
+        survivors = [str(process) for process in left]
         for process in left:
             process.kill()
         self.process.wait()
@@ -108,7 +109,7 @@ class Command:
         self.errors.close()
         self.tmp.cleanup()
         assert ended, "the test ended before its command"
-        assert not left, f"left running: {left}"
+        assert not survivors, f"left running: {survivors}"
         assert not files, f"left in the temporary folder: {files}"
 
 
@@ -359,7 +360,7 @@ def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
     command.process.send_signal(number)
     if number == signal.SIGKILL:
         command.process.wait()
-        command.forgive_files()
+        command.was_killed()
     else:
         assert command.wait_end() == 128 + number
 

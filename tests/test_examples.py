@@ -45,7 +45,14 @@ def test_an_example_is_stored_clean(path: Path) -> None:
         assert cell.get("execution_count") is None
 
 
-@pytest.mark.parametrize(("options", "world"), [((), "0-1"), (("-n", "3"), "0-2")], ids=["default", "3 ranks"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        pytest.param((), "0-1", id="default"),
+        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: str, tmp_path: Path) -> None:
     printed = run(EXAMPLES / "quickstart.ipynb", tmp_path / "out.ipynb", *options)
     losses = [float(loss) for loss in re.findall(rf"^\[{world}\] epoch +\d+  loss ([\d.]+)$", printed, re.MULTILINE)]

@@ -142,12 +142,22 @@ def test_a_rank_whose_lines_begin_earlier_meets_the_others(late):
     assert shown == f"[{1 - late}] a\n[0-1] b\n[0-1] c\n[0-1] d\n[0-1] e\n[{late}] a\n"
 
 
-def test_what_comes_up_only_far_ahead_is_not_waited_for():
-    ahead = "".join(f"{i}\n" for i in range(500))
+@pytest.mark.parametrize("more", [0, 1000])
+def test_what_comes_up_only_far_ahead_is_not_waited_for(more):
     output = merger(2)
-    feed_all(output, "done\n", ahead + "done\n")
+    feed_all(output, "done\n" + "own\n" * more, "".join(f"{i}\n" for i in range(500)) + "done\n" + "x\n" * more)
     shown = printed(output.flush(0.0)).split("\n")
     assert shown[:2] == ["[0] done", "[1] 0"]
+
+
+@pytest.mark.parametrize("before", [1000, 1022, 1023, 1024, 1086, 1087, 1088])
+def test_long_stretches_that_differ_end_where_a_common_line_comes(before):
+    output = merger(2)
+    own = ["".join(f"{i} of {rank}\n" for i in range(before + 3 * rank)) for rank in range(2)]
+    feed_all(output, own[0] + "common\nend\n" * 40, own[1] + "common\nend\n" * 40)
+    shown = printed(output.flush(0.0)).split("\n")
+    assert shown.count("[0-1] common") == 40
+    assert len(shown) == 2 * before + 3 + 80 + 1
 
 
 def test_streams_are_not_mixed_up():
@@ -289,6 +299,8 @@ def test_a_rank_far_ahead_is_not_kept_in_memory():
     assert output.deadline <= 5.01
     assert printed(output.flush(5.01)).count("\n") == 50_001
     assert output.deadline is None
+    output.feed(0, text("x\n"), 6.0)
+    assert output.deadline == pytest.approx(6.0 + HOLD)
 
 
 def test_many_small_displays_of_one_rank_are_not_kept_either():
@@ -358,6 +370,10 @@ def test_progress_bars_are_shown_at_once_and_updated_in_place():
     output.feed(0, text("\r 43%|####", "stderr"), 5.02)
     assert live(output.flush(output.deadline)) == [("cell-live-0", "[0]  43%|####\n[1]  40%|###", True)]
     assert output.deadline is None
+    output.feed(0, text("\r 44%|####", "stderr"), 5.15)
+    assert output.deadline == pytest.approx(5.0 + 2 * EVERY)
+    assert output.flush(5.15) == []
+    assert live(output.flush(output.deadline)) == [("cell-live-0", "[0]  44%|####\n[1]  40%|###", True)]
 
 
 def test_the_last_state_is_always_sent_and_frozen_not_printed():
@@ -553,6 +569,13 @@ def test_of_many_updates_in_a_flush_the_last_is_sent():
     assert stream.text.count("\n") == 99
 
 
+def test_an_update_does_not_outlive_the_display_that_was_shown_anew():
+    output = merger(1)
+    output.feed(0, display({"text/plain": "old"}, "update", "abc"), 5.0)
+    output.feed(0, display({"text/plain": "new"}, display_id="abc"), 5.0)
+    assert output.flush(5.0) == [Rich({"text/plain": "[0] new"}, {}, "rankbook-c-0-abc")]
+
+
 def test_a_half_line_before_a_display_is_a_line():
     output = merger(1)
     output.feed(0, text("x:"), 5.0)
@@ -648,12 +671,14 @@ def test_what_is_replayed_is_the_last_state_of_a_display():
     assert book.lines == ["[1] newer"]
 
 
-@pytest.mark.parametrize("kind", ["text", "displays"])
+@pytest.mark.parametrize("kind", ["text", "text, line by line", "displays"])
 def test_what_is_too_much_to_be_replayed_is_told(kind):
     output = merger(3)
     book = Notebook()
     for number in range(300):
-        output.feed(1, text("x" * 2000 + "\n") if kind == "text" else display({"text/plain": str(number)}), 0.0)
+        output.feed(1, display({"text/plain": str(number)}) if kind == "displays" else text("x" * 2000 + "\n"), 0.0)
+        if kind == "text, line by line":
+            book.show(output.flush(HOLD))
     book.show(output.flush(HOLD))
     output.feed(2, text("kept\n"), 0.5)
     book.show(output.flush(1.0))
@@ -661,10 +686,22 @@ def test_what_is_too_much_to_be_replayed_is_told(kind):
     book.show(output.flush(2.0))
     assert book.items[0] == ["stderr", "earlier output of rank 1 was cleared together with that of rank 0\n"]
     assert book.lines[-1] == "[2] kept"
-    assert (70 if kind == "text" else 198) < len(book.lines) < 203
+    assert {"text": 70, "text, line by line": 120, "displays": 198}[kind] < len(book.lines) < 203
     output.feed(0, Clear(cell=1, wait=False), 3.0)
     book.show(output.flush(4.0))
     assert "earlier output" not in "".join(book.lines)
+
+
+def test_nothing_is_told_of_what_a_rank_cleared_itself():
+    output = merger(2)
+    book = Notebook()
+    output.feed(0, text("x" * 2000 + "\n"), 0.0)
+    for _ in range(300):
+        output.feed(1, text("x" * 2000 + "\n"), 0.0)
+    book.show(output.flush(HOLD))
+    output.feed(1, Clear(cell=1, wait=False), 1.0)
+    book.show(output.flush(2.0))
+    assert book.lines == ["[0] " + "x" * 2000]
 
 
 def test_many_lines_that_come_one_by_one_are_replayed():
@@ -682,14 +719,17 @@ def test_many_lines_that_come_one_by_one_are_replayed():
 def test_live_lines_are_shown_afresh_below_what_is_replayed():
     output = merger(2)
     book = Notebook()
-    output.feed(1, text("printed\n\ra 99%\n\rb 10%", "stderr"), 0.0)
+    output.feed(1, text("printed\n\ra 10%", "stderr"), 0.0)
     output.feed(0, text("\rmine 10%"), 0.0)
     book.show(output.flush(HOLD))
+    output.feed(1, text("\ra 99%\n\rb 10%", "stderr"), 0.5)
+    book.show(output.flush(0.5))
+    assert book.lines == ["[1] printed", "[0] mine 10%", "[1] a 99%", "[1] b 10%"]
     output.feed(0, Clear(cell=1, wait=False), 1.0)
     output.feed(0, text("\rmine 50%"), 1.0)
     book.show(output.flush(1.0 + HOLD))
     book.show(output.flush(1.0 + HOLD + EVERY))
-    assert book.lines == ["[1] printed", "[1] a 99%", "[0] mine 50%", "[1] b 10%"]
+    assert book.lines == ["[1] printed", "[0] mine 50%", "[1] a 99%", "[1] b 10%"]
     assert {item["id"] for item in book.items if isinstance(item, dict)} == {"cell-live-1"}
     output.feed(1, text("\rb 20%", "stderr"), 2.0)
     book.show(output.flush(2.0))
@@ -699,14 +739,26 @@ def test_live_lines_are_shown_afresh_below_what_is_replayed():
 def test_rows_of_regions_long_past_survive_another_ranks_clearing():
     output = merger(2)
     book = Notebook()
-    for number in range(20):
+    for number in range(50):
         output.feed(1, text(f"\rbar {number}", "stderr"), number)
         book.show(output.flush(number))
         output.feed(1, text("\n", "stderr"), number + 0.5)
         book.show(output.flush(number + 0.5))
-    output.feed(0, Clear(cell=1, wait=False), 30.0)
-    book.show(output.flush(31.0))
-    assert book.lines == [f"[1] bar {number}" for number in range(20)]
+    output.feed(0, Clear(cell=1, wait=False), 60.0)
+    book.show(output.flush(61.0))
+    assert book.lines == [f"[1] bar {number}" for number in range(50)]
+
+
+def test_a_live_line_is_something_new_that_a_waiting_clear_makes_room_for():
+    output = merger(1)
+    book = Notebook()
+    output.feed(0, text("old\n"), 0.0)
+    output.feed(0, Clear(cell=1, wait=True), 0.0)
+    book.show(output.flush(0.0))
+    assert book.lines == ["[0] old"]
+    output.feed(0, text("\r10%"), 1.0)
+    book.show(output.flush(1.0))
+    assert book.lines == ["[0] 10%"]
 
 
 def test_what_a_rank_had_begun_is_cleared_with_the_rest():
@@ -820,9 +872,9 @@ def test_clearing_leaves_exactly_what_each_rank_printed_since(ranks, seed):
             expected[rank].append(line)
         now += dice.choice([0.0, 0.05])
         book.show(output.flush(now))
-    for rank in expected:
+    for rank, lines in expected.items():
         output.feed(rank, text("end\n"), now)  # for whoever cleared with `wait` and has printed nothing since
-        expected[rank].append("end")
+        lines.append("end")
     book.show(output.close(now))
     assert of_ranks(book.lines) == {rank: lines for rank, lines in expected.items() if lines}
 

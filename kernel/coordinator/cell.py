@@ -21,6 +21,9 @@ from rankbook.results import CellResult, ResultBuilder
 
 Frames = Sequence[bytes | memoryview]
 
+SHOW_EVERY = 0.05
+"""Seconds between two messages of a cell's output: a front end drops what comes in more than 1,000 a second."""
+
 
 class Sink(Protocol):
     """Where a cell's output goes. Called from the driver's thread."""
@@ -74,6 +77,7 @@ class Cell:
         self._builder = ResultBuilder(cell, number, self.ranks)
         self._submitted = time.monotonic()
         self._quiet = sink is None
+        self._shown_at = 0.0
 
     @property
     def state(self) -> str:
@@ -130,12 +134,14 @@ class Cell:
 
     def flush(self) -> None:
         """Show what may be shown by now."""
-        self._show(self._merger.flush(time.monotonic()))
+        self._shown_at = time.monotonic()
+        self._show(self._merger.flush(self._shown_at))
 
     @property
     def deadline(self) -> float | None:
         """When `flush` is due, on the monotonic clock."""
-        return None if self._quiet else self._merger.deadline
+        due = None if self._quiet else self._merger.deadline
+        return None if due is None else max(due, self._shown_at + SHOW_EVERY)
 
     def end(self, stragglers: tuple[int, ...]) -> None:
         """It is over. `stragglers` still run; their output still comes here."""
@@ -148,10 +154,6 @@ class Cell:
         self.result = self._builder.build(now - (self.started or self._submitted))
         self.tell()
         self.inbox.put(Ended())
-
-    def show(self, items: Sequence[Emit]) -> None:
-        """Show something of the coordinator's own among the output."""
-        self._show(list(items))
 
     def _show(self, items: Sequence[Emit]) -> None:
         if items and self._sink is not None:

@@ -252,6 +252,8 @@ class Driver:
             ending = self._ending.popleft()
             cell = self._cells[ending.cell]
             cell.end(ending.stragglers)
+            for rank in ending.stragglers:
+                self._hub.send(rank, _nobody_to_ask(ending.cell))
             self._recent.append(ending.cell)
             while len(self._recent) > _RECENT_CELLS:
                 oldest = self._recent.popleft()
@@ -281,8 +283,11 @@ class Driver:
             case Done():
                 self._done(rank, incarnation, message, frames)
             case InputRequest():
-                if message.cell in self._cells:
-                    self._cells[message.cell].ask(rank, message)
+                cell = self._cells.get(message.cell)
+                if cell is not None and cell.result is None:
+                    cell.ask(rank, message)
+                else:
+                    self._hub.send(rank, _nobody_to_ask(message.cell))
             case _:
                 if message.cell in self._cells:
                     self._cells[message.cell].feed(rank, message)
@@ -340,6 +345,10 @@ class Driver:
                 cell.end(())
             self.changed.notify_all()
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _nobody_to_ask(cell: int) -> InputReply:
+    return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")
 
 
 def describe_exit(message: RankExited) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from bdb import BdbQuit
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,7 +86,7 @@ class Executor:
                 self._interrupts.disarm()
         except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
             error = caught
-        if self._interrupts.delivered and isinstance(error, CalledProcessError):  # what %%bash makes of an interrupt
+        if self._interrupts.delivered and isinstance(error, (CalledProcessError, BdbQuit)):  # from %%bash, a debugger
             error = KeyboardInterrupt().with_traceback(error.__traceback__)
         if self._forked:  # user code forked, and the child came out of the cell
             os._exit(1)
@@ -107,8 +108,8 @@ class Executor:
         self._link.send(done, packed.frames if packed else ())
 
     def _report(self, error: BaseException) -> ErrorReport:
-        if isinstance(error, (RankbookError, UsageError)):
-            text = f"{type(error).__name__}: {error}"
+        if isinstance(error, (RankbookError, UsageError, BdbQuit)):
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
             return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
         return tracebacks.report(self._shell, error, self._cell_files())
 

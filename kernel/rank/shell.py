@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from base64 import b64encode
+from bdb import BdbQuit
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -151,7 +152,12 @@ class RankShell(InteractiveShell):
 
         def ask(prompt: object = "", /) -> str:
             sys.stdout.flush()
-            return session.ask(str(prompt), password=False)
+            try:
+                return session.ask(str(prompt), password=False)
+            except KeyboardInterrupt:
+                if sys._getframe(1).f_globals.get("__name__") == "cmd":  # a debugger would only ask again
+                    raise BdbQuit from None
+                raise
 
         def ask_secretly(prompt: str = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
             return session.ask(prompt, password=True)

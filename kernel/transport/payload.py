@@ -101,17 +101,18 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
             f"cannot open the value here: it needs the module {error.name!r}, which cannot be imported in this process;"
             " install it here, or send plain values (numbers, lists, dicts, arrays, tensors)"
         ) from error
-    except (AttributeError, ImportError) as error:
-        raise TransferError(
-            f"cannot open the value here: {error}; the module of its class or function differs between the two"
-            " processes, so restart the one that imported it first, or define it in a cell: that travels by itself"
-        ) from error
     except (pickle.UnpicklingError, EOFError) as error:
         raise ProtocolError(f"a payload of {len(stream)} bytes is no pickle of ours: {error}") from error
     except MemoryError as error:
         raise TransferError("cannot open the value here: there is not enough memory") from error
     except Exception as error:
-        raise TransferError(f"cannot open the value here: {type(error).__name__}: {error}") from error
+        told = f"cannot open the value here: {type(error).__name__}: {error}"
+        if str(error).startswith("Can't get attribute"):  # pickle's words, for a name that the module does not have
+            told += (
+                "; the two processes see different versions of that module: restart the one that imported it first,"
+                " or define the name in a cell, then it travels along"
+            )
+        raise TransferError(told) from error
 
 
 # Pickling -----------------------------------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ def _attempt(value: object) -> Exception | None:
 
 def _named_parts(value: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
     """The parts of the whole: named by the person where that can be."""
-    if len(names) > 1 and isinstance(value, tuple):
+    if len(names) > 1 and isinstance(value, tuple) and len(value) == len(names):
         return iter(zip(names, value, strict=True))
     if not names and type(value) is dict and all(isinstance(key, str) and key.isidentifier() for key in value):
         return iter(value.items())

@@ -16,6 +16,7 @@ reduce themselves as torch has it, down to dense tensors and storages, which are
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
@@ -107,13 +108,20 @@ class Storages:
         if tensor.is_conj() or tensor.is_neg():
             return self._copied(tensor, lambda: tensor.detach().resolve_conj().resolve_neg())
         storage, use = tensor.untyped_storage(), _use_of(tensor)
-        for part in self._parts.get(self._key(storage), ()):
-            if part.low <= use.low and use.high <= part.high:
-                if part.one_view:
-                    return self._copied(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
-                return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
-        self._uses.setdefault(self._key(storage), []).append(use)
-        return _reduction(tensor, tensor, self._send(storage))
+        if use.high > storage.nbytes():
+            raise ValueError("its memory was released, as FSDP does with parameters between two uses")
+        part = self._part_of(storage, use)
+        if part is None:
+            self._uses.setdefault(self._key(storage), []).append(use)
+            return _reduction(tensor, tensor, self._send(storage))
+        if part.one_view:
+            return self._copied(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
+        return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
+
+    def _part_of(self, storage: torch.UntypedStorage, use: Use) -> Part | None:
+        parts = self._parts.get(self._key(storage), [])
+        index = bisect_right(parts, use.low, key=lambda part: part.low) - 1
+        return parts[index] if index >= 0 and use.high <= parts[index].high else None
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:  # noqa: ANN401 - as `reduce`
         if storage.device.type == "meta":
@@ -133,7 +141,7 @@ class Storages:
         key = (self._key(storage), low, high)
         if key not in self._sent:
             self._sent[key] = sent = _Sent(storage, low, high)
-            if storage.device.type != "cpu":
+            if not _is_here(storage):
                 self._elsewhere[id(sent.buffer)] = sent
         return self._sent[key]
 
@@ -149,18 +157,17 @@ class _Sent:
     def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
         self._storage = storage
         self._low = low
-        self._high = high
-        self.buffer = PickleBuffer(_exposed(storage, low, high) if storage.device.type == "cpu" else bytearray())
+        self._size = high - low
+        self._fetched: torch.Tensor | None = None
+        self.buffer = PickleBuffer(_memory(storage.data_ptr() + low, self._size) if _is_here(storage) else bytearray())
 
     def __reduce_ex__(self, protocol: object) -> Reduction:
         return restore_storage, (self.buffer,)
 
     def fetch(self) -> memoryview:
         there = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        there.set_(self._storage, self._low, (self._high - self._low,), (1,))
-        here = there.cpu().untyped_storage()
-        self._storage, self._low, self._high = here, 0, here.nbytes()
-        return _exposed(here, 0, here.nbytes())
+        self._fetched = there.set_(self._storage, self._low, (self._size,), (1,)).cpu()
+        return _memory(self._fetched.data_ptr(), self._size)
 
 
 def _reduction(tensor: torch.Tensor, laid: torch.Tensor, sent: _Sent, low: int = 0) -> Reduction:
@@ -261,9 +268,13 @@ def _clusters(uses: Sequence[Use]) -> Iterator[tuple[int, int, list[Use]]]:
         yield low, high, members
 
 
-def _exposed(storage: torch.UntypedStorage, low: int, high: int) -> memoryview:
-    """Bytes `low` to `high` of a storage on the CPU, valid for as long as the storage lives.
+def _is_here(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu"
+
+
+def _memory(address: int, size: int) -> memoryview:
+    """The bytes at an address of a storage, valid for as long as the storage lives.
 
     Not through numpy: a tensor whose `.numpy()` was taken can never be resized again.
     """
-    return _memory_at(storage.data_ptr() + low, high - low, _WRITABLE) if high > low else memoryview(bytearray())
+    return _memory_at(address, size, _WRITABLE) if size else memoryview(bytearray())

@@ -33,7 +33,7 @@ class Row:
 ROWS = (
     Row("cell-2", "`x = 1` on 2 ranks, added to a plain cell: median / p95", "ms", 1, (1.5, 4.0), tail=True),
     Row("cell-4", "the same on 4 ranks", "ms", 1, tail=True),
-    Row("plain-2", "the plain `x = 1` beside it", "ms", 1),
+    Row("plain-2", "the plain `x = 1` beside it: median / p95", "ms", 1, tail=True),
     Row("warm-2", "start to first result of torch, tool loaded: 2 ranks", "s", 2, (0.5,)),
     Row("warm-4", "4 ranks", "s", 2),
     Row("warm-8", "8 ranks", "s", 2, (1.2,)),
@@ -79,8 +79,10 @@ def _text(row: Row, own: list[Sample], first: list[Sample]) -> str:
         return notes or "not measured"
     text = " / ".join(f"{value:.{row.digits}f}" for value in values)
     text += row.unit if row.unit == "×" else f" {row.unit}"
-    if base and row.unit != "×":
-        text += f" ({values[0] / base[0]:.{1 if values[0] < 10 * base[0] else 0}f}×)" if base[0] > 0 else ""
+    shown_as_zero = base and base[0] < 0.5 * 10**-row.digits
+    if base and row.unit != "×" and not shown_as_zero:
+        ratio = values[0] / base[0]
+        text += f" ({ratio:.{1 if ratio < 10 else 0}f}×)"
     return f"{text}; {notes}" if notes else text
 
 

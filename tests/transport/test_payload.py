@@ -332,6 +332,21 @@ def test_a_sparse_view_is_gathered_and_keeps_its_identity(store):
     assert not alias.any()
 
 
+def test_many_scattered_views_of_one_storage_cross(store):
+    data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
+    rows = list(data[::8])
+    theirs, size = sent(rows, store)
+    assert all(map(same, rows, theirs))
+    assert size < data.nbytes / 4
+
+
+def test_a_tensor_whose_memory_was_released_is_refused_in_words(store):
+    released = torch.zeros(LARGE)
+    released.untyped_storage().resize_(0)
+    with pytest.raises(TransferError, match=r"Tensor at value\[0\] cannot be pickled: its memory was released"):
+        pack([released], store=store)
+
+
 def test_everything_is_sent_when_everything_is_used(store):
     data = torch.zeros(4, LARGE)
     theirs, _ = sent([data[2:], data], store)
@@ -388,6 +403,21 @@ def test_a_default_device_of_the_receiver_is_not_asked(store):
     with torch.device("meta"):
         theirs = open_packed(packed, store)
     assert theirs.sum() == LARGE
+
+
+@pytest.mark.parametrize("by", ["segment", "frames"])
+def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(store, monkeypatch, by):
+    monkeypatch.setattr("rankbook.transport.tensors._is_here", lambda _: False)  # as if this were that device
+    base = torch.arange(LARGE)
+    value = (base, base[5:], torch.empty(0), torch.tensor(3.5), base)
+    theirs, size = sent(value, store, by=by)
+    assert all(map(same, value, theirs))
+    assert size < base.nbytes + 2000
+    theirs[0].zero_()
+    assert not theirs[1].any()
+    part, size = sent(base[5:10], store, by=by)
+    assert same(part, base[5:10])
+    assert size < 2000
 
 
 @pytest.mark.gpu
@@ -575,11 +605,11 @@ def test_a_module_that_is_not_there_is_named(store, monkeypatch):
     exec("class Thing: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_over_there", module)
     assert type(sent(module.Thing(), store)[0]) is module.Thing
-    stream = b"\x80\x05conly_over_there\nThing\n."  # by reference, as of a module that is a file
+    stream = b"\x80\x05\x8c\x0fonly_over_there\x8c\x05Thing\x93."  # by reference, as of a module that is a file
     payload = Payload((Buffer(len(stream)),))
     assert unpack(payload, [stream], unlink=True, folder=store.folder) is module.Thing
     del module.Thing
-    with pytest.raises(TransferError, match=r"'Thing'.*differs between the two"):
+    with pytest.raises(TransferError, match=r"'Thing'.*different versions of that module"):
         unpack(payload, [stream], unlink=True, folder=store.folder)
     monkeypatch.delitem(sys.modules, "only_over_there")
     with pytest.raises(TransferError, match=r"needs the module 'only_over_there'.* install it here, or send plain"):
