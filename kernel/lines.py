@@ -79,6 +79,11 @@ class Row:
         """The row as a line."""
         return self.text.rstrip(" ") if self.returned else self.text
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left of it, or nothing but the end of a colour."""
+        return not self.length or (self.blank and (self.returned or "\x1b" in self.text))
+
     def write(self, text: str, now: float) -> None:
         """Write `text`, which holds no controls but colours, over what is there."""
         if self.region is not None:
@@ -88,7 +93,7 @@ class Row:
         if self.column is None:
             self._more.append(text)
             self.length += len(text)
-            self.blank = self.blank and not text.strip(" ")
+            self.blank = self.blank and _is_blank(text)
             return
         old, end = self.text, self.column + _width(text)
         tail = old[_offset(old, end, past_colours=True) :]
@@ -112,9 +117,13 @@ class Row:
             self.column = None
 
     def _set(self, text: str) -> None:
-        self._text, self.length, self.blank = text, len(text), not text.strip(" ")
+        self._text, self.length, self.blank = text, len(text), _is_blank(text)
         if self.region is not None:
             self.region.changed = True
+
+
+def _is_blank(text: str) -> bool:
+    return not (text if "\x1b" not in text else _ESCAPE.sub("", text)).strip(" ")
 
 
 def _width(text: str) -> int:
@@ -175,7 +184,7 @@ class Screen:
         self._escape, self._bytes = "", b""
         if text:
             self._rows[self._y].write(text, now)
-        while self._rows and (not self._rows[-1].length or (self._rows[-1].returned and self._rows[-1].blank)):
+        while self._rows and self._rows[-1].empty:
             row = self._rows.pop()
             row.live = row.kept = False
         self._y = len(self._rows)

@@ -49,8 +49,8 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An exception on a rank, told without its objects.
 
-    `traceback` is coloured and meant for people, `plain` is the same without colour; ranks whose `plain` is equal
-    had the same error.
+    `traceback` is coloured and meant for people, `plain` is the same without colour; ranks whose `plain` is equal,
+    but for addresses of objects and for lines of context, had the same error.
     """
 
     name: str
@@ -214,7 +214,10 @@ class OpenCluster(Message, frozen=True):
 
 
 class ForkRank(Message, frozen=True):
-    """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links."""
+    """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
+
+    `env` is bytes, for a variable need not be text.
+    """
 
     rank: int
     incarnation: int
@@ -222,7 +225,7 @@ class ForkRank(Message, frozen=True):
     backend: str
     device: str
     threads: int
-    env: dict[str, str]
+    env: dict[bytes, bytes]
     cwd: str
     path: tuple[str, ...]
     uplink: str

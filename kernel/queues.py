@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import lt
+from typing import cast
 
 from rankbook.lines import Screen, StreamName
 from rankbook.messages import Clear, Display, Text, TextCut
@@ -244,8 +245,8 @@ def advance(sources: Sequence[Source], may: list[int]) -> Iterator[Lines | One]:
         alone = len(runs) == 1
         common = min(may[0], len(runs[0].lines) - runs[0].at) if alone else _count_common(runs)
         if common:
-            ranks = tuple(source.rank for source in sources)
-            yield Lines(runs[0].stream, [(ranks, line) for line in runs[0].next(common)])
+            who = tuple(source.rank for source in sources)
+            yield Lines(runs[0].stream, [(who, line) for line in runs[0].next(common)])
             for source in sources:
                 source.take(common)
             return
@@ -256,8 +257,12 @@ def advance(sources: Sequence[Source], may: list[int]) -> Iterator[Lines | One]:
         for each, source in zip(ahead, sources, strict=True)
     ]
     at = [0] * len(sources)
-    turns = _turns_apart(ahead, list(map(min, stops, may)), at) or _take_turns(ahead, stops, may, at)
-    yield from _gather(turns, [source.rank for source in sources])
+    ranks = [source.rank for source in sources]
+    apart = _lines_apart(ahead, ranks, list(map(min, stops, may)), at)
+    if apart is not None:
+        yield apart
+    else:
+        yield from _gather(_take_turns(ahead, stops, may, at), ranks)
     for source, taken in zip(sources, at, strict=True):
         source.take(taken)
 
@@ -285,17 +290,26 @@ def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[Lines | One
         yield Lines(stream, rows)
 
 
-def _turns_apart(queues: Sequence[Sequence[Key]], most: Sequence[int], at: list[int]) -> Iterable[Turn]:
-    """As `_take_turns`, faster, for queues that have nothing in common as far as one can see; empty for others."""
+def _lines_apart(
+    queues: Sequence[Sequence[Key]], ranks: Sequence[int], most: Sequence[int], at: list[int]
+) -> Lines | None:
+    """As `_take_turns`, faster, for lines none of which two ranks have, as far as one can see; None for others."""
+    kinds = set(map(type, chain(*queues)))
     together: set[Key] = set()
     for queue in queues:
-        if not together.isdisjoint(queue):
-            return ()
+        if kinds not in ({str}, {tuple}) or not together.isdisjoint(queue):
+            return None
         together.update(queue)
     count = min(filter(None, most))
     at[:] = [min(count, each) for each in most]
-    taken = [[(key, (index,)) for key in queue[: at[index]]] for index, queue in enumerate(queues) if at[index]]
-    return chain.from_iterable(zip(*taken, strict=True))
+    columns = []
+    for index, taken in enumerate(at):
+        who = (ranks[index],)
+        if taken and kinds == {str}:
+            columns.append([(who, line) for line in cast("Sequence[str]", queues[index][:taken])])
+        elif taken:
+            columns.append([(who, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:taken])])
+    return Lines("stdout" if kinds == {str} else "stderr", list(chain.from_iterable(zip(*columns, strict=True))))
 
 
 def _take_turns(queues: Sequence[Sequence[Key]], stops: Sequence[int], may: list[int], at: list[int]) -> Iterator[Turn]:

@@ -7,6 +7,7 @@ wait, to show anything, or to hold a rank's objects: what is here is text and mi
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
 from rankbook.ranks import name_ranks
 
 _MOST_DISPLAYS = 100
+_CONTEXT = re.compile(r" +\d+ ")
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _RED = "\x1b[1;31m"
 _NORMAL = "\x1b[0m"
 
@@ -266,7 +269,7 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
     groups: dict[str, list[RankOutcome]] = {}
     for outcome in outcomes:
         if outcome.status == "error":
-            groups.setdefault(outcome.error.plain if outcome.error else "", []).append(outcome)
+            groups.setdefault(_likeness(outcome.error.plain) if outcome.error else "", []).append(outcome)
     for group in groups.values():
         who, error = name_ranks(outcome.rank for outcome in group), group[0].error
         if error is None:
@@ -276,6 +279,15 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
         yield _red(f"{who}: {words.splitlines()[0]}", plain)
         if error.plain.strip() != words.splitlines()[0]:
             yield (error.plain if plain else error.traceback).strip("\n")
+
+
+def _likeness(plain: str) -> str:
+    """What is the same for ranks with the same error: not where its objects lie, nor which lines around it are shown.
+
+    For a function on one line (`def f(): ...`) that is a matter of chance: stack_data takes the first of a set.
+    """
+    lines = (" ".join(line.split()) for line in plain.splitlines() if not _CONTEXT.match(line))
+    return _ADDRESS.sub("0x", "\n".join(lines))
 
 
 def _tell_interrupts(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:

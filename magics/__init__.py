@@ -8,6 +8,7 @@ magic.py     the magics themselves
 handle.py    the handle of a background cell
 stacks.py    where the ranks are, in words
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
+failures.py  how a cell's failure looks
 auto.py      plain cells that run on the ranks
 """
 

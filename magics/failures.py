@@ -26,7 +26,7 @@ def raise_for(cell: Cell, result: CellResult) -> None:
 def _raise_shown(error: BaseException, text: str) -> None:
     if isinstance(error, CellTimeout):
         text = f"{error}\n{text}"
-    if isinstance(error, CellError) and isinstance(error, SyntaxError):  # for these IPython asks nobody how they look
+    if isinstance(error, CellError) and SyntaxError in type(error).__mro__:  # for these IPython shows our own frames
         error = type("SyntaxError", (CellError,), {})(error.message, error.errors)
     error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
     raise error from None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+
+from IPython.display import display
 
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.wait import Ask
+from rankbook.magics.failures import raise_for
 from rankbook.output import Rich, Stream
 from rankbook.results import CellResult, describe_errors
 from rankbook.widgets.handle import HandleView
@@ -45,10 +47,11 @@ class CellHandle:
 
         Raises as `Cluster.run` if the cell failed; TimeoutError after `timeout` seconds, the cell going on.
         """
-        self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
+        if self._cell.result is None:
+            self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
         if self._cell.result is None:
             raise TimeoutError(f"{self._cell.label} has not ended within {timeout} s; it goes on")
-        self._cell.result.raise_for_status()
+        raise_for(self._cell, self._cell.result)
         return self._cell.result
 
     def interrupt(self) -> None:
@@ -56,15 +59,14 @@ class CellHandle:
         self._cluster.interrupt_cell(self._cell)
 
     def follow(self, *, timeout: float | None = None) -> None:
-        """Show the handle and keep it up to date; interrupt the cell if it takes longer than `timeout` seconds."""
+        """Keep its display up to date; interrupt the cell if it takes longer than `timeout` seconds."""
         if timeout is not None:
             self._cluster.interrupt_after(self._cell, timeout)
-        self._show(update=False)
         self._cell.on_change.append(self._changed)
         self._changed()
 
     def _changed(self) -> None:
-        self._show(update=True)
+        self._update()
         result = self._cell.result
         if result is not None and not self._reported:
             self._reported = True
@@ -72,11 +74,18 @@ class CellHandle:
             if not result.ok:
                 self._sink.emit([Stream("stderr", describe_errors(result.outcomes) + "\n")])
 
-    def _show(self, *, update: bool) -> None:
+    def _update(self) -> None:
         view = self._view()
-        if view.text() != self._shown:
+        if self._shown and view.text() != self._shown:
             self._shown = view.text()
-            self._sink.emit([Rich(dict(view.bundle()), {}, self._display_id, update)])
+            self._sink.emit([Rich(dict(view.bundle()), {}, self._display_id, update=True)])
+
+    def _ipython_display_(self) -> None:
+        """Every display of it is live: the cell's own, and one of the name that it was given."""
+        view = self._view()
+        display(dict(view.bundle()), raw=True, display_id=self._display_id)
+        self._shown = view.text()
+        self._update()  # what changed meanwhile went to the displays before this one
 
     def _view(self) -> HandleView:
         cell, result = self._cell, self._cell.result
@@ -88,6 +97,3 @@ class CellHandle:
         running = self._cell.result is None and self._cell.started is not None
         seconds = f" for {time.monotonic() - (self._cell.started or 0):.1f} s" if running else ""
         return f"<{self._view().text()}{seconds}>"
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:  # noqa: ANN401 - IPython passes include and exclude
-        return self._view().bundle()

@@ -17,14 +17,15 @@ from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.errors import BadRequest, CellError, CellTimeout, RankbookError
+from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, options
+from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.stacks import describe_stacks
 from rankbook.output import Stream
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.results import CellResult, describe_errors
+from rankbook.results import CellResult
 from rankbook.widgets.table import table
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class DistributedMagics(Magics):
         ask = ask_for(self._shell)
         with held_interrupts():
             submitted = cluster.submit_code(
-                head + cell, number=self._shell.execution_count, ranks=ranks, sink=None if chosen.quiet else sink
+                head + cell, number=_cell_number(self._shell), ranks=ranks, sink=None if chosen.quiet else sink
             )
             if chosen.background:
                 handle = CellHandle(cluster, submitted, sink, ask, keep)
@@ -87,7 +88,7 @@ class DistributedMagics(Magics):
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         assert submitted.result is not None
         keep(submitted.result)
-        _raise_for(submitted, submitted.result)
+        raise_for(submitted, submitted.result)
         return None
 
     def _keeper(self, name: str | None) -> Callable[[CellResult], None]:
@@ -104,8 +105,9 @@ class DistributedMagics(Magics):
     def _start(self, n: int | None, backend: str | None) -> Cluster:
         there = clusters.running_cluster()
         cluster = clusters.start(n, backend=backend)
-        told = "are running already" if there is cluster else "are ready"
-        self._say(f"{_count(cluster.world_size)} {told}: {cluster.describe()}")
+        told = "running already" if there is cluster else "ready"
+        verb = "is" if cluster.world_size == 1 else "are"
+        self._say(f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}")
         return cluster
 
     def _say(self, text: str) -> None:
@@ -187,6 +189,13 @@ _COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = 
 }
 
 
+def _cell_number(shell: InteractiveShell) -> int:
+    """The `n` of the running cell's `In[n]`. IPython's own count is one ahead by now, from some 9.x on."""
+    running = shell.displayhook.exec_result
+    number = None if running is None else running.execution_count
+    return int(shell.execution_count if number is None else number)
+
+
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
@@ -195,30 +204,6 @@ def _queued(cell: Cell) -> str:
     return (
         f"{cell.label} is queued: it waits for {name_ranks(cell.waiting_behind)} ({format_ranks(cell.ranks)} wanted)\n"
     )
-
-
-def _raise_for(cell: Cell, result: CellResult) -> None:
-    """End the cell with status error unless it went well, with the ranks' tracebacks in place of our own."""
-    if result.ok:
-        return
-    text = describe_errors(result.outcomes)
-    if cell.timed_out is not None:
-        _raise_shown(CellTimeout(f"{cell.label} was interrupted after --timeout {cell.timed_out:g} s"), text)
-    try:
-        result.raise_for_status()
-    except (KeyboardInterrupt, RankbookError) as error:
-        _raise_shown(error, text)
-
-
-def _raise_shown(error: BaseException, text: str) -> None:
-    if isinstance(error, CellTimeout):
-        text = f"{error}\n{text}"
-    if (
-        isinstance(error, CellError) and SyntaxError in type(error).__mro__
-    ):  # for these IPython asks nobody how they look
-        error = type("SyntaxError", (CellError,), {})(error.message, error.errors)
-    error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
-    raise error from None
 
 
 @contextlib.contextmanager

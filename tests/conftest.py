@@ -48,6 +48,7 @@ class Outcome:
     evalue: str = ""
     traceback: str = ""
     cleared: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
     payload: list[dict[str, Any]] = field(default_factory=list)
     count: int = 0
 
@@ -148,6 +149,25 @@ class Notebook:
             outcome.outputs.append({"type": "prompts", "data": {}, "prompts": prompts})
         return outcome
 
+    def follow(self, message: str, outcome: Outcome, until: Callable[[Outcome], bool], *, timeout: float = 10) -> None:
+        """Go on reading what comes for a cell that has ended, into its outcome, as a background cell's output does."""
+        late, self.late = self.late, []
+        for received in late:
+            self._sort(received, message, outcome)
+        deadline = time.monotonic() + timeout
+        while not until(outcome):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                pytest.fail(f"not within {timeout} s after the cell; so far: {outcome.text[-2000:]}")
+            with contextlib.suppress(queue.Empty):
+                self._sort(self.client.get_iopub_msg(timeout=left), message, outcome)
+
+    def _sort(self, received: dict[str, Any], message: str, outcome: Outcome) -> None:
+        if received["parent_header"].get("msg_id") == message:
+            self._note(received, outcome)
+        else:
+            self.late.append(received)
+
     def _reply(self, message: str, timeout: float) -> dict[str, Any]:
         while True:
             reply = self.client.get_shell_msg(timeout=timeout)
@@ -158,6 +178,7 @@ class Notebook:
     @staticmethod
     def _note(received: dict[str, Any], outcome: Outcome) -> bool:
         kind, content = received["msg_type"], received["content"]
+        outcome.messages.append(received)
         if kind == "status":
             return bool(content["execution_state"] == "idle")
         if kind == "stream":

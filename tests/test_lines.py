@@ -101,6 +101,8 @@ def test_the_cursor_goes_up_as_in_a_terminal(tokens):
         ("abc\r   \r", []),
         ("abc\r   \rdef\n", ["def"]),
         ("abc  \n", ["abc  "]),
+        ("  ", ["  "]),
+        ("\x1b[31mred\n\x1b[0m", ["\x1b[31mred"]),
         ("abc  \r\n", ["abc  "]),
         ("one\rtwo\nthree", ["two", "three"]),
         ("\x1b[31mred bar 10\x1b[0m\r\x1b[32mgreen bar!\x1b[0m\n", ["\x1b[32mgreen bar!\x1b[0m"]),

@@ -478,6 +478,14 @@ def test_a_live_line_comes_after_what_its_rank_printed_before():
     assert [type(emit) for emit in emits] == [Stream, Rich]
 
 
+def test_the_end_of_a_colour_is_no_live_line():
+    output = merger(1)
+    output.feed(0, text("\x1b[31mred\n\x1b[0m"), 5.0)
+    output.flush(5.0)
+    assert output.deadline is None
+    assert output.close(6.0) == []
+
+
 def test_two_streams_of_a_rank_have_a_row_each():
     output = merger(1)
     output.feed(0, text("\rout"), 5.0)

@@ -6,6 +6,8 @@ events.py   what can happen
 actions.py  what is to be done about it
 state.py    from one to the other, pure
 journal.py  how it got there
+exits.py    how a rank's process ended, in words
+timers.py   what is to be done later
 driver.py   performs the actions: links, forkserver, timers
 cell.py     one task on its way: output, waiters, result
 wait.py     what the notebook's main thread does while a cell runs

@@ -47,15 +47,19 @@ class Crew:
         self._stop_lock = threading.Lock()
         self._driver: Driver | None = None
         self._hub: ZmqHub | None = None
-        with held_interrupts():
+        with held_interrupts() as held:
             if n is not None:
                 place(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
-            self._folders = make_folders()
             self._launcher = local.take()
+            try:
+                self._folders = make_folders()
+            except BaseException:
+                self._launcher.close()
+                raise
             _all.add(self)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
-                opened = self._launcher.open((self._folders.sockets, self._folders.segments))
+                opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
                 self._port = opened.store_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices))
@@ -86,6 +90,10 @@ class Crew:
         driver = self.driver
         if not self._launcher.alive:
             raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise StartError("the notebook's current folder is gone; os.chdir() to one that is there") from error
         driver.start_errors.clear()
         with held_interrupts() as held:
             driver.post(ev.Launch(ranks))
@@ -98,9 +106,11 @@ class Crew:
                     if left <= 0:
                         raise StartError(f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states()}")
                     driver.changed.wait(min(left, 0.05))
-        errors = driver.start_errors or [f"rank {rank} {self.state.ranks[rank].loss}" for rank in self._dead(ranks)]
-        if errors:
-            raise StartError("\n".join(dict.fromkeys(errors)))
+        errors = driver.start_errors
+        dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
+        told = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
+        if told or errors:  # what the others say is what became of them because of the dead
+            raise StartError("\n".join(told or dict.fromkeys(errors.values())))
 
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
         if driver.failure is not None:
@@ -120,6 +130,7 @@ class Crew:
     def _request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
         assert self._hub is not None
         world_size, threads = len(self.placement.devices), self.placement.threads
+        environment = rank_environment(os.environ, rank=rank, world_size=world_size, port=self._port, threads=threads)
         return ForkRank(
             rank=rank,
             incarnation=incarnation,
@@ -127,9 +138,11 @@ class Crew:
             backend=self.placement.backend,
             device=self.placement.devices[rank],
             threads=threads,
-            env=rank_environment(os.environ, rank=rank, world_size=world_size, port=self._port, threads=threads),
+            env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=str(Path.cwd()),
-            path=tuple(sys.path),
+            path=tuple(
+                filter(_is_text, sys.path)
+            ),  # user code may put anything there; Python leaves the others out too
             uplink=self._hub.uplink,
             downlink=downlink,
             segments=str(self._folders.segments),
@@ -163,6 +176,10 @@ class Crew:
                 driver.changed.wait(0.05)
 
 
+def _is_text(entry: object) -> bool:
+    return isinstance(entry, str)
+
+
 _all: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
@@ -172,3 +189,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_all.clear)  # the ranks are not the child's to stop

@@ -3,25 +3,27 @@
 Owns: the driver's thread, the links, the launcher, the timers of one cluster. Refuses: to decide anything itself.
 
 Any thread may hand in an event; the lock makes decisions one at a time, and what they need sent is sent at once, so
-that a cell costs no thread switch on its way out. Everything that arrives is handled on the driver's thread.
+that a cell costs no thread switch on its way out. Everything that arrives is handled by whoever drives: the driver's
+thread, or the one that waits for a cell (`taken_over`), which saves it the switch on the way back.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import itertools
-import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.coordinator.timers import Timers
 from rankbook.errors import RankbookError
 from rankbook.launch.launcher import Launcher
 from rankbook.messages import (
@@ -70,7 +72,7 @@ class Driver:
         self.state = state
         self.infos = {rank: RankInfo() for rank in state.ranks}
         self.changed = threading.Condition(threading.RLock())
-        self.start_errors: list[str] = []
+        self.start_errors: dict[int, str] = {}
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._tokens = itertools.count()
         self.failure: BaseException | None = None
@@ -81,9 +83,13 @@ class Driver:
         self._recent: deque[int] = deque()
         self._fed: set[int] = set()
         self._ending: deque[act.EndCell] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_count = itertools.count()
+        self._timers = Timers()
         self._closing = False
+        self._watched: tuple[int, ...] = (launcher.fileno(),)
+        self._wheel = threading.Lock()
+        self._taken = False
+        self._given_back = threading.Event()
+        self._drives: int | None = None
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
 
     def start(self) -> None:
@@ -109,7 +115,7 @@ class Driver:
             for action in self.state.handle(event):
                 self._perform(action)
             self.changed.notify_all()
-        if self._ending and threading.current_thread() is not self._thread:
+        if self._ending and threading.get_ident() != self._drives:
             self._hub.wake()
 
     def reply(self, rank: int, reply: InputReply) -> None:
@@ -117,15 +123,10 @@ class Driver:
         self._hub.send(rank, reply)
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back on the driver's thread. Any thread."""
-        with self.changed:
-            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_count), callback))
-        if threading.current_thread() is not self._thread:
+        """Call back on the thread that drives. Any thread."""
+        self._timers.add(seconds, callback)
+        if threading.get_ident() != self._drives:
             self._hub.wake()
-
-    def on_thread(self, callback: Callable[[], None]) -> None:
-        """Call back on the driver's thread, soon. Any thread."""
-        self.after(0.0, callback)
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
         """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
@@ -188,7 +189,7 @@ class Driver:
             self._launcher.fork(self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation)))
         except (RankbookError, OSError) as error:  # the folder is full or gone, the forkserver has ended
             words = f"could not be started: {error}"
-            self.start_errors.append(f"rank {rank} {words}")
+            self.start_errors[rank] = f"rank {rank} {words}"
             self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, words)))
 
     def _remove(self, rank: int, incarnation: int, *, politely: bool) -> None:
@@ -197,45 +198,80 @@ class Driver:
         else:
             self._launcher.kill(rank, incarnation)
 
-    # The thread
+    # Driving
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[Callable[[float], None] | None]:
+        """Drive from this thread: gives `turn(longest)`, which handles what comes within `longest` seconds.
+
+        None when another thread has taken over already; then that one does the work.
+        """
+        with self.changed:
+            mine = not self._taken and not self._closing
+            self._taken = self._taken or mine
+            if mine:
+                self._given_back.clear()
+        if not mine:
+            yield None
+            return
+        self._hub.wake()
+        self._wheel.acquire()
+        self._drives = threading.get_ident()
+        try:
+            yield self._turn
+        finally:
+            self._drives = None
+            self._taken = False
+            self._wheel.release()
+            self._given_back.set()
+
+    def wake(self) -> None:
+        """End the turn that waits. Any thread, and a signal handler."""
+        self._hub.wake()
 
     def _run(self) -> None:
-        watched: tuple[int, ...] = (self._launcher.fileno(),)
+        while not self._closing:
+            with self._wheel:
+                self._drives = threading.get_ident()
+                while self._is_ours():
+                    self._turn(None)
+                self._drives = None
+            if self._taken:
+                self._given_back.wait()
+
+    def _is_ours(self) -> bool:
+        return not (self._closing or self._taken)
+
+    def _turn(self, longest: float | None) -> None:
+        if self.failure is not None:
+            self._closing = True
+            return
         try:
-            while not self._closing:
-                received, files = self._hub.wait(self._pause(), watched)
-                if received:
-                    while (parcel := self._hub.receive()) is not None:
-                        self._receive(*parcel)
-                if files:
-                    for news in self._launcher.read():
-                        self._hear(news)
-                    if not self._launcher.alive:
-                        watched = ()
-                        self._lose_launcher()
-                self._run_timers()
-                self._end_cells()
-                self._flush_output()
+            received, files = self._hub.wait(self._pause(longest), self._watched)
+            if received:
+                while (parcel := self._hub.receive()) is not None:
+                    self._receive(*parcel)
+            if files:
+                for news in self._launcher.read():
+                    self._hear(news)
+                if not self._launcher.alive:
+                    self._watched = ()
+                    self._lose_launcher()
+            self._timers.run_due()
+            self._end_cells()
+            self._flush_output()
         except Exception as error:  # noqa: BLE001 - `_fail` tells everyone who waits, and sys.excepthook the whole of it
             self._fail(error)
 
-    def _pause(self) -> float | None:
+    def _pause(self, longest: float | None) -> float | None:
         if self._ending:
             return 0.0
-        due = [self._cells[number].deadline for number in self._fed]
-        times = [time_ for time_ in due if time_ is not None]
-        with self.changed:
-            if self._timers:
-                times.append(self._timers[0][0])
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def _run_timers(self) -> None:
-        while True:
-            with self.changed:
-                if not self._timers or self._timers[0][0] > time.monotonic():
-                    return
-                callback = heapq.heappop(self._timers)[2]
-            callback()
+        due = [self._timers.next, *(self._cells[number].deadline for number in self._fed)]
+        times = [each for each in due if each is not None]
+        if not times:
+            return longest
+        pause = max(0.0, min(times) - time.monotonic())
+        return pause if longest is None else min(pause, longest)
 
     def _flush_output(self) -> None:
         for number in tuple(self._fed):
@@ -275,7 +311,7 @@ class Driver:
                 self.infos[rank].hello = message
                 self.post(ev.SaidHello(rank, incarnation))
             case StartFailed():
-                self.start_errors.append(f"rank {rank} could not be set up:\n{message.report.plain}")
+                self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Stack():
                 with self.changed:
                     self._stacks.setdefault(message.token, {})[rank] = message
@@ -299,7 +335,7 @@ class Driver:
             cell.done(rank, message, frames)
             self._fed.add(message.cell)
             if cell.number < 0 and message.error is not None and message.status == "error":
-                self.start_errors.append(f"rank {rank}: {message.error.plain}")
+                self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
         self.post(ev.CellDone(rank, incarnation, message.cell, failed=message.status != "ok"))
         if cell is not None and cell.result is not None:
             cell.tell()
@@ -327,7 +363,8 @@ class Driver:
         if rank.state is RankState.STARTING or forming:
             during = "while the group was formed" if forming else "while it started"
             said = message.stderr.decode(errors="replace").strip()[-2000:]
-            self.start_errors.append(f"rank {message.rank} {describe_exit(message)} {during}\n{said}".rstrip())
+            text = f"rank {message.rank} {describe_exit(message)} {during}\n{said}".rstrip()
+            self.start_errors.setdefault(message.rank, text)
         self.post(ev.RankGone(message.rank, message.incarnation, describe_exit(message)))
 
     def _lose_launcher(self) -> None:
@@ -349,22 +386,3 @@ class Driver:
 
 def _nobody_to_ask(cell: int) -> InputReply:
     return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")
-
-
-def describe_exit(message: RankExited) -> str:
-    """How a rank ended, in plain words, to stand behind `rank 2`."""
-    if message.code >= 0:
-        return f"exited with code {message.code}"
-    number = -message.code
-    if message.memory_kills > 0 and number == signal.SIGKILL:
-        return "was killed by the kernel because memory ran out (signal 9)"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "unknown"
-    hints = {
-        signal.SIGKILL: " (out of memory?)",
-        signal.SIGSEGV: " (segmentation fault)",
-        signal.SIGBUS: " (bus error)",
-    }
-    return f"was killed by signal {number}{hints.get(number, f' ({name})')}"  # type: ignore[call-overload]

@@ -340,7 +340,7 @@ class ClusterState:
         for number in tuple(self.cells):
             cell = self.cells.pop(number)
             cell.interrupted = True
-            actions.append(act.EndCell(number, tuple(sorted(cell.running)), interrupted=True))
+            actions.append(act.EndCell(number, (), interrupted=True))
         self._queue.clear()
         for rank in self.ranks.values():
             rank.refork = False

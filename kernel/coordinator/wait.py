@@ -39,19 +39,18 @@ def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, 
     An interrupt goes to its ranks; the second gives control back at once.
     """
     desk = _Desk(driver, cell, ask)
-    held.on_interrupt = lambda: cell.inbox.put(None)
+    held.on_interrupt = driver.wake
     give_up = None if patience is None else time.monotonic() + patience
-    while cell.result is None and (give_up is None or time.monotonic() < give_up):
-        try:
-            notice = cell.inbox.get(timeout=desk.pause)
-        except queue.Empty:
-            notice = None
-        if held.take():
-            desk.interrupt()
-        if isinstance(notice, Ended):
-            return
-        if isinstance(notice, Question):
-            desk.questions.append(notice)
+
+    def waiting() -> bool:
+        return cell.result is None and (give_up is None or time.monotonic() < give_up)
+
+    while waiting():
+        with driver.taken_over() as turn:
+            while waiting() and not desk.due:
+                desk.look(turn)
+                if held.take():
+                    desk.interrupt()
         desk.serve()
 
 
@@ -90,9 +89,25 @@ class _Desk:
         self._last: int | None = None
         self._answered = 0.0
 
+    def look(self, turn: Callable[[float], None] | None) -> None:
+        """Wait a moment for what the ranks have to say, driving if it is our turn to."""
+        pause = 0.01 if self.questions else _STEP
+        if turn is not None:
+            turn(pause)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                notice = self._cell.inbox.get(timeout=pause) if turn is None else self._cell.inbox.get_nowait()
+                if isinstance(notice, Question):
+                    self.questions.append(notice)
+                elif turn is None:
+                    return
+
     @property
-    def pause(self) -> float:
-        return 0.01 if self.questions else _STEP
+    def due(self) -> bool:
+        """Whether a question is to be put to the person now."""
+        if self._last is None or any(question.rank == self._last for question in self.questions):
+            return bool(self.questions)
+        return bool(self.questions) and time.monotonic() - self._answered >= _SAME_RANK_FIRST
 
     def interrupt(self) -> None:
         """Interrupt the cell; what its ranks asked so far they do not want to know any more."""
@@ -107,11 +122,9 @@ class _Desk:
         self._driver.post(ev.InterruptCell(self._cell.cell))
 
     def serve(self) -> None:
-        if not self.questions:
+        if not self.due:
             return
         same = [question for question in self.questions if question.rank == self._last]
-        if not same and self._last is not None and time.monotonic() - self._answered < _SAME_RANK_FIRST:
-            return
         question = same[0] if same else min(self.questions, key=lambda each: each.rank)
         self.questions.remove(question)
         rank, request = question.rank, question.request

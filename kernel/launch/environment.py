@@ -35,7 +35,8 @@ def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: i
     count = default_ranks(cuda_devices) if ranks is None else ranks
     most = max(_MOST_AT_LEAST, _MOST_PER_CORE * cores)
     if not 1 <= count <= most:
-        raise BadRequest(f"{count} ranks make no sense here; from 1 to {most} do on {cores} cores")
+        source = "RANKBOOK_RANKS: " if ranks is None and os.environ.get("RANKBOOK_RANKS") else ""
+        raise BadRequest(f"{source}{count} ranks make no sense here; from 1 to {most} do on {cores} cores")
     devices = tuple(f"cuda:{rank % cuda_devices}" if cuda_devices else "cpu" for rank in range(count))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if cuda_devices and count <= cuda_devices else "gloo"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,6 +59,7 @@ class LocalLauncher:
             )
         self._stream: MessageStream[FromForkserver] = MessageStream(ours, decode_from_forkserver)
         self.up: ForkserverUp | None = None
+        self._given_up = 0  # clusters that were closed before they were opened, and not yet answered for
 
     @property
     def pid(self) -> int:
@@ -74,10 +75,16 @@ class LocalLauncher:
         """See `Launcher`."""
         return self._stream.fileno()
 
-    def open(self, folders: tuple[Path, ...]) -> ClusterOpened:
-        """Begin a cluster: wait for torch to be imported and the store to be up. Raises `StartError`."""
+    def open(self, folders: tuple[Path, ...], *, interrupted: Callable[[], bool] = lambda: False) -> ClusterOpened:
+        """Begin a cluster: wait for torch to be imported and the store to be up.
+
+        Raises `StartError`; KeyboardInterrupt within a moment of `interrupted()`.
+        """
+        while self._given_up:
+            self._wait_for(ClusterClosed, timeout=_IMPORT_TIMEOUT, interrupted=interrupted)
+            self._given_up -= 1
         self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
-        return self._wait_for(ClusterOpened, timeout=_IMPORT_TIMEOUT)
+        return self._wait_for(ClusterOpened, timeout=_IMPORT_TIMEOUT, interrupted=interrupted)
 
     def fork(self, request: ForkRank) -> None:
         """See `Launcher`. Raises `StartError` when the forkserver has ended."""
@@ -98,7 +105,11 @@ class LocalLauncher:
 
     def close(self) -> None:
         """See `Launcher`. The process stays warm for the next cluster if it answers."""
-        if self.alive:
+        if self.alive and self.up is None:  # torch is being imported: no rank is there, and the next cluster needs it
+            self._stream.send(CloseCluster())
+            self._given_up += 1
+            _keep(self)
+        elif self.alive:
             self._stream.send(CloseCluster())
             try:
                 self._wait_for(ClusterClosed, timeout=_CLOSE_TIMEOUT)
@@ -120,10 +131,12 @@ class LocalLauncher:
             self._process.wait()
         self._errors.close()
 
-    def _wait_for(self, kind: type[_T], *, timeout: float) -> _T:
+    def _wait_for(self, kind: type[_T], *, timeout: float, interrupted: Callable[[], bool] = lambda: False) -> _T:
         deadline = time.monotonic() + timeout
         while self.alive and (left := deadline - time.monotonic()) > 0:
-            select.select([self._stream], [], [], min(left, 0.2))
+            select.select([self._stream], [], [], min(left, 0.1))
+            if interrupted():
+                raise KeyboardInterrupt
             for message in self.read():
                 if isinstance(message, kind):
                     return message
@@ -181,3 +194,4 @@ def cool_down() -> None:
 
 
 atexit.register(cool_down)
+os.register_at_fork(after_in_child=_warm.clear)  # a child of the notebook's has no forkserver to end

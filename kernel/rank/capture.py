@@ -10,16 +10,19 @@ when they take turns, so that stdout and stderr keep their order too.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import io
 import os
+import select
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rankbook.messages import Text, TextCut
 from rankbook.rank import host
@@ -52,6 +55,9 @@ class Capture:
         os.close(out_write)
         os.close(err_write)
         self.files = (out_read, err_read)
+        self._poll = select.poll()
+        for descriptor in self.files:
+            self._poll.register(descriptor, select.POLLIN)
         self._names: tuple[StreamName, StreamName] = ("stdout", "stderr")
         self._send = send
         self._shield = shield
@@ -64,6 +70,7 @@ class Capture:
         self._forked = False
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
+        builtins.print = print_in_one_write
         os.register_at_fork(after_in_child=self._become_child)
 
     def _become_child(self) -> None:
@@ -93,6 +100,8 @@ class Capture:
             self._take(SHOWN)
 
     def _take(self, most: int) -> None:
+        if not self._poll.poll(0):  # one call to the system where two reads would find nothing
+            return
         for descriptor, name in zip(self.files, self._names, strict=True):
             data = host.read_available(descriptor, most=most)
             if data:
@@ -267,4 +276,26 @@ class TurnTakingStream(io.TextIOWrapper):
                 with contextlib.suppress(ValueError):
                     last.flush()
                 self._capture.drain()
-        return super().write(text)
+        written = super().write(text)
+        if "\n" not in text and "\r" not in text:
+            self.flush()  # half a line shows at once too, and is not lost when the process dies of the next statement
+        return written
+
+
+_print = print
+
+
+@functools.wraps(_print)
+def print_in_one_write(
+    *values: object,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: Any = None,  # noqa: ANN401 - whatever has a write
+    flush: bool = False,
+) -> None:
+    """As `print`: its text is one write and not one per value, for each write is a system call."""
+    stream = sys.stdout
+    if file is not None or type(stream) is not TurnTakingStream:
+        _print(*values, sep=sep, end=end, file=file, flush=flush)
+    else:
+        stream.write((" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end))

@@ -26,20 +26,17 @@ Task = tuple[ToRank, list[memoryview]]
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt in the main thread, in the cell it is meant for and in no other.
-
-    `unblock`, if it is set, makes a call return in which the main thread waits deaf to signals.
-    """
+    """Raises KeyboardInterrupt in the main thread, in the cell it is meant for and in no other."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident or 0
         self._lock = threading.Lock()
+        self._handler = self._on_signal
         self._armed: int | None = None
         self._target: int | None = None
         self._shields = 0
         self._held = False
         self.delivered = False
-        self.unblock: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
@@ -61,17 +58,15 @@ class Interrupts:
         with self._lock:
             self._target = cell
             running = self._armed == cell
-        unblock = self.unblock
         if running and os.getsid(0) == os.getpid():
             os.killpg(0, signal.SIGINT)  # what the cell has started hears it too, as below a terminal
         elif running:
             signal.pthread_kill(self._main, signal.SIGINT)
-        if running and unblock is not None:
-            unblock()
 
     def arm(self, cell: int) -> None:
         """`cell` runs from here on. Raises KeyboardInterrupt if it was interrupted before. The main thread."""
-        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have put its own there
+            signal.signal(signal.SIGINT, self._handler)
         self.delivered = False
         with self._lock:
             self._armed = cell

@@ -129,13 +129,10 @@ class Executor:
             case Fetch():
                 return pack(self._fetch(message.name), store=self._segments)
             case Regroup():
-                self._interrupts.unblock = self._group.abort_join
                 try:
                     self._group.join(message.generation)
                 except (RuntimeError, OSError) as error:
                     raise StartError(f"the process group could not be formed: {error}") from error
-                finally:
-                    self._interrupts.unblock = None
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None

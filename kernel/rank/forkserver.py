@@ -229,9 +229,13 @@ class Forkserver:
         while (self._children or self._store is not None) and time.monotonic() < deadline:
             self._reap()
             select.select([self._signal_read], [], [], 0.05)
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove(self._folders)
         self._folders = ()
+
+
+def _remove(folders: tuple[str, ...]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -261,6 +265,9 @@ def _watch_while_importing(stream: MessageStream[ToForkserver], notebook: int) -
 
     def look(_number: int, _frame: object) -> None:
         if os.getppid() != notebook or host.hung_up(stream.fileno()):
+            for message in stream.read():
+                if isinstance(message, OpenCluster):
+                    _remove(message.folders)
             os._exit(1)
 
     signal.signal(signal.SIGALRM, look)

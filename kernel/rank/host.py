@@ -65,20 +65,6 @@ def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
     return b"".join(chunks)
 
 
-def descriptors() -> set[int]:
-    """The process's open descriptors."""
-    listed = {int(name) for name in os.listdir("/dev/fd")}  # noqa: PTH208 - names, not paths
-    return {each for each in listed if _is_open(each)}  # the one that listed them is closed again
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def hung_up(connection: int) -> bool:
     """Whether the other end of a socket is closed, whatever there still is to read."""
     poll = select.poll()

@@ -58,8 +58,8 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
 
 
 def _be_like_the_notebook(request: ForkRank) -> None:
-    os.environ.clear()
-    os.environ.update(request.env)
+    os.environb.clear()
+    os.environb.update(request.env)
     os.chdir(request.cwd)
     sys.path[:] = request.path
     sys.argv[:] = [""]
@@ -81,7 +81,7 @@ def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int],
     if device.type == "cuda":
         torch.cuda.set_device(device)
     interrupts = Interrupts()
-    pace = _pace(request.world_size) if "JPY_SESSION_NAME" in request.env else None  # a Jupyter server's kernel
+    pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
     capture = Capture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace)
     group = GroupMember(
         rank=request.rank,

@@ -8,15 +8,12 @@ torch's own store would listen on every interface, and it answers whoever asks.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
+import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from rankbook.rank import host
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the others to join."""
@@ -39,33 +36,38 @@ class GroupMember:
         self._backend = backend
         self._device = device
         self._port = port
-        self._store: dist.TCPStore | None = None
-        self._before: set[int] = set()
 
     def join(self, generation: int) -> None:
         """Leave the group of the generation before and join this one. Raises torch's errors when others do not come."""
         self.leave()
-        self._store = None
-        self._before = host.descriptors()
-        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT)
-        dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(f"generation-{generation}", self._store),
-            rank=self._rank,
-            world_size=self._world_size,
-            device_id=self._device if "nccl" in self._backend and self._device.type == "cuda" else None,
-        )
+        # gloo waits for a rank that died meanwhile for half an hour, deaf to signals. So it waits on a thread, and an
+        # interrupt leaves that behind, with its store, which is locked as long.
+        connection = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT)
+        store = dist.PrefixStore(f"generation-{generation}", connection)
+        failed: list[BaseException] = []
+        joining = threading.Thread(target=self._join, args=(store, failed), name="rankbook-join", daemon=True)
+        joining.start()
+        joining.join()
+        if failed:
+            raise failed[0]
 
-    def abort_join(self) -> None:
-        """Make a `join` that waits for others in C++, where no signal reaches it, raise at once. Any thread."""
-        for descriptor in host.descriptors() - self._before:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if inet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RDWR)  # of its listening socket's end gloo would make an abort()
+    def _join(self, store: dist.Store, failed: list[BaseException]) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has its own
+            dist.init_process_group(
+                self._backend,
+                store=store,
+                rank=self._rank,
+                world_size=self._world_size,
+                device_id=self._device if "nccl" in self._backend and self._device.type == "cuda" else None,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
+            failed.append(error)
 
     @staticmethod
     def leave() -> None:
         """Leave the group, if in one."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree

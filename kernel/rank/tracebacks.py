@@ -37,7 +37,7 @@ def report(shell: InteractiveShell, error: BaseException, lines: dict[str, int])
     except Exception as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
         value = f"<{type(failure).__name__} while this {type(error).__name__} was put into words>"
     if isinstance(error, SyntaxError):
-        hidden = 0
+        hidden, value = 0, str(error.msg)  # what else it says, the traceback shows
         text = "\n".join(shell.SyntaxTB.structured_traceback(type(error), error, None))
     else:
         try:

@@ -36,15 +36,15 @@ class _Inbox:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
-        self._files: set[int] = set()
+        self._files: tuple[int, ...] = ()
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        if self._files != set(files):
-            for file in self._files - set(files):
+        if self._files != files:
+            for file in set(self._files).difference(files):
                 self._poller.unregister(file)
-            for file in set(files) - self._files:
+            for file in set(files).difference(self._files):
                 self._poller.register(file, zmq.POLLIN)
-            self._files = set(files)
+            self._files = tuple(files)
         ready = dict(self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))))
         if ready.pop(self._wake_read, 0):
             with contextlib.suppress(BlockingIOError):
@@ -52,10 +52,9 @@ class _Inbox:
         return bool(ready.pop(self._socket, 0)), {int(file) for file in ready}
 
     def receive(self) -> tuple[memoryview, list[memoryview]] | None:
-        try:
-            head = memoryview(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an exception would cost ten times as much
             return None
+        head = memoryview(self._socket.recv(zmq.NOBLOCK))
         frames: list[memoryview] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(self._socket.recv(copy=False).buffer)  # may be large
@@ -101,7 +100,8 @@ class ZmqHub:
 
     def open_downlink(self, rank: int, incarnation: int) -> str:
         """See `HubLink`."""
-        address = f"ipc://{self._folder}/down-{rank}.{incarnation}"
+        file = self._folder / f"down-{rank}.{incarnation}"
+        address = f"ipc://{file}"
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
@@ -111,9 +111,11 @@ class ZmqHub:
             socket.close(linger=0)
             raise StartError(f"cannot listen at {address}: {error}") from error
         with self._lock:
-            old, self._down[rank] = self._down.get(rank), _Downlink(socket)
+            old, self._down[rank] = self._down.get(rank), _Downlink(socket, file)
             if old is not None:
                 old.socket.close(linger=0)
+                if old.file != file:
+                    old.file.unlink(missing_ok=True)  # zmq leaves it
         return address
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
@@ -158,10 +160,11 @@ class ZmqHub:
 
 
 class _Downlink:
-    __slots__ = ("socket", "used")
+    __slots__ = ("file", "socket", "used")
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], file: Path) -> None:
         self.socket = socket
+        self.file = file
         self.used = False
 
 

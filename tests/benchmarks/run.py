@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ Measure = Callable[[Adapter], Iterable[Sample]]
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the kernels are ended
     options = _options()
     tools = _tools(options)
     versions = {tool.name: _version(tool) for tool in tools}

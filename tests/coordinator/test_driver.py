@@ -13,7 +13,8 @@ import pytest
 
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
-from rankbook.coordinator.driver import Driver, describe_exit
+from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.messages import (
@@ -421,7 +422,7 @@ def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(stage):
     stage.launcher.failure = OSError(28, "No space left on device")
     stage.driver.post(ev.Launch((1,)))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert any("No space left on device" in error for error in stage.driver.start_errors)
+    assert "No space left on device" in stage.driver.start_errors[1]
 
 
 def test_a_rank_that_cannot_be_forked_again_after_its_end_stops_nobody_else(stage):
@@ -440,7 +441,7 @@ def test_a_rank_that_dies_while_it_starts_is_told_with_its_last_words(stage):
     stage.dial(0)
     stage.launcher.tell(exited(1, 1, incarnation=1))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert stage.driver.start_errors == ["rank 1 exited with code 1 while it started"]
+    assert stage.driver.start_errors == {1: "rank 1 exited with code 1 while it started"}
 
 
 def test_a_question_and_its_answer_find_their_way(stage):
@@ -480,7 +481,7 @@ def test_stacks_are_not_waited_for_once_all_have_answered(stage):
 
 def test_what_a_rank_sends_that_is_no_message_is_told_and_leaves_nobody_waiting(stage, monkeypatch):
     told = []
-    monkeypatch.setattr("sys.excepthook", lambda kind, value, _: told.append(value))
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: told.append(value))
     stage.launch()
     cell = stage.submit(0, 1)
     stage.hub._up.append(((0, 1), (b"\xc1 no message", [])))
@@ -506,7 +507,7 @@ def test_a_request_that_cannot_be_made_is_a_start_error_of_that_rank():
     try:
         stage.driver.post(ev.Launch((0, 1)))
         stage.wait_states(RankState.DEAD, RankState.DEAD)
-        assert any("no folder" in error for error in stage.driver.start_errors)
+        assert "no folder" in stage.driver.start_errors[0]
     finally:
         stage.close()
 

@@ -41,7 +41,7 @@ from tests.conftest import wait_until
 
 SOON = 10.0
 
-# Code for a cell that prints and dies while it holds the interpreter lock, so that the rank's other thread reads nothing.
+# A cell that prints and dies while it holds the interpreter lock, so that the rank's other thread reads nothing.
 LAST_WORDS = """
 import ctypes, sys
 sys.setswitchinterval(1000)
@@ -116,7 +116,7 @@ class Home:
             "backend": "gloo",
             "device": "cpu",
             "threads": 1,
-            "env": dict(os.environ),
+            "env": dict(os.environb),
             "cwd": "/",
             "path": tuple(sys.path),
             "uplink": self.hub.uplink,
@@ -204,11 +204,13 @@ def test_a_rank_is_a_child_that_leads_a_session_of_its_own(home):
 
 
 def test_a_rank_is_given_the_notebooks_folder_environment_and_path(home):
-    environment = {**os.environ, "GIVEN": "by the notebook"}
-    environment.pop("HOME", None)
+    environment = {**os.environb, b"GIVEN": b"by the notebook", b"ODD": b"\xff"}
+    environment.pop(b"HOME", None)
     home.fork(cwd=str(home.folder), env=environment, path=("/somewhere", *sys.path))
-    told = home.printed("import os, sys; print(os.getcwd(), os.environ['GIVEN'], 'HOME' in os.environ, sys.path[0])")
-    assert told == f"{home.folder} by the notebook False /somewhere"
+    told = home.printed(
+        "import os, sys; print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], 'HOME' in os.environ, sys.path[0])"
+    )
+    assert told == f"{home.folder} by the notebook b'\\xff' False /somewhere"
 
 
 def test_ranks_do_not_draw_each_others_random_numbers(home):

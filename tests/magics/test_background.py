@@ -1,0 +1,205 @@
+"""Cells in the background: a live handle, free ranks, a visible queue."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import Notebook, Outcome
+
+GATE = "import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n"
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A background cell that begins with `GATE` runs until this file is touched."""
+    return tmp_path / "gate"
+
+
+def start(notebook: Notebook, code: str, name: str, *, options: str = "") -> tuple[str, Outcome]:
+    """Start a background cell and keep its handle as `name`: its message, and its outcome so far."""
+    message = notebook.send(f"%%distributed --background {options}\n{code}")
+    outcome = notebook.finish(message)
+    assert outcome.status == "ok", outcome.traceback
+    notebook.ok(f"{name} = _")
+    return message, outcome
+
+
+def state(outcome: Outcome) -> str:
+    """The last state that the handle's display showed."""
+    (shown,) = [data["text/plain"] for data in outcome.displays if data["text/plain"].startswith("cell [")]
+    return shown
+
+
+def value(notebook: Notebook, expression: str) -> str:
+    """What the notebook says of an expression."""
+    return notebook.ok(expression).displays[-1]["text/plain"]
+
+
+def test_it_returns_at_once_and_its_display_follows_it_to_the_end(notebook, gate):
+    message, outcome = start(notebook, GATE.format(gate=str(gate)) + "print('let go')", "handle")
+    assert outcome.seconds < 1
+    assert state(outcome) == f"cell [{outcome.count}] on ranks 0-1: running"
+    assert len(outcome.displays) == 1, "one display, not a second one that stands still"
+    assert "text/html" in outcome.displays[0]
+    gate.touch()
+    notebook.follow(message, outcome, lambda o: "ok after" in state(o))
+    assert outcome.stdout == "[0-1] let go\n", "what it prints comes into its own cell"
+
+
+def test_output_flows_into_its_cell_while_other_cells_run(notebook, gate):
+    message, outcome = start(
+        notebook, "print('early')\n" + GATE.format(gate=str(gate)) + "print('late')", "handle", options="--ranks 0"
+    )
+    notebook.follow(message, outcome, lambda o: "[0] early" in o.stdout)
+    between = notebook.ok("%%distributed --ranks 1\nprint('other rank')")
+    assert between.text == "[1] other rank\n"
+    gate.touch()
+    notebook.follow(message, outcome, lambda o: "ok after" in state(o))
+    assert outcome.stdout == "[0] early\n[0] late\n"
+
+
+def test_every_display_of_the_handle_is_live(notebook, gate):
+    start(notebook, GATE.format(gate=str(gate)), "handle")
+    message = notebook.send("handle")
+    again = notebook.finish(message)
+    assert "running" in state(again)
+    gate.touch()
+    notebook.ok("handle.wait()")
+    assert "ok after" in state(notebook.ok("handle"))
+
+
+def test_wait_returns_the_result(notebook, gate):
+    start(notebook, GATE.format(gate=str(gate)) + "print('text'); rank * 2", "handle")
+    assert value(notebook, "handle.result is None, handle.state") == "(True, 'running')"
+    gate.touch()
+    assert value(notebook, "r = handle.wait()\nr.ok, r.stdout, r.text(1)") == (
+        "(True, {0: 'text\\n', 1: 'text\\n'}, '2')"
+    )
+    assert value(notebook, "handle.result is r, handle.state") == "(True, 'ok')"
+    assert value(notebook, "handle.wait() is r") == "True", "also a second time"
+
+
+def test_out_has_the_result_once_it_is_there(notebook):
+    start(notebook, "rank + 5", "handle", options="--out later")
+    notebook.ok("handle.wait()")
+    assert value(notebook, "later.text(0), later is handle.result") == "('5', True)"
+
+
+def test_wait_has_patience(notebook, gate):
+    start(notebook, GATE.format(gate=str(gate)), "handle")
+    outcome = notebook.run("handle.wait(0.2)")
+    assert (outcome.status, outcome.ename) == ("error", "TimeoutError")
+    assert "it goes on" in outcome.evalue
+    gate.touch()
+    notebook.ok("handle.wait(20)")
+
+
+def test_an_error_is_shown_in_its_cell_and_raised_by_wait(notebook):
+    message, outcome = start(notebook, "def f(): return 1 / 0\nf()", "handle", options="--ranks 1")
+    notebook.follow(message, outcome, lambda o: "rank 1: ZeroDivisionError" in o.stderr and "error after" in state(o))
+    assert f"In[{outcome.count}]" in re.sub(r"\x1b\[[0-9;]*m", "", outcome.stderr)
+    waited = notebook.run("handle.wait()")
+    assert (waited.status, waited.ename) == ("error", "ZeroDivisionError")
+    assert "rank 1: ZeroDivisionError" in waited.traceback
+    assert "handle.py" not in waited.traceback, "the ranks' frames, not ours"
+    assert value(notebook, "handle.state") == "'error'"
+
+
+def test_interrupt_ends_it(notebook):
+    message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle")
+    notebook.ok("handle.interrupt()")
+    notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=3)
+    waited = notebook.run("handle.wait()")
+    assert (waited.status, waited.ename) == ("error", "KeyboardInterrupt")
+
+
+def test_the_stop_button_during_wait_interrupts_it(notebook):
+    start(notebook, "print('begun')\nimport time\ntime.sleep(60)", "handle")
+    message = notebook.send("print('waiting', flush=True)\nhandle.wait()")
+    pressed = []
+
+    def press(outcome):
+        if "waiting" in outcome.stdout and not pressed:
+            pressed.append(notebook.interrupt())
+
+    outcome = notebook.finish(message, seen=press, timeout=20)
+    assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
+    assert value(notebook, "handle.state") == "'interrupted'"
+
+
+def test_timeout_holds_in_the_background(notebook):
+    message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle", options="--timeout 0.3")
+    notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=5)
+    assert notebook.run("handle.wait()").ename == "CellTimeout"
+
+
+def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, gate):
+    first, one = start(notebook, GATE.format(gate=str(gate)) + "order = ['one']\nprint('one')", "one")
+    second, two = start(notebook, "order.append('two')\nprint('two')", "two", options="--ranks 1")
+    third, three = start(notebook, "order.append('three')\nprint('three')", "three", options="--ranks 1")
+    assert state(two) == f"cell [{two.count}] on rank 1: queued, waiting for rank 1"
+    assert "queued" in state(three)
+    status = notebook.ok("%distributed status").text
+    assert f"cell [{two.count}] is queued" in status and f"cell [{three.count}] is queued" in status
+    assert f"cell [{one.count}]" in status
+    gate.touch()
+    last = notebook.ok("%%distributed --ranks 1\nprint(order)")
+    assert last.stdout == "[1] ['one', 'two', 'three']\n"
+    assert f"cell [{last.count}] is queued: it waits for rank 1" in last.stderr
+    for message, outcome, word in ((first, one, "one"), (second, two, "two"), (third, three, "three")):
+        notebook.follow(message, outcome, lambda o: "ok after" in state(o))
+        assert word in outcome.stdout
+
+
+def test_a_free_rank_does_not_overtake_for_a_cell_that_wants_both(notebook, gate):
+    start(notebook, GATE.format(gate=str(gate)) + "seen = ['first']", "first", options="--ranks 0")
+    notebook.ok("%%distributed --ranks 1\nseen = []")
+    start(notebook, "seen.append('both')", "both")
+    start(notebook, "seen.append('after')", "after", options="--ranks 1")
+    assert value(notebook, "both.state, after.state") == "('queued', 'queued')"
+    gate.touch()
+    assert notebook.ok("%%distributed\nprint(seen)").stdout == "[0] ['first', 'both']\n[1] ['both', 'after']\n"
+
+
+def test_a_queued_cell_can_be_taken_back(notebook, gate):
+    start(notebook, GATE.format(gate=str(gate)), "running")
+    message, outcome = start(notebook, "print('never')", "waiting")
+    notebook.ok("waiting.interrupt()")
+    notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=3)
+    assert value(notebook, "running.state") == "'running'"
+    gate.touch()
+    notebook.ok("running.wait()")
+    assert "never" not in outcome.text
+
+
+def test_questions_are_answered_while_somebody_waits(notebook):
+    start(notebook, "name = input('who? ')\nprint('hello', name)", "handle", options="--ranks 1 --out told")
+    outcome = notebook.run("handle.wait()", answers=["you"])
+    assert outcome.status == "ok"
+    assert [o["prompts"] for o in outcome.outputs if o["type"] == "prompts"] == [["[1] who? "]]
+    assert value(notebook, "told.stdout[1]") == "'hello you\\n'"
+
+
+def test_quiet_shows_the_handle_only(notebook):
+    message, outcome = start(notebook, "print('hidden')", "handle", options="--quiet")
+    notebook.follow(message, outcome, lambda o: "ok after" in state(o))
+    assert outcome.stdout == ""
+
+
+def test_distributed_interrupt_reaches_it(notebook):
+    message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle", options="--ranks 1")
+    assert "interrupted rank 1" in notebook.ok("%distributed interrupt 1").stdout
+    notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=3)
+
+
+def test_stop_ends_it_and_keeps_what_had_ended(notebook):
+    start(notebook, "rank", "done")
+    notebook.ok("done.wait()")
+    message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle")
+    notebook.ok("%distributed stop")
+    notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=3)
+    assert "still runs" not in outcome.text
+    assert notebook.run("handle.wait()").ename == "KeyboardInterrupt"
+    assert value(notebook, "done.wait().text(1)") == "'1'"

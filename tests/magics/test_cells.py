@@ -1,0 +1,319 @@
+"""What a cell on the ranks can do: everything that a cell in the notebook can."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+CONTRACT = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+
+
+# Which ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("selection", "label"),
+    [("0", "[0]"), ("1", "[1]"), ("0,1", "[0-1]"), ("0-1", "[0-1]"), ("0:2:2", "[0]"), ("1:", "[1]")],
+)
+def test_ranks_selects_who_runs_the_cell(notebook, selection, label):
+    assert notebook.ok(f"%%distributed --ranks {selection}\nprint('me')").stdout == f"{label} me\n"
+
+
+def test_all_and_main_are_selections_too(notebook):
+    assert notebook.ok("%%distributed --ranks all\nprint('me')").stdout == "[0-1] me\n"
+    assert notebook.ok("%%distributed --ranks main\nprint('me')").stdout == "[0] me\n"
+
+
+@pytest.mark.parametrize("selection", ["2", "0-7", "five", "1-0", "0:2:0", "9:"])
+def test_ranks_that_are_not_there_are_one_line_that_names_those_that_are(notebook, selection):
+    outcome = notebook.run(f"%%distributed --ranks {selection}\nprint('me')")
+    assert (outcome.status, outcome.stdout) == ("error", "")
+    assert outcome.stderr.count("\n") == 1
+    assert "valid ranks are 0-1" in outcome.stderr or "forms: 0" in outcome.stderr
+
+
+def test_an_unknown_option_is_one_line_that_names_the_valid_ones(notebook):
+    outcome = notebook.run("%%distributed --rank 1\nprint('me')")
+    assert (outcome.status, outcome.stdout) == ("error", "")
+    assert outcome.stderr.count("\n") == 1
+    for option in ("--ranks", "--background", "--out", "--timeout", "--quiet"):
+        assert option in outcome.stderr
+
+
+@pytest.mark.parametrize("body", ["", "\n", "\n   \n\n"])
+def test_an_empty_cell_is_one_line(notebook, body):
+    outcome = notebook.run("%%distributed" + body)
+    assert outcome.status == "error"
+    assert outcome.stderr.count("\n") == 1
+    assert "empty" in outcome.stderr
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def test_out_keeps_the_result_under_its_name(notebook):
+    notebook.ok("%%distributed --out kept\nprint('text'); rank * 10")
+    told = notebook.ok("kept.ok, kept.ranks, kept.stdout, [kept.text(r) for r in kept.ranks]").displays[-1]
+    assert told["text/plain"] == "(True, (0, 1), {0: 'text\\n', 1: 'text\\n'}, ['0', '10'])"
+
+
+def test_out_keeps_the_result_of_a_cell_that_failed_too(notebook):
+    assert notebook.run("%%distributed --out failed\nif rank: 1 / 0").status == "error"
+    told = notebook.ok("failed.status, failed[0].status, failed[1].error.name").displays[-1]
+    assert told["text/plain"] == "('error', 'ok', 'ZeroDivisionError')"
+
+
+def test_out_wants_a_name(notebook):
+    outcome = notebook.run("%%distributed --out 1st\nprint('me')")
+    assert (outcome.status, outcome.stdout) == ("error", "")
+    assert "'1st' is no name for a variable" in outcome.stderr
+
+
+def test_quiet_shows_nothing(notebook):
+    outcome = notebook.ok("%%distributed --quiet --out silent\nimport sys\nprint(1); print(2, file=sys.stderr); 3")
+    assert outcome.outputs == []
+    told = notebook.ok("silent.stdout[1], silent.stderr[1], silent.text(1)").displays[-1]
+    assert told["text/plain"] == "('1\\n', '2\\n', '3')"
+
+
+def test_quiet_shows_errors_all_the_same(notebook):
+    outcome = notebook.run("%%distributed --quiet\nprint('hidden')\n1 / 0")
+    assert (outcome.status, outcome.ename) == ("error", "ZeroDivisionError")
+    assert "ranks 0-1: ZeroDivisionError" in outcome.traceback
+
+
+def test_timeout_interrupts_the_cell_and_says_so(notebook):
+    outcome = notebook.run("%%distributed --timeout 0.3\nimport time\ntime.sleep(60)")
+    assert (outcome.status, outcome.ename) == ("error", "CellTimeout")
+    assert "--timeout 0.3" in outcome.traceback
+    assert 0.3 <= outcome.seconds < 3
+
+
+def test_a_cell_that_is_in_time_is_none_of_the_timeouts_business(notebook):
+    assert notebook.ok("%%distributed --timeout 30\nprint('in time')").stdout == "[0-1] in time\n"
+
+
+# The namespace -------------------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_names_are_there(notebook):
+    outcome = notebook.ok(
+        "%%distributed\n"
+        "assert isinstance(rank, int) and rank == local_rank and world_size == 2\n"
+        "assert isinstance(device, torch.device) and torch.__name__ == 'torch'\n"
+        "assert dist is torch.distributed\n"
+        "rank, device.type"
+    )
+    assert outcome.displays[0]["text/plain"] == "[0] (0, 'cpu')"
+    assert outcome.displays[1]["text/plain"] == "[1] (1, 'cpu')"
+
+
+def test_the_process_group_is_up(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nt = torch.ones(2) * (rank + 1)\ndist.all_reduce(t)\nprint(t.tolist(), dist.get_world_size())"
+    )
+    assert outcome.stdout == "[0-1] [3.0, 3.0] 2\n"
+
+
+def test_torchs_environment_contract_is_kept(notebook):
+    outcome = notebook.ok(
+        f"%%distributed\nimport os\nvalues = {{name: os.environ[name] for name in '{CONTRACT}'.split()}}\n"
+        "assert (int(values['RANK']), int(values['LOCAL_RANK'])) == (rank, rank)\n"
+        "print(values['WORLD_SIZE'], values['LOCAL_WORLD_SIZE'], values['GROUP_RANK'], values['MASTER_ADDR'])\n"
+        "print(values['MASTER_PORT'].isdigit())"
+    )
+    assert outcome.stdout == "[0-1] 2 2 0 127.0.0.1\n[0-1] True\n"
+
+
+def test_the_hosts_cores_are_shared_out_as_threads(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nimport os\n"
+        "wanted = max(1, len(os.sched_getaffinity(0)) // world_size)\n"
+        "print(torch.get_num_threads() == wanted, int(os.environ['OMP_NUM_THREADS']) == wanted)"
+    )
+    assert outcome.stdout == "[0-1] True True\n"
+
+
+def test_variables_imports_and_functions_persist(notebook):
+    notebook.ok("%%distributed\nimport math\nkept = rank + 1\ndef twice(x):\n    return 2 * x * kept")
+    assert notebook.ok("%%distributed\nprint(twice(math.floor(3.5)))").stdout == "[0] 6\n[1] 12\n"
+
+
+def test_classes_defined_in_a_cell_can_be_pickled(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nimport pickle\nclass Point:\n    def __init__(self, x): self.x = x\n"
+        "print(pickle.loads(pickle.dumps(Point(3))).x)"
+    )
+    assert outcome.stdout == "[0-1] 3\n"
+
+
+def test_the_notebooks_own_namespace_is_another(notebook):
+    notebook.ok("%%distributed\nonly_there = 1")
+    assert notebook.run("only_there").ename == "NameError"
+
+
+# Rich output ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_expression_is_shown(notebook):
+    assert notebook.ok("%%distributed\nx = 20\nx + 1").displays == [{"text/plain": "[0-1] 21"}]
+
+
+def test_a_semicolon_or_an_assignment_shows_nothing(notebook):
+    assert notebook.ok("%%distributed\nx = 20\nx + 1;").outputs == []
+    assert notebook.ok("%%distributed\nx + 2;  # not now").outputs == []
+    assert notebook.ok("%%distributed\nx = 20").outputs == []
+
+
+def test_what_is_no_python_does_not_confuse_the_last_expression(notebook):
+    outcome = notebook.ok("%%distributed\n!echo it\\'s; true\nx = 'a;'\nx")
+    assert outcome.text == "[0-1] it's\n[0-1] 'a;'\n"
+
+
+def test_a_figure_arrives_as_an_image(notebook):
+    outcome = notebook.ok(
+        "%%distributed --ranks 1\n%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2])\nplt.show()"
+    )
+    images = [base64.b64decode(data["image/png"]) for data in outcome.displays if "image/png" in data]
+    assert len(images) == 1 and images[0].startswith(b"\x89PNG")
+    assert any("[1]" in data["text/plain"] for data in outcome.displays)
+
+
+def test_a_figure_is_shown_at_the_end_of_its_cell_without_being_asked_for(notebook):
+    outcome = notebook.ok("%%distributed --ranks 0\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    assert sum("image/png" in data for data in outcome.displays) == 1
+    assert notebook.ok("%%distributed --ranks 0\nprint('and is gone')").displays == []
+
+
+def test_a_data_frame_arrives_as_html(notebook):
+    outcome = notebook.ok("%%distributed\nimport pandas\npandas.DataFrame({'a': [1, 2], 'b': ['x', 'y']})")
+    (table,) = outcome.displays
+    assert "<table" in table["text/html"]
+    assert "[0-1]" in table["text/html"] and table["text/plain"].startswith("[0-1] ")
+
+
+def test_display_shows_in_its_place_between_prints(notebook):
+    outcome = notebook.ok("%%distributed --ranks 0\nprint('before'); display({'k': 1}); print('after')")
+    assert outcome.text == "[0] before\n[0] {'k': 1}\n[0] after\n"
+
+
+def test_html_and_svg_pass_as_they_are(notebook):
+    outcome = notebook.ok(
+        "%%distributed --ranks 0\nfrom IPython.display import HTML, SVG\n"
+        "display(HTML('<b>bold</b>'))\ndisplay(SVG('<svg xmlns=\"http://www.w3.org/2000/svg\"></svg>'))"
+    )
+    assert any("<b>bold</b>" in data.get("text/html", "") for data in outcome.displays)
+    assert any("<svg" in data.get("image/svg+xml", "") for data in outcome.displays)
+
+
+def test_a_display_id_can_be_updated_from_a_later_cell(notebook):
+    shown = notebook.ok("%%distributed\nhandle = display(f'one {rank}', display_id=True)")
+    assert [data["text/plain"] for data in shown.displays] == ["[0] 'one 0'", "[1] 'one 1'"]
+    ids = [output["id"] for output in shown.outputs]
+    assert len(set(ids)) == 2 and None not in ids
+    later = notebook.ok("%%distributed --ranks 1\nhandle.update('two')")
+    (update,) = [each for each in later.messages if each["msg_type"] == "update_display_data"]
+    assert update["content"]["transient"]["display_id"] == ids[1]
+    assert update["content"]["data"]["text/plain"] == "[1] 'two'"
+
+
+def test_a_display_that_is_updated_within_its_cell_ends_in_its_last_state(notebook):
+    outcome = notebook.ok(
+        "%%distributed --ranks 0\nh = display(0, display_id=True)\nfor i in range(1, 200): h.update(i)"
+    )
+    assert [data["text/plain"] for data in outcome.displays] == ["[0] 199"]
+
+
+def test_clear_output_clears(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nfrom IPython.display import clear_output\n"
+        "for i in range(5):\n    clear_output(wait=True)\n    print('step', i)"
+    )
+    assert outcome.cleared
+    assert outcome.text == "[0-1] step 4\n"
+
+
+# IPython -------------------------------------------------------------------------------------------------------------
+
+
+def test_await_works_at_the_top_of_a_cell(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nimport asyncio\nasync def soon(x):\n    await asyncio.sleep(0.01)\n    return x\n"
+        "values = await asyncio.gather(soon(1), soon(rank))\nprint(values)\nawait soon('shown')"
+    )
+    assert outcome.stdout == "[0] [1, 0]\n[1] [1, 1]\n"
+    assert outcome.displays[-1]["text/plain"].endswith("'shown'")
+
+
+def test_timeit_and_time_work(notebook):
+    outcome = notebook.ok("%%distributed --ranks 0\n%timeit -n 5 -r 2 sum(range(10))\n%time x = 1")
+    assert "loops each" in outcome.stdout and "Wall time" in outcome.stdout
+    outcome = notebook.ok("%%distributed --ranks 0\n%%time\ny = 2\nprint(y)")
+    assert "[0] 2" in outcome.stdout and "Wall time" in outcome.stdout
+    assert notebook.ok("%%distributed --ranks 0\nprint(x, y)").stdout == "[0] 1 2\n"
+
+
+def test_matplotlib_inline_is_accepted(notebook):
+    assert notebook.ok("%%distributed\n%matplotlib inline\nprint('fine')").stdout == "[0-1] fine\n"
+
+
+def test_a_question_mark_shows_help(notebook):
+    outcome = notebook.ok("%%distributed --ranks 0\ndef documented():\n    'Says what it does.'\n\n?documented")
+    assert "Says what it does." in outcome.text
+
+
+def test_who_does_not_list_what_was_there_before(notebook):
+    notebook.ok("%distributed restart 1")
+    assert "empty" in notebook.ok("%%distributed --ranks 1\n%who").stdout
+
+
+# ! -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_keeps_its_place_between_prints(notebook):
+    outcome = notebook.ok("%%distributed\nprint('before')\n!echo middle\nprint('after')")
+    assert outcome.stdout == "[0-1] before\n[0-1] middle\n[0-1] after\n"
+
+
+def test_a_commands_exit_code_is_kept(notebook):
+    assert notebook.ok("%%distributed\n!exit 3\nprint(_exit_code)").stdout == "[0-1] 3\n"
+    assert notebook.ok("%%distributed\n!true\nprint(_exit_code)").stdout == "[0-1] 0\n"
+
+
+def test_a_command_sees_the_cells_variables(notebook):
+    assert notebook.ok("%%distributed\nword = f'rank {rank}'\n!echo {word} $word").stdout == (
+        "[0] rank 0 rank 0\n[1] rank 1 rank 1\n"
+    )
+
+
+def test_a_command_is_shown_while_it_runs(notebook, tmp_path):
+    gate = tmp_path / "gate"
+    message = notebook.send(
+        f"%%distributed --ranks 0\n!echo started; while [ ! -e {gate} ]; do sleep 0.02; done; echo opened"
+    )
+
+    def open_gate(outcome):
+        if outcome.stdout == "[0] started\n":
+            gate.touch()
+
+    outcome = notebook.finish(message, seen=open_gate, timeout=20)
+    assert gate.exists()
+    assert outcome.stdout == "[0] started\n[0] opened\n"
+
+
+def test_what_a_commands_children_print_is_heard(notebook):
+    outcome = notebook.ok(
+        "%%distributed --ranks 1\n!sh -c 'echo grandchild; echo its error >&2' | cat; (echo backgrounded &) ; wait"
+    )
+    assert "[1] grandchild\n" in outcome.stdout and "[1] backgrounded\n" in outcome.stdout
+    assert outcome.stderr == "[1] its error\n"
+
+
+def test_a_commands_output_can_be_assigned(notebook):
+    outcome = notebook.ok("%%distributed\nlines = !printf 'a\\nb\\n'; exit 4\nprint(lines, lines.n, _exit_code)")
+    assert outcome.stdout == "[0-1] ['a', 'b'] a\n[0-1] b 4\n"
+
+
+def test_a_bash_cell_runs_on_the_ranks(notebook):
+    assert notebook.ok("%%distributed\n%%bash\necho $RANK").stdout == "[0] 0\n[1] 1\n"
