@@ -8,6 +8,7 @@ notebook is gone: every rank's session is killed, the cluster's folders are remo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rankbook.messages import (
@@ -86,10 +88,9 @@ class Forkserver:
         while not self._stream.closed:
             readable = self._wait(0.05 if preload else 1.0)
             if not readable and preload and not self._children:
-                self._preload(preload.pop(0))
-            if (
-                os.getppid() != self._notebook
-            ):  # the socket says so too, unless a child of the notebook has a copy of it
+                with _watching(self._stream, self._notebook, self._folders):
+                    self._preload(preload.pop(0))
+            if os.getppid() != self._notebook:  # the socket says so too, unless the notebook's child has a copy
                 break
             for message in self._stream.read():
                 self._handle(message)
@@ -179,7 +180,8 @@ class Forkserver:
         host.die_with_parent()
         os.setsid()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
         for descriptor in (self._live_write, self._signal_read, self._signal_write):
             os.close(descriptor)
         self._stream.close()
@@ -245,26 +247,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     host.adopt_orphans()
     stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
-    _watch_while_importing(stream, notebook)
-    import torch
-    import torch.distributed
+    with _watching(stream, notebook, ()):
+        import torch
+        import torch.distributed
 
-    from rankbook.rank import main as rank_main
+        from rankbook.rank import main as rank_main
 
-    rank_main.prepare()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        rank_main.prepare()
     stream.send(
         ForkserverUp(torch=str(torch.__version__), python=sys.version.split()[0], seconds=time.perf_counter() - began)
     )
     Forkserver(stream, notebook).serve()
 
 
-def _watch_while_importing(stream: MessageStream[ToForkserver], notebook: int) -> None:
-    """End the process within a moment of the notebook's end, although nobody serves the stream yet."""
+@contextlib.contextmanager
+def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple[str, ...]) -> Iterator[None]:
+    """Within it, while nobody serves the stream, the process still ends within a moment of the notebook's end."""
 
     def look(_number: int, _frame: object) -> None:
         if os.getppid() != notebook or host.hung_up(stream.fileno()):
+            _remove(folders)
             for message in stream.read():
                 if isinstance(message, OpenCluster):
                     _remove(message.folders)
@@ -273,6 +275,10 @@ def _watch_while_importing(stream: MessageStream[ToForkserver], notebook: int) -
     signal.signal(signal.SIGALRM, look)
     signal.siginterrupt(signal.SIGALRM, False)  # what imports do in C need not know
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,9 @@ def test_interrupt_ends_it(notebook):
 
 def test_the_stop_button_during_wait_interrupts_it(notebook):
     start(notebook, "print('begun')\nimport time\ntime.sleep(60)", "handle")
-    message = notebook.send("print('waiting', flush=True)\nhandle.wait()")
+    message = notebook.send(
+        "import threading\nthreading.Timer(0.3, print, ['waiting']).start()\nhandle.wait()"
+    )  # pressed any earlier, it may come before the wait
     pressed = []
 
     def press(outcome):

@@ -208,7 +208,8 @@ def test_a_rank_is_given_the_notebooks_folder_environment_and_path(home):
     environment.pop(b"HOME", None)
     home.fork(cwd=str(home.folder), env=environment, path=("/somewhere", *sys.path))
     told = home.printed(
-        "import os, sys; print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], 'HOME' in os.environ, sys.path[0])"
+        "import os, sys\n"
+        "print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], 'HOME' in os.environ, sys.path[0])"
     )
     assert told == f"{home.folder} by the notebook b'\\xff' False /somewhere"
 
@@ -373,11 +374,21 @@ def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
     home.end()
 
 
-def test_when_the_notebook_is_gone_before_torch_is_imported_the_forkserver_ends_at_once(tmp_path):
-    (tmp_path / "torch.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(600)")
-    home = Home(environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+@pytest.mark.parametrize("module", ["torch", "matplotlib_inline.backend_inline"])
+def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_it_first(tmp_path, module):
+    *packages, name = module.split(".")
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
     begun = tmp_path / "begun"
-    wait_until(begun.exists, timeout=SOON, what="the import")
+    sleeper = f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)"
+    tmp_path.joinpath(*packages, f"{name}.py").write_text(sleeper)
+    home = Home(environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    home.stream.send(OpenCluster(folders=(str(sockets),)))
+    wait_until(begun.exists, timeout=30, what="the import")
     home.stream.close()
     wait_until(lambda: home.process.poll() is not None, timeout=2, what="the forkserver's end")
+    assert not sockets.exists()
     home.end()
