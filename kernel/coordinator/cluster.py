@@ -5,8 +5,9 @@ Owns: `Cluster` and what its methods promise. Refuses: decisions (state.py) and 
 
 from __future__ import annotations
 
+import keyword
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,10 +18,10 @@ from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.state import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
-from rankbook.errors import BadRequest, LostRank
+from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
 from rankbook.messages import Assign, CallFunction, Fetch, Message, RunCell, Stack
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.results import CellResult
+from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, pack, unpack
 
 START_TIMEOUT = 180.0
@@ -103,9 +104,7 @@ class Cluster:
         with held_interrupts():
             cell = self.submit_code(code, number=0, ranks=ranks, sink=sink)
             self.wait(cell, timeout=timeout)
-        assert cell.result is not None
-        cell.result.raise_for_status()
-        return cell.result
+        return self._check(cell)
 
     def apply(
         self,
@@ -126,9 +125,7 @@ class Cluster:
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Put the variables `values` on `ranks`. One copy in shared memory serves all ranks."""
-        bad = [name for name in values if not name.isidentifier()]
-        if bad:
-            raise BadRequest(f"{bad[0]!r} is no name for a variable")
+        _check_names(values)
         packed = pack(dict(values), store=self._segments)
         self._exchange(packed, Assign, ranks, timeout, "a push")
 
@@ -148,8 +145,10 @@ class Cluster:
         chosen = self.select(ranks)
         if len(values) != len(chosen):
             raise BadRequest(f"scatter: {len(values)} values for {len(chosen)} ranks ({format_ranks(chosen)})")
-        packed = [pack({name: value}, store=self._segments) for value in values]
+        _check_names((name,))
+        packed: list[Packed] = []
         try:
+            packed += (pack({name: value}, store=self._segments) for value in values)
             tasks = {
                 rank: (lambda cell, p=each: Assign(cell=cell, payload=p.payload), each.frames)
                 for rank, each in zip(chosen, packed, strict=True)
@@ -291,10 +290,9 @@ class Cluster:
         with held_interrupts():
             cell = self._submit(tasks, number=0, sink=None, label=label)
             self.wait(cell, timeout=timeout)
-        assert cell.result is not None
         folder = self._segments.folder
         try:
-            cell.result.raise_for_status()
+            self._check(cell)
         except BaseException:
             for payload, _ in cell.values.values():
                 for buffer in payload.buffers:
@@ -307,6 +305,20 @@ class Cluster:
             else None
             for rank in cell.ranks
         }
+
+    def _check(self, cell: Cell) -> CellResult:
+        """The cell's result. Raises what went wrong."""
+        result = cell.result
+        assert result is not None
+        if result.ok:
+            return result
+        story = describe_errors(result.outcomes, plain=True)
+        if cell.timed_out is not None:
+            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
+        if self.stopped:
+            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{story}")
+        result.raise_for_status()
+        return result
 
     def _submit(
         self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], *, number: int, sink: Sink | None, label: str
@@ -336,3 +348,9 @@ class Cluster:
         for each in packed:
             for segment in each.segments:
                 self._segments.discard(segment)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise BadRequest(f"{name!r} is no name for a variable")

@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import types
@@ -21,6 +22,9 @@ from rankbook.transport.link import RankLink
 
 READ_EVERY = 0.01
 """Seconds between two reads of the pipes: each costs the main thread a turn of the interpreter lock."""
+
+_SOON = 0.005
+"""Seconds until an interrupt that came at an impossible moment comes again."""
 
 Task = tuple[ToRank, list[memoryview]]
 
@@ -37,6 +41,15 @@ class Interrupts:
         self._shields = 0
         self._held = False
         self.delivered = False
+        self._tell_unraisable = sys.unraisablehook
+
+    def guard(self) -> None:
+        """Let no interrupt be lost where Python cannot raise one: in a fork's hooks, in a destructor.
+
+        Each start of a DataLoader worker is such a moment, and a hook that is left half way keeps its lock.
+        """
+        sys.unraisablehook = self._on_unraisable
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
@@ -58,9 +71,13 @@ class Interrupts:
         with self._lock:
             self._target = cell
             running = self._armed == cell
-        if running and os.getsid(0) == os.getpid():
+        if running:
+            self._signal()
+
+    def _signal(self) -> None:
+        if os.getsid(0) == os.getpid():
             os.killpg(0, signal.SIGINT)  # what the cell has started hears it too, as below a terminal
-        elif running:
+        else:
             signal.pthread_kill(self._main, signal.SIGINT)
 
     def arm(self, cell: int) -> None:
@@ -90,6 +107,37 @@ class Interrupts:
             self._held = True
         else:
             raise KeyboardInterrupt
+
+
+    def _before_fork(self) -> None:
+        if threading.get_ident() == self._main:
+            self._shields += 1
+
+    def _after_fork(self) -> None:
+        if threading.get_ident() == self._main:
+            self._shields -= 1
+            if self._held and not self._shields:
+                self._held = False
+                self._again()
+
+    def _in_child(self) -> None:
+        if threading.get_ident() == self._main:
+            self._shields -= 1
+            self._held = False
+
+    def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is KeyboardInterrupt and threading.get_ident() == self._main and self._armed is not None:
+            self._again()
+        else:
+            self._tell_unraisable(lost)
+
+    def _again(self) -> None:
+        """Interrupt the cell once more, in a moment, and with it the children that it has by then."""
+        cell = self._armed
+        if cell is not None:
+            timer = threading.Timer(_SOON, self.request, (cell,))
+            timer.daemon = True
+            timer.start()
 
 
 class Control(threading.Thread):

@@ -86,7 +86,7 @@ class Executor:
                 self._interrupts.disarm()
         except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
             error = caught
-        if self._interrupts.delivered and isinstance(error, (CalledProcessError, BdbQuit)):  # from %%bash, a debugger
+        if self._interrupts.delivered and error is not None and _is_aftermath(error):
             error = KeyboardInterrupt().with_traceback(error.__traceback__)
         if self._forked:  # user code forked, and the child came out of the cell
             os._exit(1)
@@ -206,6 +206,12 @@ def _cell_of(message: ToRank) -> int:
 def _near(name: str, names: list[str]) -> str:
     near = get_close_matches(name, names, n=3)
     return f"; near: {', '.join(near)}" if near else ""
+
+
+def _is_aftermath(error: BaseException) -> bool:
+    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it first."""
+    of_workers = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+    return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
 
 
 def _cancel_leftovers() -> None:

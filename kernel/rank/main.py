@@ -105,6 +105,7 @@ def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int],
         },
         interactive=False,
     )
+    interrupts.guard()
     interrupts.arm(0)
     interrupts.disarm()
     control.start()

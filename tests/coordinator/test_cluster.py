@@ -1,0 +1,585 @@
+"""The Python API in a plain process: real ranks, no kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tests.conftest import wait_until
+
+import rankbook
+from rankbook import (
+    BadRequest,
+    CellError,
+    CellTimeout,
+    Cluster,
+    ClusterStopped,
+    LostRank,
+    NoCluster,
+    StartError,
+    TransferError,
+)
+from rankbook.launch import local
+
+REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
+
+
+def own_folders() -> set[Path]:
+    places = {Path(tempfile.gettempdir()), Path("/dev/shm"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")}
+    return {folder for place in places for folder in place.glob(f"rankbook-*-{os.getpid()}-*")}
+
+
+def children() -> set[int]:
+    return {each.pid for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE}
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("rankbook")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process, folder, thread or descriptor of this module's clusters is left at its end."""
+    before = children()
+    local.warm_up()
+    yield
+    rankbook.stop()
+    wait_until(lambda: not own_folders(), timeout=2, what="the folders' end")
+    wait_until(lambda: not threads(), timeout=2, what="the threads' end")
+    wait_until(lambda: len(children() - before) <= 1, timeout=2, what="only the warm forkserver is left")
+    local.cool_down()
+    wait_until(lambda: children() <= before, timeout=2, what="the forkserver's end")
+
+
+@pytest.fixture(scope="module")
+def module_two(nothing_left: None) -> Iterator[Cluster]:
+    with Cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def two(module_two: Cluster) -> Iterator[Cluster]:
+    """Two ranks. A test leaves them idle, in one group, and without anything of its own in shared memory."""
+    yield module_two
+    dead = [each.rank for each in module_two.status() if each.state == "dead"]
+    if dead:
+        module_two.restart(dead)
+    assert module_two.run(REDUCE, timeout=20).text(0) == "1"
+    wait_until(lambda: not segments(module_two), timeout=2, what=f"no segments left: {segments(module_two)}")
+
+
+def segments(cluster: Cluster) -> list[str]:
+    """What lies in the cluster's shared memory, but for the sockets."""
+    folder = cluster._segments.folder
+    return [file.name for file in folder.iterdir() if not file.is_socket()]
+
+
+# run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_run_returns_what_each_rank_printed_and_its_last_expression(two):
+    result = two.run("print('hello from', rank)\nrank + 10")
+    assert result.ok
+    assert result.stdout == {0: "hello from 0\n", 1: "hello from 1\n"}
+    assert [result.text(rank) for rank in (0, 1)] == ["10", "11"]
+
+
+def test_variables_imports_and_functions_stay(two):
+    two.run("import math\nkept = [1]\ndef double(x):\n    return 2 * x * len(kept)")
+    two.run("kept.append(2)")
+    assert two.run("double(math.floor(3.5))").text(1) == "12"
+
+
+def test_run_on_some_ranks_leaves_the_others_alone(two):
+    for selection in (1, "1", [1], (1,), range(1, 2), "1:2"):
+        result = two.run("print('here')", ranks=selection)
+        assert result.ranks == (1,)
+
+
+@pytest.mark.parametrize("selection", [2, "0-7", [], "everyone", -1, [0, 9]])
+def test_ranks_that_are_not_there_are_named_with_those_that_are(two, selection):
+    with pytest.raises(BadRequest, match="0-1") as told:
+        two.run("1", ranks=selection)
+    assert "\n" not in str(told.value)
+
+
+def test_run_raises_the_ranks_error_with_its_traceback_also_as_the_built_in_type(two):
+    code = "def broken(n):\n    return [][n]\nif rank == 1:\n    broken(5)"
+    with pytest.raises(IndexError) as told:
+        two.run(code)
+    error = told.value
+    assert isinstance(error, CellError)
+    assert set(error.errors) == {1}
+    assert error.errors[1].name == "IndexError"
+    text = str(error)
+    assert "rank 1: IndexError: list index out of range" in text
+    assert "return [][n]" in text
+    assert "broken(5)" in text
+    assert "rank 0 finished" in text
+    assert "\x1b" not in text
+
+
+def test_each_distinct_error_is_told_once_with_its_ranks(two):
+    with pytest.raises(ValueError, match="(?s)rank 0: ValueError: zero.*rank 1: KeyError: 'one'"):
+        two.run("if rank == 0:\n    raise ValueError('zero')\n{}['one']")
+    with pytest.raises(ZeroDivisionError) as told:
+        two.run("1 / 0")
+    assert str(told.value).count("ranks 0-1: ZeroDivisionError") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("x = = 1", SyntaxError),
+        ("import no_such_module", ModuleNotFoundError),
+        ("raise StopIteration('end')", CellError),
+        ("raise UnicodeDecodeError('utf-8', b'', 0, 1, 'odd')", CellError),
+        ("class Own(Exception): pass\nraise Own('mine')", CellError),
+        ("raise SystemExit(3)", CellError),
+        ("assert rank > 5, 'small'", AssertionError),
+        ("open('/no/such/file')", FileNotFoundError),
+    ],
+)
+def test_whatever_a_cell_raises_arrives_and_the_ranks_stay(two, code, kind):
+    with pytest.raises(kind) as told:
+        two.run(code)
+    assert isinstance(told.value, CellError)
+    assert two.run("1").ok
+
+
+def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(two):
+    began = time.monotonic()
+    with pytest.raises(CellTimeout, match=r"0\.3 s") as told:
+        two.run("import time\nif rank == 1:\n    time.sleep(600)", timeout=0.3)
+    assert 0.3 <= time.monotonic() - began < 3
+    assert isinstance(told.value, TimeoutError)
+    assert "rank 1: KeyboardInterrupt" in str(told.value)
+    assert two.run("1", timeout=10).ok
+
+
+def test_a_timeout_that_is_not_reached_does_nothing(two):
+    assert two.run("import time; time.sleep(0.05)", timeout=30).ok
+    assert two.apply(lambda: 1, timeout=30) == [1, 1]
+
+
+def press_ctrl_c_when(condition) -> threading.Thread:
+    """Interrupt the main thread once the condition holds."""
+
+    def press() -> None:
+        wait_until(condition, timeout=10, what="the moment to interrupt")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def running(cluster: Cluster):
+    return lambda: {each.state for each in cluster.status()} == {"running"}
+
+
+@pytest.mark.parametrize("how", ["run", "apply"])
+def test_an_interrupt_ends_what_the_ranks_run_and_is_raised_here(two, how):
+    presser = press_ctrl_c_when(running(two))
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        if how == "run":
+            two.run("import time\ntime.sleep(600)")
+        else:
+            two.apply(lambda: __import__("time").sleep(600))
+    assert time.monotonic() - began < 5
+    presser.join()
+    assert two.run("1", timeout=10).ok
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_cells_of_several_threads_take_turns(two):
+    two.run("seen = []")
+    workers = [threading.Thread(target=two.run, args=(f"seen.append({n})",)) for n in range(20)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    first, second = two.pull("seen")
+    assert sorted(first) == sorted(second) == list(range(20))
+
+
+def test_a_rank_that_dies_is_an_error_that_names_it_and_status_knows(two):
+    two.run("state = 'kept'")
+    with pytest.raises(LostRank, match="rank 1 exited with code 4 while running a call") as told:
+        two.run("import os\nif rank == 1:\n    os._exit(4)")
+    assert told.value.ranks == (1,)
+    alive, dead = two.status()
+    assert (alive.state, alive.loss) == ("idle", None)
+    assert (dead.state, dead.loss) == ("dead", "exited with code 4")
+    assert "1: dead" in repr(two)
+    for attempt in (
+        lambda: two.run("1"),
+        lambda: two.apply(int),
+        lambda: two.pull("state"),
+        lambda: two.push({"a": 1}),
+    ):
+        with pytest.raises(LostRank, match="restart") as told:
+            attempt()
+        assert told.value.ranks == (1,)
+        assert "\n" not in str(told.value)
+    assert two.pull("state", ranks=0) == ["kept"]
+    assert two.restart(1) == (1,)
+    assert two.run(REDUCE).text(0) == "1"
+
+
+def test_status_names_device_process_and_cell(two):
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: (two.run("import time; time.sleep(0.5)", ranks=0), done.set()))
+    worker.start()
+    wait_until(lambda: two.status()[0].state == "running", timeout=5, what="rank 0 runs")
+    busy, idle = two.status()
+    assert (busy.rank, busy.device, busy.cell) == (0, "cpu", "a call")
+    assert (idle.state, idle.cell) == ("idle", None)
+    assert psutil.Process(busy.pid).is_running()
+    worker.join(10)
+    assert done.is_set()
+    assert "<Cluster of 2 on cpu, gloo; 0: idle, 1: idle>" == repr(two)
+
+
+# apply --------------------------------------------------------------------------------------------------------------
+
+
+def test_apply_passes_arguments_and_returns_every_ranks_value_in_order(two):
+    two.run("import os; os.environ['OWN'] = str(rank)")
+    result = two.apply(lambda a, *, b: (a, b, __import__("os").environ["OWN"]), 1, b=[2])
+    assert result == [(1, [2], "0"), (1, [2], "1")]
+    assert two.apply(lambda: None, ranks=1) == [None]
+
+
+def test_apply_takes_closures_local_functions_and_classes_by_value(two):
+    factor = 7
+
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def scaled(self) -> Point:
+            return Point(self.x * factor)
+
+    def work(point: Point) -> Point:
+        return point.scaled()
+
+    results = two.apply(work, Point(6))
+    assert [result.x for result in results] == [42, 42]
+    assert all(type(result) is Point for result in results), "what comes back is of the class that was sent"
+
+
+def test_apply_raises_what_the_function_raises_with_the_line_it_was(two):
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    with pytest.raises(ZeroDivisionError, match="division by zero") as told:
+        two.apply(divide, 1, 0)
+    assert "return a / b" in str(told.value)
+    assert isinstance(told.value, CellError)
+
+
+def test_what_cannot_be_pickled_is_an_error_here_and_costs_nothing(two):
+    lock = threading.Lock()
+    with pytest.raises(TransferError, match="lock"):
+        two.apply(lambda: lock)
+    with pytest.raises(TransferError, match="lock"):
+        two.apply(print, lock)
+    with pytest.raises(TransferError, match="lock"):
+        two.push({"fine": 1, "bad": lock})
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_that_call(two):
+    with pytest.raises(TransferError, match="lock") as told:
+        two.apply(lambda: __import__("threading").Lock())
+    assert isinstance(told.value, CellError)
+    two.run("lock = __import__('threading').Lock()")
+    with pytest.raises(TransferError, match="lock"):
+        two.pull("lock")
+
+
+def test_one_rank_that_fails_leaves_nothing_of_the_others_answers(two):
+    def answer() -> torch.Tensor:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise RuntimeError("not here")
+        return torch.ones(1 << 21)
+
+    with pytest.raises(RuntimeError, match="not here"):
+        two.apply(answer)
+    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+
+
+# push, pull, scatter, gather ----------------------------------------------------------------------------------------
+
+
+def test_push_puts_variables_on_all_or_some_ranks(two):
+    two.push({"a": 1, "b": {"deep": [1, (2, None)]}})
+    assert two.pull("b") == [{"deep": [1, (2, None)]}] * 2
+    two.push({"a": 2}, ranks=1)
+    assert two.pull("a") == [1, 2]
+    two.push({})
+
+
+@pytest.mark.parametrize("name", ["not a name", "", "1st", "a.b", "class"])
+def test_what_is_no_variable_is_refused(two, name):
+    with pytest.raises(BadRequest, match="is no name"):
+        two.push({name: 1})
+
+
+@pytest.mark.parametrize("size", [10, 3 << 20])
+def test_tensors_and_arrays_arrive_equal_and_writable(two, size):
+    tensor = torch.arange(size, dtype=torch.float32)
+    array = np.arange(size, dtype=np.int64).reshape(2, -1)
+    two.push({"tensor": tensor, "array": array})
+    two.run("tensor += rank; array += rank")
+    for rank, (got, seen) in enumerate(zip(two.pull("tensor"), two.pull("array"), strict=True)):
+        assert torch.equal(got, tensor + rank)
+        assert np.array_equal(seen, array + rank)
+        got[0] = -1
+        seen[0, 0] = -1
+    assert tensor[0] == 0
+    assert array[0, 0] == 0, "what was pushed is a copy"
+    assert two.run("int(tensor[0])").text(1) == "1", "and so is what was pulled"
+    two.run("del tensor, array")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_every_kind_of_tensor_arrives(two, dtype):
+    tensor = torch.zeros(3, 4).to(dtype)
+    two.push({"tensor": tensor})
+    for got in two.pull("tensor"):
+        assert got.dtype == dtype
+        assert got.shape == (3, 4)
+
+
+def test_views_gradients_parameters_and_modules_arrive(two):
+    base = torch.arange(12.0).reshape(3, 4)
+    two.push({"view": base.T, "leaf": torch.ones(2, requires_grad=True), "sparse": base.to_sparse(), "empty": base[:0]})
+    assert torch.equal(two.pull("view")[1], base.T)
+    assert two.pull("leaf")[0].requires_grad
+    assert torch.equal(two.pull("sparse")[0].to_dense(), base)
+    assert two.pull("empty")[0].shape == (0, 4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    two.push({"model": model})
+    two.run("model(torch.ones(2, 4)).sum().backward()")
+    assert torch.equal(two.pull("model")[1][0].weight, model[0].weight)
+    assert two.pull("model")[0][0].weight.grad is not None
+
+
+def test_two_hundred_megabytes_go_both_ways_and_leave_nothing(two):
+    tensor = torch.arange(50 << 20, dtype=torch.float32)
+    two.push({"large": tensor})
+    first, second = two.pull("large")
+    assert torch.equal(first, tensor)
+    assert torch.equal(second, tensor)
+    first[0] = 1
+    two.run("del large")
+    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+
+
+def test_pull_follows_attributes(two):
+    two.run("class Box: pass\nbox = Box(); box.inner = Box(); box.inner.value = rank * 2")
+    assert two.pull("box.inner.value") == [0, 2]
+
+
+def test_pull_of_what_is_not_there_names_what_is_near(two):
+    two.run("learning_rate = 1\nclass Box: pass\nbox = Box(); box.weight = 2")
+    with pytest.raises(BadRequest, match="no variable 'learing_rate'.*learning_rate"):
+        two.pull("learing_rate")
+    with pytest.raises(BadRequest, match="no attribute 'wieght'.*weight"):
+        two.pull("box.wieght")
+    two.run("if rank == 0:\n    only_here = 1")
+    with pytest.raises(BadRequest, match="rank 1.*only_here"):
+        two.pull("only_here")
+    assert two.pull("only_here", ranks=0) == [1]
+
+
+def test_pull_of_a_ranks_own_class_arrives_by_value(two):
+    two.run("class Own:\n    def twice(self):\n        return 2 * self.x\nown = Own(); own.x = rank + 1")
+    assert [own.twice() for own in two.pull("own")] == [2, 4]
+
+
+def test_scatter_gives_each_rank_its_own_and_gather_joins_them(two):
+    two.scatter("part", [[1, 2], [3]])
+    assert two.pull("part") == [[1, 2], [3]]
+    assert two.gather("part") == [1, 2, 3]
+    two.scatter("big", [torch.zeros(1 << 20), torch.ones(1 << 20)])
+    assert [part.sum().item() for part in two.gather("big")] == [0.0, float(1 << 20)]
+    two.scatter("solo", ["only"], ranks=1)
+    assert two.gather("solo", ranks=1) == ["only"]
+    two.run("del big")
+
+
+def test_scatter_of_another_number_of_values_says_both_numbers(two):
+    with pytest.raises(BadRequest, match=r"3 values for 2 ranks"):
+        two.scatter("part", [1, 2, 3])
+    with pytest.raises(BadRequest, match=r"is no name"):
+        two.scatter("no name", [1, 2])
+
+
+def test_a_scatter_that_cannot_be_pickled_leaves_nothing(two):
+    with pytest.raises(TransferError):
+        two.scatter("part", [torch.zeros(1 << 21), threading.Lock()])
+    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+
+
+# start and stop -----------------------------------------------------------------------------------------------------
+
+
+def test_two_clusters_live_side_by_side(two):
+    two.run("mine = 'first'")
+    with Cluster(2) as other:
+        other.run("mine = 'second'")
+        assert other.run(REDUCE).text(1) == "1"
+        assert two.pull("mine") == ["first"] * 2
+        assert other.pull("mine") == ["second"] * 2
+        assert not {each.pid for each in two.status()} & {each.pid for each in other.status()}
+        with pytest.raises(LostRank):
+            other.run("import os; os._exit(1)", ranks=0)
+        assert two.run(REDUCE).text(0) == "1"
+    assert two.run(REDUCE).text(0) == "1"
+
+
+def test_four_ranks_start_from_a_thread_and_serve_this_one(two):
+    made: list[Cluster] = []
+    starter = threading.Thread(target=lambda: made.append(Cluster(4)))
+    starter.start()
+    starter.join(60)
+    (four,) = made
+    with four:
+        assert four.run(REDUCE).text(3) == "6"
+        assert four.apply(lambda x: x + 1, 1, ranks="0:4:2") == [2, 2]
+        with pytest.raises(LostRank) as told:
+            four.run("import os\nif rank in (1, 2):\n    os._exit(rank)")
+        assert told.value.ranks == (1, 2)
+        four.restart([1, 2])
+        assert four.run(REDUCE).text(2) == "6"
+    assert four.stopped
+
+
+def test_a_stopped_cluster_says_so_and_can_be_stopped_again(two):
+    cluster = Cluster(1)
+    folder = cluster._segments.folder
+    cluster.stop()
+    cluster.stop()
+    assert cluster.stopped
+    assert repr(cluster) == "<Cluster: stopped>"
+    assert not folder.exists()
+    for attempt in (
+        lambda: cluster.run("1"),
+        lambda: cluster.apply(int),
+        lambda: cluster.push({"a": 1}),
+        lambda: cluster.pull("a"),
+        lambda: cluster.scatter("a", [1]),
+        lambda: cluster.gather("a"),
+        cluster.status,
+        cluster.restart,
+        cluster.interrupt,
+        cluster.stacks,
+    ):
+        with pytest.raises(ClusterStopped, match="stopped"):
+            attempt()
+
+
+def test_leaving_the_with_block_by_an_error_stops_the_ranks_and_keeps_the_error(two):
+    with pytest.raises(ZeroDivisionError), Cluster(1) as cluster:
+        cluster.run("1 / 0")
+    assert cluster.stopped
+
+
+def test_whoever_waits_while_the_ranks_are_stopped_is_told(two):
+    cluster = Cluster(2)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            cluster.run("import time; time.sleep(600)")
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            told.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(2)]
+    for waiter in waiters:
+        waiter.start()
+    wait_until(lambda: len(cluster.cells()) == 2, timeout=5, what="both calls")
+    wait_until(running(cluster), timeout=5, what="the first call runs")
+    began = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - began < 4
+    for waiter in waiters:
+        waiter.join(5)
+    assert [type(error) for error in told] == [ClusterStopped, ClusterStopped]
+
+
+def test_start_finds_the_running_cluster_and_stop_ends_it(two):
+    with pytest.raises(NoCluster, match="rankbook.start"):
+        rankbook.current()
+    assert rankbook.stop() is False
+    cluster = rankbook.start(2)
+    assert rankbook.start() is cluster
+    assert rankbook.start(2) is cluster
+    assert rankbook.current() is cluster
+    with pytest.raises(BadRequest, match="2 ranks"):
+        rankbook.start(3)
+    assert rankbook.stop() is True
+    assert rankbook.stop() is False
+    assert cluster.stopped
+
+
+@pytest.mark.parametrize("count", [0, -3, 10_000])
+def test_a_number_of_ranks_without_sense_is_refused_before_anything_starts(two, count):
+    before = children(), own_folders()
+    with pytest.raises(BadRequest, match=f"{count} ranks make no sense"):
+        Cluster(count)
+    assert (children(), own_folders()) == before
+
+
+def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(two):
+    before = own_folders()
+    with pytest.raises(StartError, match="not ready within"):
+        Cluster(2, timeout=0.0)
+    assert own_folders() == before
+    with Cluster(1) as cluster:
+        assert cluster.run("1").ok
+
+
+def test_a_backend_that_cannot_be_is_a_clear_error_and_leaves_nothing(two):
+    before = own_folders()
+    with pytest.raises((StartError, BadRequest), match="no_such_backend"):
+        Cluster(2, backend="no_such_backend")
+    with pytest.raises(BadRequest, match="nccl needs"):
+        Cluster(64, backend="nccl")
+    assert own_folders() == before
+
+
+def test_starts_and_stops_leave_no_descriptor_or_thread(two):
+    def cycle() -> None:
+        with Cluster(2) as cluster:
+            cluster.run("1")
+
+    cycle()
+    process = psutil.Process()
+    before = process.num_fds(), process.num_threads(), children()
+    for _ in range(3):
+        cycle()
+    after: list[object] = []
+
+    def settled() -> bool:
+        after[:] = [(process.num_fds(), process.num_threads(), children())]
+        return after[0] == before
+
+    with contextlib.suppress(pytest.fail.Exception):
+        wait_until(settled, timeout=2, what="the same as before")
+    assert after[0] == before, "(descriptors, threads, processes)"
