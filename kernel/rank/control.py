@@ -6,6 +6,7 @@ cell they are for, so that one that comes late never hits the next cell.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import queue
@@ -17,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 
 from rankbook.messages import AskStack, InputReply, Interrupt, Leave, Stack, ToRank
+from rankbook.rank import host
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink
 
@@ -75,10 +77,8 @@ class Interrupts:
             self._signal()
 
     def _signal(self) -> None:
-        if os.getsid(0) == os.getpid():
-            os.killpg(0, signal.SIGINT)  # what the cell has started hears it too, as below a terminal
-        else:
-            signal.pthread_kill(self._main, signal.SIGINT)
+        signal.pthread_kill(self._main, signal.SIGINT)  # that very thread: another's signal would not end its sleep
+        host.interrupt_group()  # what the cell has started hears it too, as below a terminal
 
     def arm(self, cell: int) -> None:
         """`cell` runs from here on. Raises KeyboardInterrupt if it was interrupted before. The main thread."""
@@ -108,7 +108,6 @@ class Interrupts:
         else:
             raise KeyboardInterrupt
 
-
     def _before_fork(self) -> None:
         if threading.get_ident() == self._main:
             self._shields += 1
@@ -135,9 +134,16 @@ class Interrupts:
         """Interrupt the cell once more, in a moment, and with it the children that it has by then."""
         cell = self._armed
         if cell is not None:
-            timer = threading.Timer(_SOON, self.request, (cell,))
-            timer.daemon = True
-            timer.start()
+            _thread.start_new_thread(self._repeat, (cell,))  # Thread.start would wait, and could be interrupted there
+
+    def _repeat(self, cell: int) -> None:
+        threading.Event().wait(_SOON)
+        with self._lock:
+            running = self._armed == cell
+            if running:
+                self._target = cell
+        if running:
+            self._signal()
 
 
 class Control(threading.Thread):

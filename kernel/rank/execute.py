@@ -209,7 +209,7 @@ def _near(name: str, names: list[str]) -> str:
 
 
 def _is_aftermath(error: BaseException) -> bool:
-    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it first."""
+    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it."""
     of_workers = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
     return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
 

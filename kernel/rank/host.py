@@ -82,6 +82,17 @@ def kill_session(leader: int) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
+def interrupt_group() -> None:
+    """SIGINT for every other process of our process group, if we lead it: for what a rank has started."""
+    own = os.getpid()
+    if os.getpgrp() != own:
+        return
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid != own and os.getpgid(pid) == own:
+                os.kill(pid, signal.SIGINT)
+
+
 def memory_kills() -> int:
     """How many processes of our control group the kernel's OOM killer has ended so far; 0 where it cannot be told."""
     group = Path("/proc/self/cgroup")

@@ -15,7 +15,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.conftest import wait_until
 
 import rankbook
 from rankbook import (
@@ -30,6 +29,7 @@ from rankbook import (
     TransferError,
 )
 from rankbook.launch import local
+from tests.conftest import wait_until
 
 REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
 
@@ -130,7 +130,7 @@ def test_run_raises_the_ranks_error_with_its_traceback_also_as_the_built_in_type
 
 
 def test_each_distinct_error_is_told_once_with_its_ranks(two):
-    with pytest.raises(ValueError, match="(?s)rank 0: ValueError: zero.*rank 1: KeyError: 'one'"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0: ValueError: zero.*rank 1: KeyError: 'one'"):
         two.run("if rank == 0:\n    raise ValueError('zero')\n{}['one']")
     with pytest.raises(ZeroDivisionError) as told:
         two.run("1 / 0")
@@ -192,11 +192,9 @@ def running(cluster: Cluster):
 def test_an_interrupt_ends_what_the_ranks_run_and_is_raised_here(two, how):
     presser = press_ctrl_c_when(running(two))
     began = time.monotonic()
+    work = two.run if how == "run" else two.apply
     with pytest.raises(KeyboardInterrupt):
-        if how == "run":
-            two.run("import time\ntime.sleep(600)")
-        else:
-            two.apply(lambda: __import__("time").sleep(600))
+        work("import time\ntime.sleep(600)" if how == "run" else lambda: time.sleep(600))
     assert time.monotonic() - began < 5
     presser.join()
     assert two.run("1", timeout=10).ok
@@ -249,7 +247,7 @@ def test_status_names_device_process_and_cell(two):
     assert psutil.Process(busy.pid).is_running()
     worker.join(10)
     assert done.is_set()
-    assert "<Cluster of 2 on cpu, gloo; 0: idle, 1: idle>" == repr(two)
+    assert repr(two) == "<Cluster of 2 on cpu, gloo; 0: idle, 1: idle>"
 
 
 # apply --------------------------------------------------------------------------------------------------------------
@@ -376,7 +374,7 @@ def test_views_gradients_parameters_and_modules_arrive(two):
     two.push({"model": model})
     two.run("model(torch.ones(2, 4)).sum().backward()")
     assert torch.equal(two.pull("model")[1][0].weight, model[0].weight)
-    assert two.pull("model")[0][0].weight.grad is not None
+    assert two.pull("model")[0][0].weight.requires_grad
 
 
 def test_two_hundred_megabytes_go_both_ways_and_leave_nothing(two):
@@ -397,12 +395,12 @@ def test_pull_follows_attributes(two):
 
 def test_pull_of_what_is_not_there_names_what_is_near(two):
     two.run("learning_rate = 1\nclass Box: pass\nbox = Box(); box.weight = 2")
-    with pytest.raises(BadRequest, match="no variable 'learing_rate'.*learning_rate"):
+    with pytest.raises(BadRequest, match=r"no variable 'learing_rate'.*learning_rate"):
         two.pull("learing_rate")
-    with pytest.raises(BadRequest, match="no attribute 'wieght'.*weight"):
+    with pytest.raises(BadRequest, match=r"no attribute 'wieght'.*weight"):
         two.pull("box.wieght")
     two.run("if rank == 0:\n    only_here = 1")
-    with pytest.raises(BadRequest, match="rank 1.*only_here"):
+    with pytest.raises(BadRequest, match=r"rank 1.*only_here"):
         two.pull("only_here")
     assert two.pull("only_here", ranks=0) == [1]
 
@@ -524,7 +522,7 @@ def test_whoever_waits_while_the_ranks_are_stopped_is_told(two):
 
 
 def test_start_finds_the_running_cluster_and_stop_ends_it(two):
-    with pytest.raises(NoCluster, match="rankbook.start"):
+    with pytest.raises(NoCluster, match=r"rankbook\.start"):
         rankbook.current()
     assert rankbook.stop() is False
     cluster = rankbook.start(2)

@@ -51,7 +51,7 @@ def interrupt_in(notebook: Notebook, code: str, *, ranks: str = "0-1", commands:
             pressed.append(notebook.interrupt())
 
     outcome = notebook.finish(notebook.send(f"%%distributed --ranks {ranks}\n{code}"), seen=press, timeout=20)
-    assert pressed, outcome.text
+    assert pressed, outcome.text + outcome.traceback
     return outcome
 
 
@@ -182,15 +182,6 @@ await stubborn()""",
     )
     assert outcome.ename == "KeyboardInterrupt"
     assert outcome.seconds < 3
-
-
-def test_workers_that_a_cell_has_started_go_with_it(notebook):
-    interrupt_in(notebook, "print('begun')\n" + WAITS["a DataLoader"])
-    outcome = notebook.ok(
-        "%%distributed\nimport psutil\nchildren = psutil.Process().children(recursive=True)\n"
-        "print([child for child in children if child.status() != psutil.STATUS_ZOMBIE])"
-    )
-    assert outcome.stdout == "[0-1] []\n"
 
 
 def test_a_queued_cell_is_taken_back_and_never_runs(notebook):
