@@ -42,6 +42,8 @@ class Interrupts:
         self._target: int | None = None
         self._shields = 0
         self._held = False
+        self._patience = _SOON
+        self._reminder = 0.0
         self.delivered = False
         self._tell_unraisable = sys.unraisablehook
 
@@ -76,7 +78,26 @@ class Interrupts:
         if running:
             self._signal()
 
+    def remind(self) -> float | None:
+        """Signal again if nobody has heard, and the seconds until it is time to look again. The control thread.
+
+        A signal between the interpreter's last look and the system call that then waits is noticed by neither.
+        """
+        with self._lock:
+            unheard = self._target is not None and self._target == self._armed
+        if not unheard:
+            return None
+        left = self._reminder - time.monotonic()
+        if left > 0:
+            return left
+        signal.pthread_kill(self._main, signal.SIGINT)
+        self._patience = min(2 * self._patience, 1.0)  # it may be in C code for long, which should not suffer
+        self._reminder = time.monotonic() + self._patience
+        return self._patience
+
     def _signal(self) -> None:
+        self._patience = _SOON
+        self._reminder = time.monotonic() + self._patience
         signal.pthread_kill(self._main, signal.SIGINT)  # that very thread: another's signal would not end its sleep
         host.interrupt_group()  # what the cell has started hears it too, as below a terminal
 
@@ -173,7 +194,8 @@ class Control(threading.Thread):
         while True:
             pause = next_read - time.monotonic()
             watched = (self._liveness,) if pause > 0 else (self._liveness, *self._capture.files)
-            received, readable = self._link.wait(pause if pause > 0 else None, watched)
+            times = [each for each in (pause, self._interrupts.remind()) if each is not None and each > 0]
+            received, readable = self._link.wait(min(times, default=None), watched)
             if self._liveness in readable:
                 os.killpg(0, signal.SIGKILL)
             if received and self._receive():
