@@ -66,7 +66,7 @@ class Capture:
         self._pace = pace or Pace(rate=None, burst=0)
         self._elapsed = threading.Event()
         self.lock = threading.RLock()
-        self._quota = _Quota(0, None)
+        self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
         self._forked = False
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
@@ -84,7 +84,7 @@ class Capture:
             self.drain()
             for message in self._quota.close():  # of what a thread printed after its cell had ended
                 self._send(message)
-            self._quota = _Quota(cell, self._logs / f"cell-{cell}-rank-{self._rank}.log")
+            self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
 
     def flush(self) -> None:
         """Push Python's own buffers into the pipes."""
@@ -160,9 +160,11 @@ class Pace:
 class _Quota:
     """What one cell may still send, and the log that takes over."""
 
-    def __init__(self, cell: int, log: Path | None) -> None:
+    def __init__(self, cell: int, logs: Path, name: str) -> None:
         self._cell = cell
-        self._path = log
+        self._logs = logs
+        self._name = name
+        self._path: Path | None = None
         self._sent: list[bytes] | None = []
         self._room = SHOWN
         self._log: io.FileIO | None = None
@@ -222,7 +224,8 @@ class _Quota:
         return [cut, *last]
 
     def _open_log(self) -> str:
-        assert self._sent is not None and self._path is not None
+        assert self._sent is not None
+        self._path = self._logs / self._name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._log = io.FileIO(self._path, "w")

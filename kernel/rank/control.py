@@ -44,6 +44,7 @@ class Interrupts:
         self._held = False
         self._patience = _SOON
         self._reminder = 0.0
+        self._reminded = False
         self.delivered = False
         self._tell_unraisable = sys.unraisablehook
 
@@ -90,6 +91,7 @@ class Interrupts:
         left = self._reminder - time.monotonic()
         if left > 0:
             return left
+        self._reminded = True
         signal.pthread_kill(self._main, signal.SIGINT)
         self._patience = min(2 * self._patience, 1.0)  # it may be in C code for long, which should not suffer
         self._reminder = time.monotonic() + self._patience
@@ -105,7 +107,7 @@ class Interrupts:
         """`cell` runs from here on. Raises KeyboardInterrupt if it was interrupted before. The main thread."""
         if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have put its own there
             signal.signal(signal.SIGINT, self._handler)
-        self.delivered = False
+        self.delivered = self._reminded = False
         with self._lock:
             self._armed = cell
             early = self._target == cell
@@ -122,6 +124,9 @@ class Interrupts:
     def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
         target, self._target = self._target, None
         if self._armed is None or target not in (None, self._armed):
+            return
+        if target is None and self._reminded:  # it had been heard already
+            self._reminded = False
             return
         self.delivered = self.delivered or target is not None
         if self._shields:

@@ -86,6 +86,7 @@ class Executor:
                 self._interrupts.disarm()
         except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
             error = caught
+        self._interrupts.disarm()  # the first time may have been interrupted itself
         if self._interrupts.delivered and error is not None and _is_aftermath(error):
             error = KeyboardInterrupt().with_traceback(error.__traceback__)
         if self._forked:  # user code forked, and the child came out of the cell

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.messages import ErrorReport, ForkRank, Hello, StartFailed
+from rankbook.rank import tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
@@ -28,8 +29,13 @@ _prepared: list[RankShell] = []
 
 
 def prepare() -> None:
-    """Make, in the forkserver, what every rank has: IPython's shell."""
-    _prepared.append(make_shell())
+    """Make, in the forkserver, what every rank has: IPython's shell, with all that a first traceback imports."""
+    shell = make_shell()
+    _prepared.append(shell)
+    try:
+        int("no number")
+    except ValueError as error:
+        tracebacks.report(shell, error, {})
 
 
 def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int) -> None:

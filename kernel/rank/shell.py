@@ -258,9 +258,13 @@ def make_shell() -> RankShell:
     config.HistoryManager.enabled = False
     config.InteractiveShell.cache_size = 0  # Out[n] would keep every tensor that was ever shown on its device
     shell: RankShell = RankShell.instance(config=config)
+    load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # not in older versions of IPython
+    if load_magics is not None:
+        load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good
     for namespace in (shell.user_ns, shell.user_ns_hidden):
         namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's ask the terminal
     warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
+    warnings.filterwarnings("ignore", message=".*run_cell_async' was never awaited")  # an interrupt came before it
     return shell
 
 

@@ -79,8 +79,8 @@ def _text(row: Row, own: list[Sample], first: list[Sample]) -> str:
         return notes or "not measured"
     text = " / ".join(f"{value:.{row.digits}f}" for value in values)
     text += row.unit if row.unit == "×" else f" {row.unit}"
-    shown_as_zero = base and base[0] < 0.5 * 10**-row.digits
-    if base and row.unit != "×" and not shown_as_zero:
+    too_small_to_tell = base and base[0] < 2 * 10**-row.digits
+    if base and row.unit != "×" and not too_small_to_tell:
         ratio = values[0] / base[0]
         text += f" ({ratio:.{1 if ratio < 10 else 0}f}×)"
     return f"{text}; {notes}" if notes else text

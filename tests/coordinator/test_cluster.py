@@ -201,6 +201,18 @@ def test_an_interrupt_ends_what_the_ranks_run_and_is_raised_here(two, how):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_is_heard_at_whatever_moment_it_comes(two):
+    for turn in range(100):
+        moment = threading.Timer(turn * 6e-5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the call
+            moment.start()
+            two.run("import time\ntime.sleep(600)")
+        assert time.monotonic() - began < 3
+        moment.join()
+        assert two.run("'idle'", timeout=5).text(0) == "'idle'"
+
+
 def test_cells_of_several_threads_take_turns(two):
     two.run("seen = []")
     workers = [threading.Thread(target=two.run, args=(f"seen.append({n})",)) for n in range(20)]

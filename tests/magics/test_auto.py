@@ -1,0 +1,187 @@
+"""Plain cells that run on the ranks, and those that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.magics.auto import keep_local, stays_local
+
+# Which cells, without a kernel ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "",
+        "\n\n",
+        "# a comment\n",
+        "%distributed status",
+        "# see\n%distributed status\n",
+        "%load_ext autoreload\n%autoreload 2",
+        "%pip install x",
+        "%%distributed --ranks 0\nx",
+        "%%local\nx = 1",
+        "%%local",
+        "%%writefile notes.txt\nx = 1",
+        "%%html\n<b>x</b>",
+        "%%javascript\n1",
+    ],
+)
+def test_cells_for_the_notebook_stay_there(cell):
+    assert stays_local(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "x = 1",
+        "# a comment\nx = 1",
+        "!ls",
+        "%time x = 1",
+        "%timeit f()",
+        "%matplotlib inline",
+        "%matplotlib inline\nimport matplotlib.pyplot as plt",
+        "%%time\nx = 1",
+        "%%bash\nls",
+        "%who",
+        "x?",
+        "await f()",
+    ],
+)
+def test_cells_for_the_ranks_go_there(cell):
+    assert not stays_local(cell)
+
+
+def test_local_becomes_a_comment_so_that_line_numbers_stay():
+    assert keep_local(["%%local\n", "x = 1\n"]) == ["# %%local\n", "x = 1\n"]
+    assert keep_local(["%%local\n", "%%time\n", "x = 1\n"]) == ["%%time\n", "x = 1\n"]
+    assert keep_local(["%%local now\n", "x = 1\n"]) == ["%%local now\n", "x = 1\n"]
+    assert keep_local(["x = 1\n"]) == ["x = 1\n"]
+    assert keep_local([]) == []
+
+
+# In a notebook -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def auto(notebook):
+    """The notebook, with auto mode on."""
+    notebook.ok("%distributed auto on")
+    yield notebook
+    notebook.ok("%distributed auto off")
+
+
+def test_on_and_off_say_so(notebook):
+    assert "%%local" in notebook.ok("%distributed auto on").stdout
+    assert "in the notebook" in notebook.ok("%distributed auto off").stdout
+    assert notebook.ok("print('here')").stdout == "here\n"
+
+
+def test_plain_cells_run_on_the_ranks(auto):
+    outcome = auto.ok("value = rank * 2\nprint('on', rank)\nvalue")
+    assert outcome.stdout == "[0] on 0\n[1] on 1\n"
+    assert [data["text/plain"] for data in outcome.displays] == ["[0] 0", "[1] 2"]
+    assert auto.run("%%local\nvalue").ename == "NameError"
+
+
+def test_line_numbers_are_the_editors(auto):
+    outcome = auto.run("x = 1\n\n1 / 0")
+    assert outcome.ename == "ZeroDivisionError"
+    assert "line 3" in outcome.traceback.replace("\x1b[39m", "").replace("\x1b[32m", "").replace("\x1b[36m", "")
+
+
+def test_await_and_commands_and_magics_for_code_run_on_the_ranks(auto):
+    outcome = auto.ok("import asyncio\nawait asyncio.sleep(0)\n!echo shell of $RANK\n%time y = 1")
+    assert "[0] shell of 0\n" in outcome.stdout and "[1] shell of 1\n" in outcome.stdout
+    assert "Wall time" in outcome.stdout
+    assert "[0] " in auto.ok("%%timeit -n 1 -r 1\nsum(range(10))").stdout.replace("[0-1] ", "[0] ")
+    assert auto.ok("%%bash\necho $RANK").stdout == "[0] 0\n[1] 1\n"
+
+
+def test_local_keeps_a_cell_in_the_notebook(auto):
+    outcome = auto.ok("%%local\nhere = 1\nprint('rank' in globals())\nhere + 1")
+    assert outcome.stdout == "False\n"
+    assert outcome.displays == [{"text/plain": "2"}]
+    assert auto.ok("%%local\nhere").displays == [{"text/plain": "1"}]
+    assert auto.run("here").ename == "NameError", "the ranks do not have it"
+
+
+def test_local_is_a_plain_cell_in_every_respect(auto):
+    assert auto.ok("%%local\nimport asyncio\nawait asyncio.sleep(0)\nprint('awaited')").stdout == "awaited\n"
+    failed = auto.run("%%local\nx = 1\n1 / 0")
+    assert failed.ename == "ZeroDivisionError"
+    assert "line" in failed.traceback and "rankbook" not in failed.traceback
+    assert "[0-1]" not in failed.traceback
+    outcome = auto.ok("%%local\n%%time\nthere = 5")
+    assert "Wall time" in outcome.stdout and "[0" not in outcome.stdout
+    assert auto.ok("%%local\nthere").displays == [{"text/plain": "5"}], "also what a cell magic runs in turn"
+    auto.ok("%%local\n%%capture caught\nprint('caught here')")
+    assert auto.ok("%%local\ncaught.stdout").displays == [{"text/plain": "'caught here\\n'"}]
+    assert auto.ok("print(rank)").stdout == "[0] 0\n[1] 1\n", "and the next cell is distributed again"
+
+
+def test_local_works_without_auto_mode_too(notebook):
+    assert notebook.ok("%%local\nprint('here')\n3").text == "here\n3\n"
+
+
+def test_local_takes_no_options(auto):
+    outcome = auto.run("%%local --ranks 0\nprint('here')")
+    assert (outcome.status, outcome.stdout) == ("error", "")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_magics_of_the_notebook_keep_working(auto, tmp_path):
+    assert "rank" in auto.ok("%distributed status").text
+    auto.ok("%%local\nmine = 3")
+    auto.ok("%distributed push mine")
+    assert auto.ok("print(mine)").stdout == "[0-1] 3\n"
+    auto.ok("theirs = rank")
+    auto.ok("%distributed pull theirs")
+    assert auto.ok("%%local\ntheirs").displays == [{"text/plain": "[0, 1]"}]
+    note = tmp_path / "note.txt"
+    auto.ok(f"%%writefile {note}\nwritten once")
+    assert note.read_text() == "written once\n"
+    assert "[0" not in auto.ok("%lsmagic").text[:20]
+
+
+def test_distributed_cells_may_still_be_written_out(auto):
+    assert auto.ok("%%distributed --ranks 1\nprint('only')").stdout == "[1] only\n"
+
+
+def test_comments_and_empty_cells_run_nothing(auto):
+    assert auto.ok("# only a comment").outputs == []
+    assert auto.ok("").outputs == []
+
+
+def test_a_failing_cell_does_not_turn_it_off(auto):
+    assert auto.run("1 / 0").ename == "ZeroDivisionError"
+    assert auto.run("%%local\n1 / 0").ename == "ZeroDivisionError"
+    assert auto.run("1 +").ename == "SyntaxError"
+    assert auto.ok("print('still on', rank)").stdout == "[0] still on 0\n[1] still on 1\n"
+
+
+def test_twice_on_is_on_once(auto):
+    auto.ok("%distributed auto on")
+    assert auto.ok("print('once')").stdout == "[0-1] once\n"
+    auto.ok("%distributed auto off")
+    assert auto.ok("print('off')").stdout == "off\n"
+
+
+def test_the_first_plain_cell_starts_the_ranks(notebook):
+    notebook.ok("%distributed stop")
+    notebook.ok("import os\nos.environ['RANKBOOK_RANKS'] = '2'")
+    notebook.ok("%distributed auto on")
+    outcome = notebook.ok("print('started for', world_size)")
+    assert "2 ranks are ready" in outcome.stdout
+    assert outcome.stdout.endswith("[0-1] started for 2\n")
+    notebook.ok("%distributed auto off")
+
+
+def test_unloading_the_extension_leaves_plain_cells(fresh_notebook):
+    fresh_notebook.ok("%distributed auto on")
+    fresh_notebook.ok("%unload_ext rankbook")
+    assert fresh_notebook.ok("print('plain')").stdout == "plain\n"
+    assert "not found" in fresh_notebook.run("%%local\nx = 1").stderr
+    assert "not found" in fresh_notebook.run("%distributed status").stderr
+    fresh_notebook.ok("%load_ext rankbook")
+    assert "no ranks" in fresh_notebook.ok("%distributed status").stdout

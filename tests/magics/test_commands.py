@@ -1,0 +1,235 @@
+"""`%distributed start|status|interrupt|restart|stop|stacks|push|pull|auto`, as a person uses them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def value(notebook, expression: str) -> str:
+    """What the notebook says of an expression."""
+    return notebook.ok(expression).displays[-1]["text/plain"]
+
+
+def refused(notebook, code: str) -> str:
+    """The one line that a mistake is answered with."""
+    outcome = notebook.run(code)
+    assert outcome.status == "error"
+    told = outcome.stderr or ANSI.sub("", outcome.traceback) + "\n"
+    assert told.count("\n") == 1, told
+    return told
+
+
+# Help ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", ["%distributed?", "%%distributed?", "?%distributed"])
+def test_a_question_mark_shows_the_options_and_the_commands(notebook, question):
+    (page,) = notebook.ok(question).payload
+    text = page["data"]["text/plain"]
+    for word in ("--ranks", "--background", "--out", "--timeout", "--quiet"):
+        assert word in text
+    for command in ("start", "status", "interrupt", "restart", "stop", "stacks", "push", "pull", "auto"):
+        assert f"%distributed {command}" in text
+
+
+@pytest.mark.parametrize("line", ["", "bogus", "statsu", "--ranks 0"])
+def test_a_command_that_is_none_is_one_line_that_names_all(notebook, line):
+    told = refused(notebook, f"%distributed {line}")
+    for command in ("start", "status", "interrupt", "restart", "stop", "stacks", "push", "pull", "auto"):
+        assert command in told
+
+
+@pytest.mark.parametrize(
+    ("line", "valid"), [("start --foo", "-n, --backend"), ("stop now", "nothing"), ("auto maybe", "on|off")]
+)
+def test_a_wrong_option_is_one_line_that_names_the_valid_ones(notebook, line, valid):
+    assert refused(notebook, f"%distributed {line}").rstrip().endswith(f"valid here: {valid}")
+
+
+# Start, status, stop -------------------------------------------------------------------------------------------------
+
+
+def test_start_says_what_there_is_and_a_second_time_that_it_runs_already(notebook):
+    notebook.ok("%distributed stop")
+    assert re.fullmatch(
+        r"2 ranks are ready: .*gloo, \d+ threads? each\n", notebook.ok("%distributed start -n 2").stdout
+    )
+    notebook.ok("%%distributed\nkept = 1")
+    assert "2 ranks are running already" in notebook.ok("%distributed start").stdout
+    assert "2 ranks are running already" in notebook.ok("%distributed start -n 2").stdout
+    assert notebook.ok("%%distributed\nprint(kept)").stdout == "[0-1] 1\n"
+
+
+def test_start_with_another_number_or_backend_says_what_runs_and_how_to_end_it(notebook):
+    for options in ("-n 3", "--backend nccl"):
+        told = refused(notebook, f"%distributed start {options}")
+        assert "2 ranks" in told and "%distributed stop" in told
+
+
+def test_numbers_that_make_no_sense_are_one_line(notebook):
+    notebook.ok("%distributed stop")
+    for number in ("0", "-3", "100000"):
+        assert "make no sense" in refused(notebook, f"%distributed start -n {number}")
+    notebook.ok("%distributed start -n 2")
+
+
+def test_one_rank_is_enough(notebook):
+    notebook.ok("%distributed stop")
+    assert "1 rank" in notebook.ok("%distributed start -n 1").stdout
+    outcome = notebook.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(rank, world_size, t.item())")
+    assert outcome.stdout == "[0] 0 1 1.0\n"
+    notebook.ok("%distributed stop")
+    notebook.ok("%distributed start -n 2")
+
+
+def test_a_cell_with_no_ranks_starts_them_and_says_so(notebook):
+    notebook.ok("%distributed stop")
+    notebook.ok("import os\nos.environ['RANKBOOK_RANKS'] = '2'")
+    outcome = notebook.ok("%%distributed\nprint('first')")
+    assert outcome.stdout.startswith("2 ranks are ready")
+    assert outcome.stdout.endswith("[0-1] first\n")
+
+
+def test_stop_ends_the_ranks_and_a_second_time_says_that_none_run(notebook):
+    pids = set(re.findall(r"\d+", value(notebook, "[each.pid for each in __import__('rankbook').current().status()]")))
+    assert notebook.ok("%distributed stop").stdout == "2 ranks stopped\n"
+    assert not pids & {str(pid) for pid in notebook.processes()}
+    assert notebook.ok("%distributed stop").stdout == "no ranks are running\n"
+    assert "no ranks are running" in notebook.ok("%distributed status").stdout
+    for command in ("stacks", "interrupt", "restart", "pull x"):
+        assert "no ranks are running" in refused(notebook, f"%distributed {command}")
+    notebook.ok("%distributed start -n 2")
+    assert notebook.run("%%distributed\nkept").ename == "NameError", "new ranks know nothing of the old"
+
+
+def test_status_shows_each_rank_as_text_and_as_a_table(notebook):
+    shown = notebook.ok("%distributed status").displays[-1]
+    lines = shown["text/plain"].splitlines()
+    assert lines[0].split()[:4] == ["rank", "state", "device", "pid"]
+    assert [line.split()[:3] for line in lines[1:]] == [["0", "idle", "cpu"], ["1", "idle", "cpu"]]
+    assert shown["text/html"].count("<tr>") == 3
+
+
+def test_status_shows_what_a_rank_runs(notebook, tmp_path):
+    gate = tmp_path / "gate"
+    started = notebook.ok(
+        f"%%distributed --background --ranks 1\nimport os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    )
+    notebook.ok("handle = _")
+    lines = notebook.ok("%distributed status").displays[-1]["text/plain"].splitlines()
+    assert lines[1].split()[1] == "idle"
+    assert lines[2].split()[1] == "running" and f"cell [{started.count}]" in lines[2]
+    gate.touch()
+    notebook.ok("handle.wait()")
+
+
+# Stacks, interrupt, restart ------------------------------------------------------------------------------------------
+
+
+def test_stacks_shows_where_each_rank_is(notebook, tmp_path):
+    assert notebook.ok("%distributed stacks").stdout == "ranks 0-1: idle\n"
+    gate = tmp_path / "gate"
+    started = notebook.ok(
+        "%%distributed --background --ranks 1\n"
+        "import os, time\n"
+        "def waiting():\n"
+        f"    while not os.path.exists({str(gate)!r}):\n"
+        "        time.sleep(0.05)\n"
+        "waiting()"
+    )
+    notebook.ok("handle = _")
+    stacks = notebook.ok("%distributed stacks").stdout
+    assert "rank 0: idle" in stacks
+    assert "rank 1: running" in stacks
+    assert f"Cell In[{started.count}]:6 in <module>" in stacks
+    assert re.search(rf"Cell In\[{started.count}\]:[45] in waiting", stacks)
+    gate.touch()
+    notebook.ok("handle.wait()")
+
+
+def test_interrupt_interrupts_what_runs_and_says_whom(notebook):
+    notebook.ok("%%distributed --background --ranks 1\nimport time\ntime.sleep(60)")
+    notebook.ok("handle = _")
+    assert "nothing is running there" in notebook.ok("%distributed interrupt 0").stdout
+    assert notebook.ok("%distributed interrupt").stdout == "interrupted rank 1\n"
+    assert notebook.run("handle.wait()").ename == "KeyboardInterrupt"
+    assert "nothing is running there" in notebook.ok("%distributed interrupt").stdout
+
+
+@pytest.mark.parametrize("command", ["interrupt", "restart"])
+def test_ranks_that_are_not_there_are_one_line(notebook, command):
+    assert "valid ranks are 0-1" in refused(notebook, f"%distributed {command} 7")
+
+
+def test_restart_gives_one_rank_a_fresh_process_and_leaves_the_others(notebook):
+    notebook.ok("%%distributed\nimport os\nkept = rank + 1\nold = os.getpid()")
+    told = notebook.ok("%distributed restart 1").stdout
+    assert "rank 1 restarted" in told and "all ranks are in one process group" in told
+    assert notebook.ok("%%distributed --ranks 0\nprint(kept, os.getpid() == old)").stdout == "[0] 1 True\n"
+    assert notebook.run("%%distributed --ranks 1\nkept").ename == "NameError"
+    outcome = notebook.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(rank, t.item())")
+    assert outcome.stdout == "[0] 0 2.0\n[1] 1 2.0\n", "they are in one group again"
+
+
+def test_restart_of_all_is_a_new_beginning(notebook):
+    notebook.ok("%%distributed\nkept = 1")
+    assert "ranks 0-1 restarted" in notebook.ok("%distributed restart").stdout
+    assert notebook.run("%%distributed\nkept").ename == "NameError"
+    assert notebook.ok("%%distributed\ndist.barrier()\nprint('together')").stdout == "[0-1] together\n"
+
+
+def test_restart_ends_what_the_rank_runs(notebook):
+    notebook.ok("%%distributed --background --ranks 1\nimport time\ntime.sleep(60)")
+    notebook.ok("handle = _")
+    notebook.ok("%distributed restart 1", timeout=20)
+    failed = notebook.run("handle.wait()")
+    assert (failed.status, failed.ename) == ("error", "LostRank")
+
+
+# Push and pull -------------------------------------------------------------------------------------------------------
+
+
+def test_push_and_pull_copy_variables(notebook):
+    notebook.ok("numbers = [1, 2]\nword = 'text'")
+    assert notebook.ok("%distributed push numbers word").text == ""
+    assert notebook.ok("%%distributed\nprint(numbers, word)\nmine = {'rank': rank}").stdout == "[0-1] [1, 2] text\n"
+    assert "mine" in notebook.ok("%distributed pull mine").stdout
+    assert value(notebook, "mine") == "[{'rank': 0}, {'rank': 1}]"
+
+
+def test_push_and_pull_take_ranks_and_another_name(notebook):
+    notebook.ok("%%distributed\nx = rank\nclass Holder: pass\nholder = Holder()\nholder.deep = rank + 10")
+    notebook.ok("y = 5")
+    notebook.ok("%distributed push y --ranks 1")
+    assert notebook.ok("%%distributed\nprint('y' in globals())").stdout == "[0] False\n[1] True\n"
+    notebook.ok("%distributed pull x --ranks 1 --as only")
+    assert value(notebook, "only") == "[1]"
+    notebook.ok("%distributed pull holder.deep --as deep")
+    assert value(notebook, "deep") == "[10, 11]"
+
+
+def test_tensors_and_arrays_travel(notebook):
+    notebook.ok("import numpy\nhere = numpy.arange(6).reshape(2, 3)")
+    notebook.ok("%distributed push here")
+    notebook.ok("%%distributed\nsums = torch.from_numpy(here).sum(0) + rank")
+    notebook.ok("%distributed pull sums")
+    assert value(notebook, "[each.tolist() for each in sums]") == "[[3, 5, 7], [4, 6, 8]]"
+
+
+def test_names_that_are_not_there_are_one_line_with_near_matches(notebook):
+    notebook.ok("learning_rate = 0.1")
+    assert "near: learning_rate" in refused(notebook, "%distributed push learning_rat")
+    notebook.ok("%%distributed\nlosses = []")
+    told = refused(notebook, "%distributed pull losse")
+    assert "'losse'" in told and "near: losses" in told
+    told = refused(notebook, "%distributed pull losses.appendd")
+    assert "append" in told
+
+
+def test_a_pull_needs_a_name_that_a_variable_can_have(notebook):
+    notebook.ok("%%distributed\nd = {'a': 1}")
+    assert "--as NAME" in refused(notebook, "%distributed pull d.items")
