@@ -117,7 +117,8 @@ def test_status_shows_each_rank_as_text_and_as_a_table(notebook):
 def test_status_shows_what_a_rank_runs(notebook, tmp_path):
     gate = tmp_path / "gate"
     started = notebook.ok(
-        f"%%distributed --background --ranks 1\nimport os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+        "%%distributed --background --ranks 1\nimport os, time\n"
+        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
     )
     notebook.ok("handle = _")
     lines = notebook.ok("%distributed status").displays[-1]["text/plain"].splitlines()
