@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import tempfile
 import time
 import uuid
@@ -19,6 +20,10 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 MARK = "RANKBOOK_TEST_MARK"
+
+# A shell's background job, or one below nohup, ignores these, and so would every process that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 Answers = list[str] | Callable[[str], str]
 
 
