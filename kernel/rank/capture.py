@@ -297,8 +297,8 @@ def print_in_one_write(
     flush: bool = False,
 ) -> None:
     """As `print`: its text is one write and not one per value, for each write is a system call."""
-    stream = sys.stdout
-    if file is not None or type(stream) is not TurnTakingStream:
+    stream = sys.stdout if file is None else file
+    if type(stream) is not TurnTakingStream:
         _print(*values, sep=sep, end=end, file=file, flush=flush)
     else:
         stream.write((" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end))

@@ -20,7 +20,6 @@ WAITS = {
     "a subprocess's child": "import subprocess\nsubprocess.run('sleep 60; echo not reached', shell=True)",
     "await": "import asyncio\nawait asyncio.sleep(60)",
     "printing": "while True: print('on and on', rank)",
-    "forks": "import os\nwhile True:\n    pid = os.fork()\n    if not pid: os._exit(0)\n    os.waitpid(pid, 0)",
     "timeit": "%timeit -n 1 -r 1 __import__('time').sleep(60)",
     "a DataLoader": """import time
 from torch.utils.data import DataLoader, Dataset
@@ -98,6 +97,26 @@ def test_a_cell_that_is_sent_before_the_interrupt_is_over_runs_untouched(noteboo
     )
     assert notebook.finish(message, seen=press, timeout=20).ename == "KeyboardInterrupt"
     assert notebook.finish(waiting[0], timeout=20).stdout == "[0-1] whole\n"
+
+
+def test_none_is_lost_where_python_cannot_raise_one(notebook):
+    notebook.ok(
+        """%%distributed
+import os, time
+slow = True
+os.register_at_fork(after_in_parent=lambda: slow and time.sleep(0.005))"""
+    )
+    for turn in range(4):
+        outcome = interrupt_in(
+            notebook,
+            """print("begun")
+while True:
+    pid = os.fork()
+    if not pid: os._exit(0)
+    os.waitpid(pid, 0)""",
+        )
+        assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt"), turn
+    notebook.ok("%%distributed\nslow = False")
 
 
 def test_what_was_printed_before_is_all_there(notebook):
