@@ -264,7 +264,8 @@ def test_a_kill_takes_the_ranks_children_and_their_orphans_along(home):
 import subprocess
 child = subprocess.Popen(["sleep", "600"])
 other_group = subprocess.Popen(["sleep", "600"], process_group=0)
-orphan = subprocess.check_output("sleep 600 > /dev/null & echo $!", shell=True, text=True)  # its parent ends at once
+command = "sleep 600 > /dev/null & echo $!"  # the shell, its parent, ends at once
+orphan = subprocess.check_output(command, shell=True, text=True, process_group=0)
 print(child.pid, other_group.pid, orphan)"""
     )
     pids = [int(pid) for pid in told.split()]
