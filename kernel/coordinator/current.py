@@ -5,10 +5,13 @@ Owns: which cluster `%%distributed` means. Refuses: more than one at a time; `Cl
 
 from __future__ import annotations
 
+import threading
+
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.errors import BadRequest, NoCluster
 
 _current: list[Cluster] = []
+_starting = threading.Lock()
 
 
 def start(n: int | None = None, *, backend: str | None = None, timeout: float = START_TIMEOUT) -> Cluster:
@@ -16,15 +19,16 @@ def start(n: int | None = None, *, backend: str | None = None, timeout: float = 
 
     Raises `BadRequest` when a cluster of another size or backend runs.
     """
-    running = running_cluster()
-    if running is not None:
-        if n not in (None, running.world_size) or backend not in (None, running.backend):
+    with _starting:  # a second thread gets the first one's cluster, once it is there
+        running = running_cluster()
+        if running is None:
+            running = Cluster(n, backend=backend, timeout=timeout)
+            _current[:] = [running]
+        elif n not in (None, running.world_size) or backend not in (None, running.backend):
             raise BadRequest(
                 f"{running.world_size} ranks ({running.backend}) are running already; %distributed stop ends them first"
             )
         return running
-    _current[:] = [Cluster(n, backend=backend, timeout=timeout)]
-    return _current[0]
 
 
 def running_cluster() -> Cluster | None:

@@ -88,7 +88,6 @@ class Driver:
         self._watched: tuple[int, ...] = (launcher.fileno(),)
         self._wheel = threading.Lock()
         self._taken = False
-        self._given_back = threading.Event()
         self._drives: int | None = None
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
 
@@ -209,12 +208,10 @@ class Driver:
         with self.changed:
             mine = not self._taken and not self._closing
             self._taken = self._taken or mine
-            if mine:
-                self._given_back.clear()
         if not mine:
             yield None
             return
-        self._hub.wake()
+        self._hub.take_over()
         self._wheel.acquire()
         self._drives = threading.get_ident()
         try:
@@ -223,31 +220,33 @@ class Driver:
             self._drives = None
             self._taken = False
             self._wheel.release()
-            self._given_back.set()
+            self._hub.give_back()
+            if self._closing or self._pause(None) is not None:
+                self._hub.wake()  # the driver's thread knows neither
 
     def wake(self) -> None:
         """End the turn that waits. Any thread, and a signal handler."""
         self._hub.wake()
 
     def _run(self) -> None:
+        ready: tuple[bool, set[int]] = (False, set())
         while not self._closing:
             with self._wheel:
                 self._drives = threading.get_ident()
-                while self._is_ours():
-                    self._turn(None)
+                self._handle(*ready)
+                pause = self._pause(None)
                 self._drives = None
-            if self._taken:
-                self._given_back.wait()
+            if not self._closing:
+                ready = self._hub.wait(pause, self._watched)
 
-    def _is_ours(self) -> bool:
-        return not (self._closing or self._taken)
+    def _turn(self, longest: float) -> None:
+        self._handle(*self._hub.wait_here(self._pause(longest), self._watched))
 
-    def _turn(self, longest: float | None) -> None:
+    def _handle(self, received: bool, files: set[int]) -> None:
         if self.failure is not None:
             self._closing = True
             return
         try:
-            received, files = self._hub.wait(self._pause(longest), self._watched)
             if received:
                 while (parcel := self._hub.receive()) is not None:
                     self._receive(*parcel)

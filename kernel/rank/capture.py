@@ -88,7 +88,10 @@ class Capture:
 
     def flush(self) -> None:
         """Push Python's own buffers into the pipes."""
-        for stream in (sys.stdout, sys.stderr, *self._streams):
+        streams: tuple[Any, ...] = self._streams
+        if (sys.stdout, sys.stderr) != streams:
+            streams = (sys.stdout, sys.stderr, *streams)
+        for stream in streams:
             with contextlib.suppress(Exception):  # user code closed it, or put in its place what has no flush
                 stream.flush()
 

@@ -1,4 +1,4 @@
-"""A rank's second thread: it owns the link's receiving end and always answers.
+"""A rank's second thread: it always answers. Between two cells the main thread receives for itself.
 
 Owns: what arrives, when the pipes are read, when the process must end. Refuses: to run user code. Interrupts name the
 cell they are for, so that one that comes late never hits the next cell.
@@ -191,6 +191,25 @@ class Control(threading.Thread):
         self._interrupts = interrupts
         self._stack = stack
         self._liveness = liveness
+        self._receiving = threading.Lock()
+        self._left = False
+
+    def next_task(self) -> Task | None:
+        """The next task; None when it is time to leave. The main thread, which waits on the link itself."""
+        self._link.take_over()
+        try:
+            while True:
+                self._receive()
+                if not self.tasks.empty():
+                    break
+                self._link.wait_here(None, ())
+        finally:
+            self._link.give_back()
+        task = self.tasks.get()
+        if task is None:
+            self._link.wake()
+            self.join()
+        return task
 
     def run(self) -> None:
         """The thread."""
@@ -203,24 +222,26 @@ class Control(threading.Thread):
             received, readable = self._link.wait(min(times, default=None), watched)
             if self._liveness in readable:
                 os.killpg(0, signal.SIGKILL)
-            if received and self._receive():
+            if received:
+                self._receive()
+            if self._left:
                 return
             if readable:
                 next_read = time.monotonic() + max(READ_EVERY, self._capture.drain_at_pace())
 
-    def _receive(self) -> bool:
-        while (parcel := self._link.receive()) is not None:
-            message, frames = parcel
-            match message:
-                case Leave():
-                    self.tasks.put(None)
-                    return True
-                case Interrupt():
-                    self._interrupts.request(message.cell)
-                case InputReply():
-                    self.replies.put(message)
-                case AskStack():
-                    self._link.send(self._stack(message.token))
-                case _:
-                    self.tasks.put((message, frames))
-        return False
+    def _receive(self) -> None:
+        with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
+            while (parcel := self._link.receive()) is not None:
+                message, frames = parcel
+                match message:
+                    case Leave():
+                        self._left = True
+                        self.tasks.put(None)
+                    case Interrupt():
+                        self._interrupts.request(message.cell)
+                    case InputReply():
+                        self.replies.put(message)
+                    case AskStack():
+                        self._link.send(self._stack(message.token))
+                    case _:
+                        self.tasks.put((message, frames))

@@ -125,7 +125,7 @@ def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int],
             threads=request.threads,
         )
     )
-    while (task := control.tasks.get()) is not None:
+    while (task := control.next_task()) is not None:
         executor.execute(task)
     group.leave()
     capture.end()

@@ -2,8 +2,9 @@
 
 Owns: the two Protocols. Refuses: to say how bytes travel.
 
-Both ends may *send* from any thread; one thread owns *receiving*. That saves a thread switch on each side of a cell,
-which is a third of what a cell costs.
+Both ends may *send* from any thread. One thread owns *receiving*, its home thread, until another that has nothing else
+to do takes it over for a while: the one that waits for a cell in the notebook, a rank's main thread between two cells.
+Together that saves two thread switches on each side of a cell, which is a third of what a cell costs.
 """
 
 from __future__ import annotations
@@ -35,13 +36,25 @@ class HubLink(Protocol):
         """Send to the newest incarnation of `rank`. False when it is gone. Any thread."""
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """Wait, at most `timeout` seconds, for a message, a readable file descriptor, or `wake`. One thread."""
+        """Wait, at most `timeout` seconds, for a message, a readable file descriptor, or `wake`. The home thread.
+
+        While another thread has taken over, messages come to that one, and only `files` and the time end this.
+        """
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
-        """The next message and who sent it, or None. The same thread as `wait`. Raises `ProtocolError`."""
+        """The next message and who sent it, or None. The thread that messages come to. Raises `ProtocolError`."""
+
+    def take_over(self) -> None:
+        """Messages and `wake` are this thread's from now on. Does not wake the home thread."""
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """As `wait`, for the thread that has taken over."""
+
+    def give_back(self) -> None:
+        """They are the home thread's again."""
 
     def wake(self) -> None:
-        """Make `wait` return. Any thread."""
+        """Make the `wait` return that messages come to. Any thread."""
 
     def close(self) -> None:
         """Close everything; what was sent leaves first, for a moment."""
@@ -57,6 +70,15 @@ class RankLink(Protocol):
         """As on the other end."""
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
+        """As on the other end."""
+
+    def take_over(self) -> None:
+        """As on the other end."""
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """As on the other end."""
+
+    def give_back(self) -> None:
         """As on the other end."""
 
     def wake(self) -> None:

@@ -45,6 +45,16 @@ class MemoryHub:
         """See `HubLink`; never waits."""
         return bool(self._up), set()
 
+    def take_over(self) -> None:
+        """See `HubLink`."""
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `HubLink`; never waits."""
+        return self.wait(timeout, files)
+
+    def give_back(self) -> None:
+        """See `HubLink`."""
+
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
         if not self._up:
@@ -76,6 +86,16 @@ class MemoryRank:
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:  # noqa: ARG002 - never waits
         """See `RankLink`; never waits."""
         return bool(self._down), set()
+
+    def take_over(self) -> None:
+        """See `RankLink`."""
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `RankLink`; never waits."""
+        return self.wait(timeout, files)
+
+    def give_back(self) -> None:
+        """See `RankLink`."""
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`."""

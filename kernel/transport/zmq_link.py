@@ -21,6 +21,7 @@ import zmq
 from rankbook.errors import StartError
 from rankbook.messages import FromRank, Message, ToRank, decode_from_rank, decode_to_rank, encode
 from rankbook.transport.link import Frames, Sender
+from rankbook.transport.watch import Watch
 
 _SENDER = struct.Struct("<II")
 _LINGER_MS = 200
@@ -28,43 +29,82 @@ _FIRST_SEND_MS = 5_000
 
 
 class _Inbox:
-    """A PULL socket, a wake pipe and whatever files the caller watches, in one poll."""
+    """A PULL socket, a wake pipe and whatever files the caller watches, for a home thread and one that takes over.
+
+    Each of the two waits on a set of descriptors of its own. The socket's and the pipe's are in a third set, which is
+    one descriptor for the others (epoll and kqueue are): taking over takes it out of the home thread's set, behind its
+    back and without waking it. The socket itself, which knows no threads, is only touched under the lock.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._lock = threading.Lock()
+        self._taken_by: int | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else _pipe()
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
-        self._files: tuple[int, ...] = ()
+        self._mail = Watch(int(socket.getsockopt(zmq.FD)), self._wake_read)
+        self._home = Watch(self._mail.fileno())
+        self._here = Watch(self._mail.fileno())
+        self._home_files: Collection[int] = ()
+        self._here_files: Collection[int] = ()
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        if self._files != files:
-            for file in set(self._files).difference(files):
-                self._poller.unregister(file)
-            for file in set(files).difference(self._files):
-                self._poller.register(file, zmq.POLLIN)
-            self._files = tuple(files)
-        ready = dict(self._poller.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999))))
-        if ready.pop(self._wake_read, 0):
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
-        return bool(ready.pop(self._socket, 0)), {int(file) for file in ready}
+        if self._home_files != files:
+            self._home.change(self._home_files, files)
+            self._home_files = tuple(files)
+        return self._sort(self._home.wait(0.0 if self._has_message() else timeout))
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        if self._here_files != files:
+            self._here.change(self._here_files, files)
+            self._here_files = tuple(files)
+        return self._sort(self._here.wait(0.0 if self._has_message() else timeout))
+
+    def _sort(self, ready: set[int]) -> tuple[bool, set[int]]:
+        if self._mail.fileno() not in ready:
+            return self._has_message(), ready
+        ready.discard(self._mail.fileno())
+        with contextlib.suppress(BlockingIOError):  # a message, then, and no wake
+            os.read(self._wake_read, 4096)
+        return self._has_message(), ready
+
+    def _has_message(self) -> bool:
+        """Whether there is one for this thread. The socket's descriptor alone does not tell: it is edge-triggered."""
+        with self._lock:
+            mine = self._taken_by in (None, threading.get_ident())
+            return mine and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def take_over(self) -> None:
+        with self._lock:
+            self._taken_by = threading.get_ident()
+        self._home.remove(self._mail.fileno())
+
+    def give_back(self) -> None:
+        self._home.add(self._mail.fileno())
+        with self._lock:
+            self._taken_by = None
+            left = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if left:  # it came between the last look and now, and the descriptor has told us already
+            self.wake()
 
     def receive(self) -> tuple[memoryview, list[memoryview]] | None:
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an exception would cost ten times as much
-            return None
-        head = memoryview(self._socket.recv(zmq.NOBLOCK))
-        frames: list[memoryview] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frames.append(self._socket.recv(copy=False).buffer)  # may be large
-        return head, frames
+        with self._lock:
+            if self._taken_by not in (None, threading.get_ident()):
+                return None
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an exception would cost ten times as much
+                return None
+            head = memoryview(self._socket.recv(zmq.NOBLOCK))
+            frames: list[memoryview] = []
+            while self._socket.getsockopt(zmq.RCVMORE):
+                frames.append(self._socket.recv(copy=False).buffer)  # may be large
+            return head, frames
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._wake_write, b"w")
 
     def close(self) -> None:
+        for each in (self._home, self._here, self._mail):
+            each.close()
         self._socket.close(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -136,6 +176,18 @@ class ZmqHub:
         """See `HubLink`."""
         return self._inbox.wait(timeout, files)
 
+    def take_over(self) -> None:
+        """See `HubLink`."""
+        self._inbox.take_over()
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `HubLink`."""
+        return self._inbox.wait_here(timeout, files)
+
+    def give_back(self) -> None:
+        """See `HubLink`."""
+        self._inbox.give_back()
+
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
         parcel = self._inbox.receive()
@@ -191,6 +243,18 @@ class ZmqRank:
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """See `RankLink`."""
         return self._inbox.wait(timeout, files)
+
+    def take_over(self) -> None:
+        """See `RankLink`."""
+        self._inbox.take_over()
+
+    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `RankLink`."""
+        return self._inbox.wait_here(timeout, files)
+
+    def give_back(self) -> None:
+        """See `RankLink`."""
+        self._inbox.give_back()
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`."""

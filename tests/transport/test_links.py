@@ -102,3 +102,53 @@ def test_a_folder_that_is_taken_is_a_start_error(tmp_path):
     (tmp_path / "up").mkdir()
     with pytest.raises(StartError, match="cannot listen"):
         ZmqHub(tmp_path)
+
+
+@pytest.fixture
+def real(tmp_path_factory):
+    pair = RealPair(tmp_path_factory.mktemp("s"))
+    yield pair
+    pair.close()
+
+
+def test_what_comes_while_another_thread_has_taken_over_comes_to_that_one(real):
+    rank = real.dial(1, 2)
+    at_home: list[object] = []
+    home = threading.Thread(target=lambda: at_home.append((real.hub.wait(10.0, ()), real.hub.receive())))
+    home.start()
+    real.hub.take_over()
+    rank.send(HELLO)
+    assert real.hub.wait_here(5.0, ()) == (True, set())
+    assert real.hub.receive() == (Sender(1, 2), HELLO, [])
+    real.hub.wake()
+    assert real.hub.wait_here(5.0, ()) == (False, set())
+    assert home.is_alive(), "the home thread was woken"
+    real.hub.give_back()
+    rank.send(HELLO)
+    home.join(5.0)
+    assert at_home == [((True, set()), (Sender(1, 2), HELLO, []))]
+
+
+def test_what_the_one_who_took_over_has_left_is_the_home_threads(real):
+    rank = real.dial(1, 2)
+    real.hub.take_over()
+    rank.send(HELLO)
+    rank.send(Clear(cell=1, wait=False))
+    assert real.hub.wait_here(5.0, ()) == (True, set())
+    assert real.hub.receive() is not None
+    real.hub.give_back()
+    assert next_of(real.hub)[1] == Clear(cell=1, wait=False)
+
+
+def test_the_home_thread_receives_nothing_behind_the_back_of_who_took_over(real):
+    rank = real.dial(1, 2)
+    found: list[object] = []
+    real.hub.take_over()
+    rank.send(HELLO)
+    assert real.hub.wait_here(5.0, ())[0]
+    home = threading.Thread(target=lambda: found.append((real.hub.wait(0.0, ()), real.hub.receive())))
+    home.start()
+    home.join()
+    assert found == [((False, set()), None)]
+    assert real.hub.receive() is not None
+    real.hub.give_back()

@@ -1,0 +1,54 @@
+"""The notebook's one cluster."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rankbook.coordinator import current
+from rankbook.errors import BadRequest
+
+
+class FakeCluster:
+    """What `current` asks of a cluster; takes its time to be there."""
+
+    made: list[FakeCluster]
+
+    def __init__(self, n, *, backend, timeout):  # noqa: ARG002 - as the real one
+        threading.Event().wait(0.05)
+        self.world_size = n or 2
+        self.backend = backend or "gloo"
+        self.stopped = False
+        self.made.append(self)
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    FakeCluster.made = []
+    monkeypatch.setattr(current, "Cluster", FakeCluster)
+    monkeypatch.setattr(current, "_current", [])
+    return FakeCluster
+
+
+def test_two_threads_that_start_at_once_get_one_cluster(fake):
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(current.start())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fake.made) == 1
+    assert got == fake.made * 4
+
+
+def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
+    first = current.start(2)
+    assert current.start(2, backend="gloo") is first
+    with pytest.raises(BadRequest, match="stop ends them first"):
+        current.start(4)
+    assert current.stop()
+    assert current.start(4) is not first
