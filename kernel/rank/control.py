@@ -22,8 +22,12 @@ from rankbook.rank import host
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink
 
-READ_EVERY = 0.01
-"""Seconds between two reads of the pipes: each costs the main thread a turn of the interpreter lock."""
+READ_AFTER = 0.01
+"""Seconds from something in the pipes to reading it, which costs the main thread a turn of the interpreter lock.
+
+What a rank writes just before it dies is still in the pipes then, where the forkserver finds it; once it is read it may
+be lost on its way out.
+"""
 
 _SOON = 0.005
 """Seconds until an interrupt that came at an impossible moment comes again."""
@@ -214,11 +218,11 @@ class Control(threading.Thread):
     def run(self) -> None:
         """The thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
-        next_read = 0.0
+        due: float | None = None
         while True:
-            pause = next_read - time.monotonic()
-            watched = (self._liveness,) if pause > 0 else (self._liveness, *self._capture.files)
-            times = [each for each in (pause, self._interrupts.remind()) if each is not None and each > 0]
+            pause = None if due is None else max(0.0, due - time.monotonic())
+            watched = (self._liveness, *self._capture.files) if due is None else (self._liveness,)
+            times = [each for each in (pause, self._interrupts.remind()) if each is not None]
             received, readable = self._link.wait(min(times, default=None), watched)
             if self._liveness in readable:
                 os.killpg(0, signal.SIGKILL)
@@ -227,7 +231,10 @@ class Control(threading.Thread):
             if self._left:
                 return
             if readable:
-                next_read = time.monotonic() + max(READ_EVERY, self._capture.drain_at_pace())
+                due = time.monotonic() + READ_AFTER
+            elif due is not None and due <= time.monotonic():
+                more = self._capture.drain_at_pace()
+                due = time.monotonic() + more if more else None
 
     def _receive(self) -> None:
         with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
