@@ -16,7 +16,7 @@ from typing import get_args
 import msgspec
 
 from rankbook import messages
-from rankbook.coordinator import actions, events, state
+from rankbook.coordinator import actions, events, tables
 
 FOLDER = Path(__file__).resolve().parent
 MADE = "<!-- Made by docs/draw.py from the code; change that, and run it again. -->"
@@ -58,8 +58,8 @@ def states() -> str:
         STATES_INTRODUCTION,
     ]
     machines = [
-        ("A rank", state.Rank, state.RankStep, state.RANK_TABLE),
-        ("A cell", state.Cell, state.CellStep, state.CELL_TABLE),
+        ("A rank", tables.Rank, tables.RankStep, tables.RANK_TABLE),
+        ("A cell", tables.Cell, tables.CellStep, tables.CELL_TABLE),
     ]
     for title, holder, steps, rows in machines:
         start = next(each.default for each in dataclasses.fields(holder) if each.name == "state")

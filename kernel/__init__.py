@@ -4,6 +4,7 @@ Owns: the public names, imported when they are used. Refuses: to import torch in
 
 The rooms, from the wire up; imports point upwards in this list, never down:
 
+telemetry.py      what a rank can tell about itself
 messages.py       the wire's vocabulary
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         CellError,
         CellTimeout,
         ClusterStopped,
+        CollectiveAborted,
         LostRank,
         NoCluster,
         RankbookError,
@@ -60,6 +62,7 @@ _HOMES = {
     "CellError": "rankbook.errors",
     "CellTimeout": "rankbook.errors",
     "ClusterStopped": "rankbook.errors",
+    "CollectiveAborted": "rankbook.errors",
     "LostRank": "rankbook.errors",
     "NoCluster": "rankbook.errors",
     "RankbookError": "rankbook.errors",
@@ -78,6 +81,7 @@ __all__ = [
     "CellTimeout",
     "Cluster",
     "ClusterStopped",
+    "CollectiveAborted",
     "LostRank",
     "NoCluster",
     "RankOutcome",

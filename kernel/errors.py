@@ -47,6 +47,13 @@ class CellTimeout(RankbookError, TimeoutError):
     """A cell did not end in the time it was given."""
 
 
+class CollectiveAborted(RankbookError, RuntimeError):
+    """A collective that could not end any more was broken off: the message says what became of the rank it waited for.
+
+    Raised on a rank, where it waited. The process group is formed anew before the next cell, under the same objects.
+    """
+
+
 class ProtocolError(RankbookError):
     """A peer sent what is not in the vocabulary."""
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.errors import ProtocolError
+from rankbook.telemetry import GroupReport
 
 _T = TypeVar("_T")
 
@@ -119,6 +120,25 @@ class AskStack(Message, frozen=True):
     token: int
 
 
+class AskCollectives(Message, frozen=True):
+    """Answer with `Collectives`, from the control thread, whatever the main thread does."""
+
+    token: int
+
+
+class Abort(Message, frozen=True):
+    """Collectives of these groups cannot end any more (of all groups, if none is named); `cause` says why.
+
+    `shut`: break them off. Without it the cause is only what a wait tells that breaks by itself. `lost`: a rank that is
+    gone; only groups that it is a member of are meant.
+    """
+
+    groups: tuple[str, ...]
+    cause: str
+    shut: bool
+    lost: int | None = None
+
+
 class Leave(Message, frozen=True):
     """Leave the process group and exit."""
 
@@ -187,21 +207,38 @@ class InputRequest(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The cell has ended on this rank. `payload` is the answer to `CallFunction` and `Fetch`."""
+    """The cell has ended on this rank. `payload` is the answer to `CallFunction` and `Fetch`.
+
+    `collectives` is how many collectives it began there.
+    """
 
     cell: int
     status: Literal["ok", "error", "interrupted"]
     seconds: float
     error: ErrorReport | None = None
     payload: Payload | None = None
+    collectives: int = 0
+
+
+class Collectives(Message, frozen=True):
+    """What the rank's process groups wait for. `line` is where in the cell the main thread is; None when idle."""
+
+    token: int
+    cell: int | None
+    line: int | None
+    groups: tuple[GroupReport, ...]
 
 
 class Stack(Message, frozen=True):
-    """The main thread's Python stack, innermost frame last; `cell` is None when the rank is idle."""
+    """The main thread's Python stack, innermost frame last; `cell` is None when the rank is idle.
+
+    `waits_for` is its oldest collective that has not ended, in words.
+    """
 
     token: int
     cell: int | None
     frames: tuple[Frame, ...]
+    waits_for: str = ""
 
 
 # Notebook to forkserver, and back -----------------------------------------------------------------------------------
@@ -290,8 +327,20 @@ class ClusterClosed(Message, frozen=True):
     """No process of the cluster is left."""
 
 
-ToRank = RunCell | CallFunction | Assign | Fetch | Regroup | Interrupt | InputReply | AskStack | Leave
-FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack
+ToRank = (
+    RunCell
+    | CallFunction
+    | Assign
+    | Fetch
+    | Regroup
+    | Interrupt
+    | InputReply
+    | AskStack
+    | AskCollectives
+    | Abort
+    | Leave
+)
+FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Collectives
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed

@@ -24,7 +24,8 @@ def _describe(stack: Stack | None) -> str:
         return "no answer (dead, stopped, or in C code that holds the interpreter)"
     if stack.cell is None:
         return "idle"
+    waits = f", waits in {stack.waits_for}" if stack.waits_for else ""
     if not stack.frames:
-        return "running, outside of the user's code"
+        return f"running, outside of the user's code{waits}"
     lines = [f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in stack.frames]
-    return "running\n" + "\n".join(lines)
+    return f"running{waits}\n" + "\n".join(lines)

@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # room: the rooms that it may import. The front door is "".
     "": {"coordinator", "magics", "results", "errors"},
     "errors": {"messages"},  # for annotations only, see FOR_TYPES_ONLY
-    "messages": {"errors"},
+    "messages": {"telemetry", "errors"},
+    "telemetry": set(),
     "ranks": {"errors"},
     "lines": set(),
     "queues": {"lines", "messages", "ranks"},
@@ -34,8 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "results": {"output", "lines", "messages", "ranks", "errors"},
     "transport": {"messages", "errors"},
     "launch": {"transport", "messages", "ranks", "errors"},
-    "coordinator": {"launch", "transport", "results", "output", "lines", "messages", "ranks", "errors"},
-    "rank": {"transport", "messages", "ranks", "errors"},
+    "coordinator": {"launch", "transport", "results", "output", "lines", "messages", "telemetry", "ranks", "errors"},
+    "rank": {"transport", "messages", "telemetry", "ranks", "errors"},
     "widgets": {"results", "ranks", "errors"},
     "magics": {
         "widgets",
@@ -83,7 +84,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cloudpickle": {"transport"},
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
-    "msgspec": {"messages"},
+    "msgspec": {"messages", "telemetry"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
     "numpy": {"rank", "transport"},

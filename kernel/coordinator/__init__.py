@@ -4,11 +4,15 @@ Owns: the cluster's state, its driver thread, the public `Cluster`. Refuses: tor
 
 events.py   what can happen
 actions.py  what is to be done about it
+tables.py   the states of ranks and cells, and what follows on what
 state.py    from one to the other, pure
+supervisor.py  the same for the collectives of the cells that run
+watch.py    which of their waits cannot end, and where the ranks disagree
 journal.py  how it got there
 exits.py    how a rank's process ended, in words
 timers.py   what is to be done later
 driver.py   performs the actions: links, forkserver, timers
+stacks.py   asks the ranks where they are
 cell.py     one task on its way: output, waiters, result
 wait.py     what the notebook's main thread does while a cell runs
 interrupts.py  its SIGINT, held until it is safe

@@ -6,6 +6,10 @@ Owns: the actions that come out of it. Refuses: to do them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Step = Literal["nudge", "abort", "release"]
+"""What is done to a cell that does not end: interrupt its ranks, break off their collectives, let the person go."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,46 @@ class SendInterrupt:
 
 @dataclass(frozen=True)
 class SetGrace:
-    """Hand in `GraceOver(cell, release)` in `seconds`."""
+    """Hand in `GraceOver(cell, step)` in `seconds`."""
 
     cell: int
     seconds: float
-    release: bool
+    step: Step
+
+
+@dataclass(frozen=True)
+class LookSoon:
+    """Hand in `Look` in `seconds`, or earlier."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AskCollectives:
+    """Ask these ranks where they are in their process groups."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    """Break off what these ranks wait for in `groups` (all, if none is named); the other ranks are told the `cause`.
+
+    `lost`: a rank that is gone; only the groups that it is a member of are meant.
+    """
+
+    ranks: tuple[int, ...]
+    groups: tuple[str, ...]
+    cause: str
+    lost: int | None = None
+
+
+@dataclass(frozen=True)
+class TellPerson:
+    """Say this in the cell, on stderr."""
+
+    cell: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -85,4 +124,18 @@ class EndCell:
     interrupted: bool
 
 
-Action = Fork | Kill | Regroup | SendTask | SendInterrupt | SetGrace | TellQueued | TellLoss | EndCell
+Action = (
+    Fork
+    | Kill
+    | Regroup
+    | SendTask
+    | SendInterrupt
+    | SetGrace
+    | LookSoon
+    | AskCollectives
+    | SendAbort
+    | TellPerson
+    | TellQueued
+    | TellLoss
+    | EndCell
+)

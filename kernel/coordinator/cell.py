@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankbook.messages import Clear, Display, Done, InputRequest, Message, Payload, Text, TextCut
-from rankbook.output import Emit, OutputMerger
+from rankbook.output import Emit, OutputMerger, Stream
 from rankbook.ranks import name_ranks
 from rankbook.results import CellResult, ResultBuilder
 
@@ -132,6 +132,11 @@ class Cell:
             self._show(self._merger.drain_rank(rank, time.monotonic()))
         self.inbox.put(Question(rank, request))
 
+    def say(self, text: str) -> None:
+        """Tell the person something about it, on stderr, after what the ranks printed so far."""
+        if not self._quiet:
+            self._show([*self._merger.flush(time.monotonic()), Stream("stderr", text)])
+
     def flush(self) -> None:
         """Show what may be shown by now."""
         self._shown_at = time.monotonic()
@@ -158,3 +163,36 @@ class Cell:
     def _show(self, items: Sequence[Emit]) -> None:
         if items and self._sink is not None:
             self._sink.emit(items)
+
+
+class Fed:
+    """The cells that have output to show, by their numbers in `cells`. The driver's thread."""
+
+    def __init__(self, cells: Mapping[int, Cell]) -> None:
+        self._cells = cells
+        self._numbers: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """It got some."""
+        self._numbers.add(number)
+
+    def discard(self, number: int) -> None:
+        """It is gone."""
+        self._numbers.discard(number)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `flush` is due, on the monotonic clock."""
+        due = [each for number in tuple(self._numbers) if (each := self._cells[number].deadline) is not None]
+        return min(due, default=None)
+
+    def flush(self, now: float) -> None:
+        """Show what is due."""
+        for number in tuple(self._numbers):
+            cell = self._cells[number]
+            deadline = cell.deadline
+            if deadline is not None and deadline <= now:
+                cell.flush()
+                deadline = cell.deadline
+            if deadline is None:
+                self._numbers.discard(number)

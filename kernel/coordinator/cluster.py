@@ -16,7 +16,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.state import RankState
+from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
 from rankbook.messages import Assign, CallFunction, Fetch, Message, RunCell, Stack
@@ -216,6 +216,10 @@ class Cluster:
                 driver.post(ev.InterruptCell(cell.cell))
 
         driver.after(0.0, look)
+
+    def wake(self) -> None:
+        """Have the driver's thread look at what there is to do."""
+        self._crew.driver.wake()
 
     def cells(self) -> list[Cell]:
         """The cells that run or wait, oldest first."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.coordinator.state import ClusterState
+from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, place, rank_environment, usable_cores

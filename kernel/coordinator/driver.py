@@ -10,7 +10,6 @@ thread, or the one that waits for a cell (`taken_over`), which saves it the swit
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 import time
@@ -20,14 +19,19 @@ from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell
-from rankbook.coordinator.exits import describe_exit
-from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.coordinator.cell import Cell, Fed
+from rankbook.coordinator.exits import describe_exit, describe_failure
+from rankbook.coordinator.stacks import StackDesk
+from rankbook.coordinator.state import ClusterState
+from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
+from rankbook.coordinator.watch import Told
 from rankbook.errors import RankbookError
 from rankbook.launch.launcher import Launcher
 from rankbook.messages import (
-    AskStack,
+    Abort,
+    AskCollectives,
+    Collectives,
     Done,
     ForkRank,
     FromForkserver,
@@ -73,17 +77,17 @@ class Driver:
         self.infos = {rank: RankInfo() for rank in state.ranks}
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
-        self._stacks: dict[int, dict[int, Stack]] = {}
-        self._tokens = itertools.count()
+        self._stacks = StackDesk(self.changed, hub.send)
         self.failure: BaseException | None = None
         self._hub = hub
         self._launcher = launcher
         self._request = request
         self._cells: dict[int, Cell] = {}
         self._recent: deque[int] = deque()
-        self._fed: set[int] = set()
+        self._fed = Fed(self._cells)
         self._ending: deque[act.EndCell] = deque()
         self._timers = Timers()
+        self._look_at: float | None = None
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
         self._wheel = threading.Lock()
@@ -128,15 +132,9 @@ class Driver:
             self._hub.wake()
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
-        """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
-        token = next(self._tokens)
+        """See `StackDesk.ask`; of every rank that can answer."""
         there = [rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY)]
-        asked = [rank for rank in there if self._hub.send(rank, AskStack(token=token))]
-        deadline = time.monotonic() + timeout
-        with self.changed:
-            while len(self._stacks.get(token, {})) < len(asked) and (left := deadline - time.monotonic()) > 0:
-                self.changed.wait(left)
-            return self._stacks.pop(token, {})
+        return self._stacks.ask(there, timeout=timeout)
 
     def cell_of(self, rank: int) -> Cell | None:
         """The cell that the rank runs."""
@@ -168,20 +166,39 @@ class Driver:
             case act.SendInterrupt(number, ranks):
                 for rank in ranks:
                     self._hub.send(rank, Interrupt(cell=number))
-            case act.SetGrace(ending, seconds, release):
-                self.after(seconds, lambda: self.post(ev.GraceOver(ending, release)))
+            case act.SetGrace() | act.LookSoon() | act.AskCollectives() | act.SendAbort():
+                self._supervise(action)
+            case act.TellPerson(number, text):
+                self._cells[number].say(text)
             case act.TellQueued(number, busy):
                 self._cells[number].waiting_behind = busy
                 self._cells[number].tell()
             case act.TellLoss(rank, words, number, _expected):
-                if number in self._cells:
-                    cell = self._cells[number]
-                    cell.lost(rank, f"rank {rank} {words} while running {cell.label}")
-                for cell in self.active_cells():
-                    if cell.started is None and rank in cell.ranks and not self.state.ranks[rank].refork:
-                        cell.lost(rank, f"rank {rank} {words} before {cell.label} could run")
+                self._tell_loss(rank, words, number)
             case act.EndCell():
                 self._ending.append(action)
+
+    def _supervise(self, action: act.SetGrace | act.LookSoon | act.AskCollectives | act.SendAbort) -> None:
+        match action:
+            case act.SetGrace(ending, seconds, step):
+                self.after(seconds, lambda: self.post(ev.GraceOver(ending, step)))
+            case act.LookSoon(seconds):
+                at = time.monotonic() + seconds
+                self._look_at = at if self._look_at is None else min(at, self._look_at)
+            case act.AskCollectives(ranks):
+                for rank in ranks:
+                    self._hub.send(rank, AskCollectives(token=0))
+            case act.SendAbort(ranks, groups, cause, lost):
+                for rank, each in self.state.ranks.items():
+                    if each.state in (RankState.IDLE, RankState.BUSY):
+                        self._hub.send(rank, Abort(groups=groups, cause=cause, shut=rank in ranks, lost=lost))
+
+    def _tell_loss(self, rank: int, words: str, number: int | None) -> None:
+        if (cell := self._cells.get(number or 0)) is not None:
+            cell.lost(rank, f"rank {rank} {words} while running {cell.label}")
+        for cell in self.active_cells():
+            if cell.started is None and rank in cell.ranks and not self.state.ranks[rank].refork:
+                cell.lost(rank, f"rank {rank} {words} before {cell.label} could run")
 
     def _fork(self, rank: int, incarnation: int) -> None:
         try:
@@ -218,9 +235,9 @@ class Driver:
             yield self._turn
         finally:
             self._drives = None
-            self._taken = False
-            self._wheel.release()
             self._hub.give_back()
+            self._wheel.release()
+            self._taken = False  # last: the next one takes over what was given back
             if self._closing or self._pause(None) is not None:
                 self._hub.wake()  # the driver's thread knows neither
 
@@ -257,30 +274,25 @@ class Driver:
                     self._watched = ()
                     self._lose_launcher()
             self._timers.run_due()
+            if self._look_at is not None and (now := time.monotonic()) >= self._look_at:
+                self._look_at = None
+                self.post(ev.Look(now))
             self._end_cells()
-            self._flush_output()
+            self._fed.flush(time.monotonic())
         except Exception as error:  # noqa: BLE001 - `_fail` tells everyone who waits, and sys.excepthook the whole of it
             self._fail(error)
 
     def _pause(self, longest: float | None) -> float | None:
         if self._ending:
             return 0.0
-        due = [self._timers.next, *(self._cells[number].deadline for number in self._fed)]
+        due = [self._timers.next, self._fed.deadline]
+        if self.state.cells:
+            due.append(self._look_at)
         times = [each for each in due if each is not None]
         if not times:
             return longest
         pause = max(0.0, min(times) - time.monotonic())
         return pause if longest is None else min(pause, longest)
-
-    def _flush_output(self) -> None:
-        for number in tuple(self._fed):
-            cell = self._cells[number]
-            deadline = cell.deadline
-            if deadline is not None and deadline <= time.monotonic():
-                cell.flush()
-                deadline = cell.deadline
-            if deadline is None:
-                self._fed.discard(number)
 
     def _end_cells(self) -> None:
         while self._ending:
@@ -312,9 +324,9 @@ class Driver:
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Stack():
-                with self.changed:
-                    self._stacks.setdefault(message.token, {})[rank] = message
-                    self.changed.notify_all()
+                self._stacks.hear(rank, message)
+            case Collectives():
+                self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))
             case Done():
                 self._done(rank, incarnation, message, frames)
             case InputRequest():
@@ -335,7 +347,8 @@ class Driver:
             self._fed.add(message.cell)
             if cell.number < 0 and message.error is not None and message.status == "error":
                 self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
-        self.post(ev.CellDone(rank, incarnation, message.cell, failed=message.status != "ok"))
+        words = describe_failure(message, cell)
+        self.post(ev.CellDone(rank, incarnation, message.cell, bool(words), words, message.collectives))
         if cell is not None and cell.result is not None:
             cell.tell()
 

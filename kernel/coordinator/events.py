@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rankbook.coordinator.actions import Step
+from rankbook.coordinator.watch import Told
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -42,12 +45,30 @@ class Submit:
 
 @dataclass(frozen=True)
 class CellDone:
-    """A rank has answered. `failed` matters for the cell that forms the group: a failure leaves the ranks without."""
+    """A rank has answered. `words` tell what it raised if it `failed`; it began `collectives` collectives there."""
 
     rank: int
     incarnation: int
     cell: int
     failed: bool = False
+    words: str = ""
+    collectives: int = 0
+
+
+@dataclass(frozen=True)
+class CollectivesTold:
+    """A rank has answered `AskCollectives`."""
+
+    rank: int
+    incarnation: int
+    told: Told
+
+
+@dataclass(frozen=True)
+class Look:
+    """It is time to see whether somebody waits in vain. `now` is in seconds, on any clock that only goes forward."""
+
+    now: float
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,7 @@ class GraceOver:
     """The time that `SetGrace` set is over."""
 
     cell: int
-    release: bool
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -70,4 +91,4 @@ class Stop:
     """Everything shall end."""
 
 
-Event = Launch | SaidHello | RankGone | Submit | CellDone | InterruptCell | GraceOver | Stop
+Event = Launch | SaidHello | RankGone | Submit | CellDone | CollectivesTold | Look | InterruptCell | GraceOver | Stop

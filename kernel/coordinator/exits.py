@@ -1,4 +1,4 @@
-"""How a rank's process ended, in words.
+"""How a rank's process ended, and how a cell ended on a rank, in words.
 
 Owns: the words. Refuses: to find out.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 
-from rankbook.messages import RankExited
+from rankbook.coordinator.cell import Cell
+from rankbook.messages import Done, RankExited
 
 
 def describe_exit(message: RankExited) -> str:
@@ -27,3 +28,15 @@ def describe_exit(message: RankExited) -> str:
         signal.SIGBUS: " (bus error)",
     }
     return f"was killed by signal {number}{hints.get(number, f' ({name})')}"  # type: ignore[call-overload]
+
+
+def describe_failure(done: Done, cell: Cell | None) -> str:
+    """How a cell went wrong on a rank, as in `raised ValueError at cell [5] line 3`; empty if it went well."""
+    if done.status == "ok":
+        return ""
+    raised = "was interrupted" if done.status == "interrupted" else f"raised {done.error.name if done.error else ''}"
+    line = None if done.error is None else done.error.line
+    numbered = cell is not None and cell.number > 0
+    places = [cell.label if cell is not None and numbered else "", f"line {line}" if line is not None else ""]
+    where = " ".join(filter(None, places))
+    return raised + (f" at {where}" if where else "")

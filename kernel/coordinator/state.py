@@ -1,143 +1,42 @@
 """Decides what each rank and each cell may do next.
 
 Owns: every change of a rank's or a cell's state. Refuses: sockets, processes, clocks, threads, torch. Events go in,
-actions come out; `driver.py` performs them. The two tables are the whole of it: a pair that is not in them is an
-`IllegalTransition`, which tells the last events. docs/states.md is drawn from them.
+actions come out; `driver.py` performs them. The two tables of tables.py are the whole of it: a pair that is not in them
+is an `IllegalTransition`, which tells the last events.
 
 How a rank comes to be: Forking, then Hello; once every rank has said Hello, an internal *regroup* cell puts all of them
-into one process group, and only then run the cells that wait.
+into one process group, and only then run the cells that wait. The same cell gives the group fresh connections after an
+abort, and after any error that may have left the ranks at different collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.journal import Journal
+from rankbook.coordinator.supervisor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
+from rankbook.coordinator.tables import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
 from rankbook.errors import IllegalTransition
 
+NUDGE_AFTER_DEATH = 0.15
+"""Seconds that the other ranks of a cell have to end by themselves once one died.
 
-class RankState(Enum):
-    """What a rank's process is doing."""
-
-    ABSENT = auto()
-    STARTING = auto()
-    IDLE = auto()
-    BUSY = auto()
-    LEAVING = auto()
-    DEAD = auto()
-
-
-class RankStep(Enum):
-    """What can happen to a rank."""
-
-    FORK = auto()
-    HELLO = auto()
-    TASK = auto()
-    DONE = auto()
-    REMOVE = auto()
-    EXIT = auto()
-
-
-class CellState(Enum):
-    """Where a cell is. ENDING: its end is decided, some of its ranks still run."""
-
-    QUEUED = auto()
-    RUNNING = auto()
-    ENDING = auto()
-    ENDED = auto()
-
-
-class CellStep(Enum):
-    """What can happen to a cell."""
-
-    DISPATCH = auto()
-    LAST_DONE = auto()
-    RANK_LOST = auto()
-    INTERRUPT = auto()
-    RELEASE = auto()
-
-
-RANK_TABLE: dict[RankState, dict[RankStep, RankState]] = {
-    RankState.ABSENT: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
-    RankState.STARTING: {
-        RankStep.HELLO: RankState.IDLE,
-        RankStep.EXIT: RankState.DEAD,
-        RankStep.REMOVE: RankState.LEAVING,
-    },
-    RankState.IDLE: {
-        RankStep.TASK: RankState.BUSY,
-        RankStep.EXIT: RankState.DEAD,
-        RankStep.REMOVE: RankState.LEAVING,
-    },
-    RankState.BUSY: {
-        RankStep.DONE: RankState.IDLE,
-        RankStep.EXIT: RankState.DEAD,
-        RankStep.REMOVE: RankState.LEAVING,
-    },
-    RankState.LEAVING: {
-        RankStep.HELLO: RankState.LEAVING,
-        RankStep.DONE: RankState.LEAVING,
-        RankStep.REMOVE: RankState.LEAVING,
-        RankStep.EXIT: RankState.ABSENT,
-    },
-    RankState.DEAD: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
-}
-
-CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
-    CellState.QUEUED: {
-        CellStep.DISPATCH: CellState.RUNNING,
-        CellStep.INTERRUPT: CellState.ENDED,
-        CellStep.RANK_LOST: CellState.ENDED,
-    },
-    CellState.RUNNING: {
-        CellStep.LAST_DONE: CellState.ENDED,
-        CellStep.RANK_LOST: CellState.ENDING,
-        CellStep.INTERRUPT: CellState.ENDING,
-    },
-    CellState.ENDING: {
-        CellStep.LAST_DONE: CellState.ENDED,
-        CellStep.RANK_LOST: CellState.ENDING,
-        CellStep.INTERRUPT: CellState.ENDED,
-        CellStep.RELEASE: CellState.ENDED,
-    },
-    CellState.ENDED: {},
-}
-
-NUDGE_AFTER_DEATH = 0.2
-"""Seconds that the other ranks of a cell have to end by themselves once one died; then they are interrupted."""
-RELEASE_AFTER_DEATH = 0.7
+Then those that wait for it are broken off, and the others interrupted.
+"""
+ABORT_AFTER_DEATH = 0.4
+"""Seconds after a death at which whatever still waits in a collective is broken off."""
+RELEASE_AFTER_DEATH = 0.8
 """Seconds after a death at which the notebook gets control back, whoever still runs."""
+ABORT_AFTER_INTERRUPT = 0.5
+"""Seconds that an interrupted rank has; then the collective that it may wait in is broken off."""
 RELEASE_AFTER_INTERRUPT = 5.0
 """Seconds after an interrupt at which the notebook gets control back, whoever still runs."""
 
 
-@dataclass
-class Rank:
-    """One place in the world: its state outlives its processes, which `incarnation` counts."""
-
-    rank: int
-    state: RankState = RankState.ABSENT
-    incarnation: int = 0
-    cell: int | None = None
-    refork: bool = False
-    loss: str | None = None
-
-
-@dataclass
-class Cell:
-    """One task for some ranks. `running` are the ranks that have it and have not answered."""
-
-    cell: int
-    ranks: tuple[int, ...]
-    internal: bool = False
-    state: CellState = CellState.QUEUED
-    running: set[int] = field(default_factory=set)
-    interrupted: bool = False
+_ANEW = "collectives were broken off: the process group is formed anew, and models and optimizers go on with it\n"
 
 
 class ClusterState:
@@ -148,6 +47,8 @@ class ClusterState:
         self.cells: dict[int, Cell] = {}
         self.grouped = False
         self.generation = 0
+        self._stale = False
+        self._supervisor = Supervisor()
         self._queue: list[int] = []
         self._last_cell = 0
         self._journal = Journal()
@@ -210,10 +111,13 @@ class ClusterState:
         return self._regroup_if_complete() + self._dispatch()
 
     def _regroup_if_complete(self) -> list[act.Action]:
-        if self.grouped or any(rank.state not in (RankState.IDLE, RankState.BUSY) for rank in self.ranks.values()):
+        states = {rank.state for rank in self.ranks.values()}
+        if not states <= {RankState.IDLE, RankState.BUSY}:
+            return []
+        if self.grouped and not (self._stale and states == {RankState.IDLE}):  # a rank that never ends holds up no cell
             return []
         self.generation += 1
-        self.grouped = True
+        self.grouped, self._stale = True, False
         cell = Cell(self.new_cell(), tuple(self.ranks), internal=True)
         self.cells[cell.cell] = cell
         self._queue.insert(0, cell.cell)
@@ -229,6 +133,10 @@ class ClusterState:
         cell, rank.cell = rank.cell, None
         rank.loss = None if expected else event.words
         actions: list[act.Action] = [act.TellLoss(rank.rank, event.words, cell, expected)]
+        self._supervisor.forget(rank.rank)
+        if not rank.refork and self._alive():
+            cause = f"rank {rank.rank} {event.words}"
+            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.AskCollectives(self._alive())]
         waiting = () if rank.refork else tuple(self._queue)
         for number in (cell, *waiting):
             if number in self.cells and rank.rank in self.cells[number].ranks:
@@ -244,9 +152,17 @@ class ClusterState:
         self._queue.append(event.cell)
         actions = self._dispatch()
         if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
-            busy = tuple(rank for rank in event.ranks if self.ranks[rank].state is not RankState.IDLE)
+            busy = tuple(rank for rank in event.ranks if self._is_busy(self.ranks[rank]))
             actions.append(act.TellQueued(event.cell, busy))
         return actions
+
+    def _is_busy(self, rank: Rank) -> bool:
+        """Whether a person would say so: forming the group is nothing to wait for."""
+        cell = self.cells.get(rank.cell) if rank.cell is not None else None
+        return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
+
+    def _alive(self) -> tuple[int, ...]:
+        return tuple(each.rank for each in self.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
 
     def _dispatch(self) -> list[act.Action]:
         """Start every queued cell whose ranks are idle and wanted by no cell before it."""
@@ -264,6 +180,8 @@ class ClusterState:
                 self._move(self.ranks[rank], RankStep.TASK)
                 self.ranks[rank].cell = number
             actions.append(act.SendTask(number, cell.ranks))
+            if not cell.internal:
+                actions.append(act.LookSoon(LOOK_EVERY))
         return actions
 
     def _done(self, event: ev.CellDone) -> list[act.Action]:
@@ -276,9 +194,17 @@ class ClusterState:
         cell = self.cells.get(event.cell)
         if cell is not None:
             cell.running.discard(event.rank)
+            cell.answers[event.rank] = event.words if event.failed else ""
+            cell.collectives += event.collectives
             if cell.internal and event.failed:
                 self.grouped = False
             actions += self._end_if_complete(cell)
+            if cell.running and not cell.internal:
+                actions += [act.AskCollectives(self._alive()), act.LookSoon(LOOK_AFTER_END)]
+        elif event.collectives:  # it came after the cell's end, from where nobody knows
+            self._stale = True
+        if self._stale:
+            actions += self._regroup_if_complete()
         return actions + self._dispatch()
 
     def _lose_rank(self, cell: Cell, rank: int) -> list[act.Action]:
@@ -293,8 +219,9 @@ class ClusterState:
         if ended or not first:
             return ended
         return [
-            act.SetGrace(cell.cell, NUDGE_AFTER_DEATH, release=False),
-            act.SetGrace(cell.cell, RELEASE_AFTER_DEATH, release=True),
+            act.SetGrace(cell.cell, NUDGE_AFTER_DEATH, "nudge"),
+            act.SetGrace(cell.cell, ABORT_AFTER_DEATH, "abort"),
+            act.SetGrace(cell.cell, RELEASE_AFTER_DEATH, "release"),
         ]
 
     def _interrupt(self, event: ev.InterruptCell) -> list[act.Action]:
@@ -311,16 +238,48 @@ class ClusterState:
             self._queue.remove(cell.cell)
         if cell.state is CellState.ENDED:
             return [*self._nudge(cell), *self._end(cell), *self._dispatch()]
-        return [*self._nudge(cell), act.SetGrace(cell.cell, RELEASE_AFTER_INTERRUPT, release=True)]
+        return [
+            *self._nudge(cell),
+            act.SetGrace(cell.cell, ABORT_AFTER_INTERRUPT, "abort"),
+            act.SetGrace(cell.cell, RELEASE_AFTER_INTERRUPT, "release"),
+        ]
 
     def _grace_over(self, event: ev.GraceOver) -> list[act.Action]:
         cell = self.cells.get(event.cell)
         if cell is None or cell.state is not CellState.ENDING:
             return []
-        if not event.release:
-            return self._nudge(cell)
-        self._step(cell, CellStep.RELEASE)
-        return self._end(cell)
+        match event.step:
+            case "nudge":
+                return self._nudge_apart(cell)
+            case "abort":
+                return self._abort(cell, tuple(sorted(cell.running)))
+            case "release":
+                self._step(cell, CellStep.RELEASE)
+                return self._end(cell)
+
+    def _nudge_apart(self, cell: Cell) -> list[act.Action]:
+        """One rank died: break off what waits for it, and interrupt the others."""
+        lost = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
+        waiting = tuple(sorted(cell.running & self._supervisor.waiting_for(lost)))
+        others = tuple(sorted(cell.running.difference(waiting)))
+        nudges: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
+        return self._abort(cell, waiting) + nudges
+
+    def _abort(self, cell: Cell, ranks: tuple[int, ...]) -> list[act.Action]:
+        if not ranks:
+            return []
+        dead = next((self.ranks[r] for r in cell.ranks if self.ranks[r].state is RankState.DEAD), None)
+        cause = "the cell was interrupted" if dead is None else f"rank {dead.rank} {dead.loss}"
+        cell.aborted = True
+        return [act.SendAbort(ranks, (), cause)]
+
+    def _told(self, event: ev.CollectivesTold) -> list[act.Action]:
+        if event.incarnation == self.ranks[event.rank].incarnation:
+            self._supervisor.hear(event.rank, event.told)
+        return []
+
+    def _look(self, event: ev.Look) -> list[act.Action]:
+        return self._supervisor.look(event.now, self.ranks, self.cells)
 
     def _nudge(self, cell: Cell) -> list[act.Action]:
         return [act.SendInterrupt(cell.cell, tuple(sorted(cell.running)))] if cell.running else []
@@ -333,7 +292,10 @@ class ClusterState:
 
     def _end(self, cell: Cell) -> list[act.Action]:
         del self.cells[cell.cell]
-        return [act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
+        unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
+        self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
+        told = [act.TellPerson(cell.cell, _ANEW)] if cell.aborted and self._alive() == tuple(self.ranks) else []
+        return [*told, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
 
     def _stop(self, _event: ev.Stop) -> list[act.Action]:
         actions: list[act.Action] = []
@@ -368,6 +330,8 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.RankGone: ClusterState._exited,
     ev.Submit: ClusterState._submit,
     ev.CellDone: ClusterState._done,
+    ev.CollectivesTold: ClusterState._told,
+    ev.Look: ClusterState._look,
     ev.InterruptCell: ClusterState._interrupt,
     ev.GraceOver: ClusterState._grace_over,
     ev.Stop: ClusterState._stop,

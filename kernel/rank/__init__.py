@@ -10,5 +10,8 @@ shell.py          the IPython shell that cells run in, and its display
 execute.py        one task: run, call, assign, fetch
 tracebacks.py     errors, short and for people
 capture.py        stdout and stderr, of the process and its children
-process_group.py  joining and leaving torch's process group
+process_group.py  torch's process groups: made, aborted, formed anew
+recoverable.py    a group that outlives its connections
+collectives.py    what a group was asked for, and what has not ended
+sockets.py        the TCP sockets behind a group, to end a wait with
 """

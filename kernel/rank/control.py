@@ -15,9 +15,20 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
-from rankbook.messages import AskStack, InputReply, Interrupt, Leave, Stack, ToRank
+from rankbook.messages import (
+    Abort,
+    AskCollectives,
+    AskStack,
+    Collectives,
+    InputReply,
+    Interrupt,
+    Leave,
+    Stack,
+    ToRank,
+)
 from rankbook.rank import host
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink
@@ -33,6 +44,19 @@ _SOON = 0.005
 """Seconds until an interrupt that came at an impossible moment comes again."""
 
 Task = tuple[ToRank, list[memoryview]]
+
+
+class Answers(Protocol):
+    """What the thread can say and do about the main thread's work, from outside."""
+
+    def stack(self, token: int) -> Stack:
+        """Where it is."""
+
+    def collectives(self, token: int) -> Collectives:
+        """What its process groups wait for."""
+
+    def abort(self, message: Abort) -> None:
+        """Break off what waits for ranks that do not come."""
 
 
 class Interrupts:
@@ -184,7 +208,7 @@ class Control(threading.Thread):
         link: RankLink,
         capture: Capture,
         interrupts: Interrupts,
-        stack: Callable[[int], Stack],
+        answers: Answers,
         liveness: int,
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
@@ -193,7 +217,7 @@ class Control(threading.Thread):
         self._link = link
         self._capture = capture
         self._interrupts = interrupts
-        self._stack = stack
+        self._answers = answers
         self._liveness = liveness
         self._receiving = threading.Lock()
         self._left = False
@@ -249,6 +273,10 @@ class Control(threading.Thread):
                     case InputReply():
                         self.replies.put(message)
                     case AskStack():
-                        self._link.send(self._stack(message.token))
+                        self._link.send(self._answers.stack(message.token))
+                    case AskCollectives():
+                        self._link.send(self._answers.collectives(message.token))
+                    case Abort():
+                        self._answers.abort(message)
                     case _:
                         self.tasks.put((message, frames))

@@ -18,11 +18,13 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from rankbook.errors import BadRequest, RankbookError, StartError
+from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.messages import (
+    Abort,
     Assign,
     CallFunction,
     Clear,
+    Collectives,
     Display,
     Done,
     ErrorReport,
@@ -69,11 +71,12 @@ class Executor:
         self._segments = SegmentStore(segments)
         self._pid = os.getpid()
         shell.attach(self)
+        group.where = self.line
 
     def execute(self, task: Task) -> None:
         """Run one task; whatever happens, `Done` is sent."""
         message, frames = task
-        began = time.perf_counter()
+        began, launched = time.perf_counter(), self._group.launched
         packed: Packed | None = None
         error: BaseException | None = None
         self.cell = self.running = _cell_of(message)
@@ -87,6 +90,8 @@ class Executor:
         except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
             error = caught
         self._interrupts.disarm()  # the first time may have been interrupted itself
+        if error is not None:
+            error = self._group.translate(error)
         if self._interrupts.delivered and error is not None and _is_aftermath(error):
             error = KeyboardInterrupt().with_traceback(error.__traceback__)
         if self._forked:  # user code forked, and the child came out of the cell
@@ -95,9 +100,9 @@ class Executor:
         self.running = None
         if isinstance(error, KeyboardInterrupt):
             _cancel_leftovers()
-        self._answer(error, packed, time.perf_counter() - began)
+        self._answer(error, packed, time.perf_counter() - began, self._group.launched - launched)
 
-    def _answer(self, error: BaseException | None, packed: Packed | None, seconds: float) -> None:
+    def _answer(self, error: BaseException | None, packed: Packed | None, seconds: float, collectives: int) -> None:
         status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         done = Done(
             cell=self.cell,
@@ -105,11 +110,12 @@ class Executor:
             seconds=seconds,
             error=None if error is None else self._report(error),
             payload=packed.payload if packed else None,
+            collectives=collectives,
         )
         self._link.send(done, packed.frames if packed else ())
 
     def _report(self, error: BaseException) -> ErrorReport:
-        if isinstance(error, (RankbookError, UsageError, BdbQuit)):
+        if isinstance(error, (RankbookError, UsageError, BdbQuit)) and not isinstance(error, CollectiveAborted):
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
         return tracebacks.report(self._shell, error, self._cell_files())
@@ -196,7 +202,20 @@ class Executor:
     def stack(self, token: int) -> Stack:
         """What the main thread is doing. Any thread."""
         frames = tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
-        return Stack(token=token, cell=self.running, frames=frames)
+        waits_for = self._group.waits_for()
+        return Stack(token=token, cell=self.running, frames=frames, waits_for=str(waits_for) if waits_for else "")
+
+    def line(self) -> int | None:
+        """Where in its cell the main thread is. Any thread."""
+        return tracebacks.main_thread_line(self._cell_files()) if self.running is not None else None
+
+    def collectives(self, token: int) -> Collectives:
+        """What the process groups wait for. Any thread."""
+        return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
+
+    def abort(self, message: Abort) -> None:
+        """Break off what waits for ranks that do not come. Any thread."""
+        self._group.abort(message)
 
 
 def _cell_of(message: ToRank) -> int:

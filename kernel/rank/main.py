@@ -98,7 +98,7 @@ def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int],
     )
     shell = _prepared[0]
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
-    control = Control(link, capture, interrupts, executor.stack, liveness)
+    control = Control(link, capture, interrupts, executor, liveness)
     executor.wait_reply = control.replies.get
     shell.push(
         {

@@ -1,6 +1,10 @@
-"""Joining and leaving torch's default process group.
+"""A rank's process groups: made, aborted and formed anew, under the same objects.
 
-Owns: the rendezvous store and the default group's lifetime. Refuses: to decide when.
+Owns: the rendezvous store, the connections behind every group of this rank, and which generation they are of. Refuses:
+to decide when; the notebook does, for all ranks at once.
+
+torch makes each group through one function of its own. Here that is wrapped, so that the default group, every
+`new_group` and every mesh get a `RecoverableGroup`, and everything else about them is torch's.
 
 The store is a process of its own, so that no rank's death takes it along. It listens on the loopback interface only:
 torch's own store would listen on every interface, and it answers whoever asks.
@@ -8,15 +12,37 @@ torch's own store would listen on every interface, and it answers whoever asks.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import os
 import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from rankbook.errors import CollectiveAborted
+from rankbook.messages import Abort
+from rankbook.rank.collectives import Launched, Ledger, Op
+from rankbook.rank.recoverable import Inner, RecoverableGroup
+from rankbook.rank.sockets import Opened, shut_down, watch_opened
+from rankbook.telemetry import GroupReport
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the others to join."""
+_NAME = "rankbook"
+_MANAGED = {"gloo", "nccl"}
+_FORMING = Op("new_group", None, alike=False)
+_T = TypeVar("_T")
 
 
 def serve_store(listener: int, port: int, liveness: int) -> None:
@@ -27,47 +53,326 @@ def serve_store(listener: int, port: int, liveness: int) -> None:
     del store
 
 
-class GroupMember:
-    """One rank's membership. Its group's generations share one store under different prefixes."""
+@dataclass
+class _Member:
+    """One group of this rank, and what it takes to make its connections again."""
 
-    def __init__(self, *, rank: int, world_size: int, backend: str, device: torch.device, port: int) -> None:
+    group: RecoverableGroup
+    backends: dict[str, str]
+    timeout: timedelta
+    rank: int
+
+
+class GroupMember:
+    """This rank's membership. The generations of its groups share one store under different prefixes."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: torch.device,
+        port: int,
+    ) -> None:
+        self.where: Callable[[], int | None] = lambda: None
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
         self._device = device
         self._port = port
+        self._generation = 0
+        self._members: dict[str, _Member] = {}
+        self._forming = Ledger("", tuple(range(world_size)))
+        self._made: Counter[str] = Counter()
+        self._being_made: tuple[str, dict[str, str]] | None = None
+        self._cause: str | None = None
+        self._give_up = threading.Event()
+        self._connection: dist.Store | None = None
+        self._connection_sockets: Opened = {}
+        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._install()
+
+    # Joining
 
     def join(self, generation: int) -> None:
-        """Leave the group of the generation before and join this one. Raises torch's errors when others do not come."""
-        self.leave()
-        # gloo waits for a rank that died meanwhile for half an hour, deaf to signals. So it waits on a thread, and an
-        # interrupt leaves that behind, with its store, which is locked as long.
-        connection = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT)
-        store = dist.PrefixStore(f"generation-{generation}", connection)
-        failed: list[BaseException] = []
-        joining = threading.Thread(target=self._join, args=(store, failed), name="rankbook-join", daemon=True)
-        joining.start()
-        joining.join()
-        if failed:
-            raise failed[0]
+        """Join this generation: the first time make the default group, later give every group fresh connections.
 
-    def _join(self, store: dist.Store, failed: list[BaseException]) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has its own
+        Raises torch's errors when others do not come, and `CollectiveAborted`.
+        """
+        self._cause = None
+        self._give_up.clear()
+        self._generation = generation
+        with watch_opened() as self._connection_sockets:
+            self._connection = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT)
+        if not dist.is_initialized():
+            self._members.clear()
+            c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree
+        names, count = self._agree()
+        self._made.clear()
+        if dist.is_initialized():
+            for name, member in tuple(self._members.items()):
+                if name in names:
+                    member.group.renew(self._connect(name, member.group.ledger.ranks, member))
+                else:
+                    member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
+            for model in tuple(self._models):
+                model.reducer._reset_state()  # an error in the middle of a backward leaves it half way
+        else:
             dist.init_process_group(
                 self._backend,
-                store=store,
+                store=dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT),
                 rank=self._rank,
                 world_size=self._world_size,
-                device_id=self._device if "nccl" in self._backend and self._device.type == "cuda" else None,
             )
-        except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
-            failed.append(error)
+        # A rank that failed in the middle of making a group has counted fewer than the others, and torch names groups
+        # by that count.
+        c10d._world.group_count = max(count, c10d._world.group_count)
+        self._forming.restart()
 
-    @staticmethod
-    def leave() -> None:
-        """Leave the group, if in one."""
+    def _agree(self) -> tuple[set[str], int]:
+        """Tell the other ranks which groups are here; the names of those that all their members have.
+
+        And how many groups the one has made that has made the most.
+        """
+        for name in [name for name, each in self._members.items() if each.group not in c10d._world.pg_map]:
+            del self._members[name]
+        own = {
+            "count": c10d._world.group_count,
+            "groups": {name: each.group.ledger.ranks for name, each in self._members.items()},
+        }
+        store = self._store("agreement")
+        store.set(str(self._rank), json.dumps(own))
+        everyone = [str(rank) for rank in range(self._world_size)]
+        self._await(store, everyone)
+        told = [json.loads(store.get(each)) for each in everyone]
+        first = next(iter(self._members), None)  # the default group: a fresh rank is about to make it
+        names = {
+            name
+            for name, member in self._members.items()
+            if name == first or all(name in told[rank]["groups"] for rank in member.group.ledger.ranks)
+        }
+        return names, max(each["count"] for each in told)
+
+    def leave(self) -> None:
+        """Leave all groups, if in one."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.distributed_c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree
+        self._members.clear()
+
+    # Aborting and telling
+
+    def abort(self, message: Abort) -> None:
+        """Break off what cannot end any more, or only tell why it may break. Any thread."""
+        self._cause = self._cause or message.cause
+        for name, member in tuple(self._members.items()):
+            named = not message.groups or name in message.groups
+            if named and (message.lost is None or message.lost in member.group.ledger.ranks):
+                if message.shut:
+                    member.group.break_off(message.cause)
+                else:
+                    member.group.explain(message.cause)
+        if (
+            message.shut
+            and self._being_made is not None
+            and (not message.groups or self._forming.name in message.groups)
+        ):
+            self._give_up.set()
+            shut_down(self._connection_sockets)
+
+    def report(self) -> tuple[GroupReport, ...]:
+        """Where this rank is in each of its groups. Any thread."""
+        ledgers = [self._forming, *(each.group.ledger for each in tuple(self._members.values()))]
+        return tuple(ledger.report() for ledger in ledgers)
+
+    def waits_for(self) -> Launched | None:
+        """The oldest collective that has not ended. Any thread."""
+        ledgers = [self._forming, *(each.group.ledger for each in tuple(self._members.values()))]
+        pending = [each for ledger in ledgers for each in ledger.pending()]
+        return min(pending, key=lambda each: each.began, default=None)
+
+    @property
+    def launched(self) -> int:
+        """How many collectives this rank has begun so far."""
+        return self._forming.total + sum(each.group.ledger.total for each in tuple(self._members.values()))
+
+    def translate(self, error: BaseException) -> BaseException:
+        """`CollectiveAborted` for what C++ made of an abort, in DDP's backward for one; any other error as it is."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveAborted):
+            return error
+        for member in self._members.values():
+            launched = member.group.ledger.latest
+            if launched is not None and (other := member.group.error_for(error, launched)) is not error:
+                return other.with_traceback(error.__traceback__)
+        return error
+
+    # Making
+
+    def _install(self) -> None:
+        """Have torch make its groups here."""
+        if _NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
+            c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
+            DistributedDataParallel.__init__ = _remembered(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+        _creators[:] = [self]
+
+    def remember(self, model: DistributedDataParallel) -> None:
+        """A model whose reducer has to be reset when the groups are formed anew."""
+        self._models.add(model)
+
+    def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
+        """As torch's `_new_process_group_helper`, with a group of ours."""
+        backend = str(bound.arguments["backend"])
+        backends = _backends_of(backend)
+        if not set(backends.values()) <= _MANAGED:
+            return original(*bound.args, **bound.kwargs)
+        bound.arguments.update(backend=_NAME, device_id=None)
+        is_default = not bound.arguments["global_ranks_in_group"]
+        if self._cause is not None and not is_default:
+            raise CollectiveAborted(f"{self._cause}, so this rank cannot begin new_group")
+        key, launched = self._forming.launch(_FORMING, ())
+        self._being_made = (str(bound.arguments["group_name"]), backends)
+        try:
+            group, store = original(*bound.args, **bound.kwargs)
+        except RuntimeError:
+            if self._cause is None:
+                raise
+            raise CollectiveAborted(f"{self._cause} while this rank waited in {launched}") from None
+        finally:
+            self._being_made = None
+            self._forming.end(key)
+        if isinstance(group, RecoverableGroup):  # and not for a rank that is no member
+            c10d._world.pg_map[group] = (backend, store)
+            c10d._world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
+        return group, store
+
+    def _make(self, options: Any, _backend_options: object) -> RecoverableGroup:  # noqa: ANN401 - torch's
+        assert self._being_made is not None
+        name, backends = self._being_made
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        member = _Member(None, backends, options.timeout, options.group_rank)  # type: ignore[arg-type]
+        inner = self._connect(name, ranks, member)
+        ledger = Ledger(name, ranks)
+        member.group = RecoverableGroup(options.store, options.group_rank, ranks, inner, ledger, self._line)
+        for device, backend in backends.items():  # a mesh asks the outer one for what it has
+            kind = dist.Backend.backend_type_map[backend]
+            member.group._set_default_backend(kind)
+            member.group._register_backend(torch.device(device), kind, inner.group._get_backend(torch.device(device)))
+        self._members[name] = member
+        return member.group
+
+    def _line(self) -> int | None:
+        return self.where()
+
+    def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> Inner:
+        """Meet the other members, in the store. An interrupt ends the wait for them, as `abort` does."""
+        self._made[name] += 1  # user code may destroy a group and make it once more
+        store = self._store(f"group-{name}.{self._made[name]}")
+        store.set(f"here-{member.rank}", "")
+        self._await(store, [f"here-{rank}" for rank in range(len(ranks))])
+        with watch_opened() as sockets:
+            group = self._patiently(functools.partial(self._make_inner, store, name, ranks, member))
+        backends = {id(each): each for each in (group._get_backend(torch.device(d)) for d in member.backends)}
+        aborts = [each.abort for each in backends.values() if each.name() == "nccl"]
+        return Inner(group, sockets, aborts)
+
+    def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
+        group = dist.ProcessGroup(store, member.rank, len(ranks))
+        made: dict[str, Any] = {}
+        for device, backend in member.backends.items():
+            kind = dist.Backend.backend_type_map[backend]
+            if backend not in made:
+                made[backend] = _make_backend(backend, dist.PrefixStore(backend, store), name, ranks, member)
+                group._set_default_backend(kind)
+            group._register_backend(torch.device(device), kind, made[backend])
+        group._set_group_name(c10d.GroupName(name))
+        group._set_group_desc("inner")
+        return group
+
+    def _store(self, what: str) -> dist.Store:
+        assert self._connection is not None
+        return dist.PrefixStore(f"generation-{self._generation}/{what}", self._connection)
+
+    def _await(self, store: dist.Store, keys: list[str]) -> None:
+        """Wait until all `keys` are there. torch's own wait would be deaf to signals, and to `abort`."""
+        pause, deadline = 0.0005, time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        while not store.check(keys):
+            if self._give_up.wait(pause):
+                raise CollectiveAborted("the other ranks do not come")
+            if time.monotonic() > deadline:
+                missing = [key for key in keys if not store.check([key])]
+                raise RuntimeError(f"not there within {JOIN_TIMEOUT.total_seconds():.0f} s: {', '.join(missing)}")
+            pause = min(2 * pause, 0.02)
+
+    def _patiently(self, wait: Callable[[], _T]) -> _T:
+        """What `wait()` gives, on a thread of its own: in C++ it is deaf to signals. An interrupt ends it."""
+        result: list[_T] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(wait())
+            except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="rankbook-join", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            shut_down(self._connection_sockets)
+            thread.join()
+            raise
+        if failed:
+            raise failed[0]
+        return result[0]
+
+
+_creators: list[GroupMember] = []
+
+
+def _make_here(options: object, backend_options: object) -> RecoverableGroup:
+    return _creators[-1]._make(options, backend_options)
+
+
+def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        return _creators[-1].new_group(original, signature.bind(*args, **kwargs))
+
+    return new_process_group
+
+
+def _remembered(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        original(self, *args, **kwargs)
+        _creators[-1].remember(self)
+
+    return construct
+
+
+def _backends_of(backend: str) -> dict[str, str]:
+    """The backend of each kind of device."""
+    if backend == "undefined":
+        return {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
+    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
+
+
+def _make_backend(backend: str, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> Any:  # noqa: ANN401
+    if backend == "gloo":
+        made: Any = dist.ProcessGroupGloo(store, member.rank, len(ranks), timeout=member.timeout)
+        made.options.global_ranks_in_group = list(ranks)
+        made.options.group_name = c10d.GroupName(name)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = member.timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = c10d.GroupName(name)
+        made = dist.ProcessGroupNCCL(store, member.rank, len(ranks), options)
+    made._set_sequence_number_for_group()
+    return made

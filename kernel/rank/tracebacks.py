@@ -101,3 +101,12 @@ def main_thread_frames(lines: dict[str, int]) -> tuple[Frame, ...]:
         frame = frame.f_back
     first = next((i for i, each in enumerate(found) if each.file.startswith("Cell In[")), None)
     return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))
+
+
+def main_thread_line(lines: dict[str, int]) -> int | None:
+    """Where in its cell the main thread is: the innermost line that stands in a cell. Any thread."""
+    ident = threading.main_thread().ident
+    frame: Any = sys._current_frames().get(ident) if ident is not None else None
+    while frame is not None and frame.f_code.co_filename not in lines:
+        frame = frame.f_back
+    return None if frame is None else int(frame.f_lineno)

@@ -18,6 +18,8 @@ from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.messages import (
+    Abort,
+    AskCollectives,
     AskStack,
     Done,
     ErrorReport,
@@ -156,6 +158,8 @@ class Stage:
     def __init__(self, world_size: int = 2) -> None:
         self.hub = WaitingHub()
         self.launcher = NotingLauncher()
+        self.tasks: dict[int, list[Message]] = {}
+        self.aborts: list[tuple[int, Abort]] = []
         self.state = ClusterState(world_size)
         self.driver = Driver(self.state, self.hub, self.launcher, request)
         self.driver.start()
@@ -174,14 +178,17 @@ class Stage:
         self.say(rank, Hello(rank=rank, pid=100 + rank, incarnation=number, device="cpu", backend="gloo", threads=1))
 
     def next_task(self, rank: int) -> Message:
-        """What the rank is sent next."""
-        wait_until(lambda: self.ends[rank].wait(0, ())[0], timeout=SOON, what=f"a message for rank {rank}")
-        received = self.ends[rank].receive()
-        assert received is not None
-        return received[0]
+        """What the rank is sent next, but for what its control thread answers."""
+        wait_until(lambda: not self.nothing_for(rank), timeout=SOON, what=f"a message for rank {rank}")
+        return self.tasks[rank].pop(0)
 
     def nothing_for(self, rank: int) -> bool:
-        return self.ends[rank].receive() is None
+        while (received := self.ends[rank].receive()) is not None:
+            if isinstance(received[0], Abort):
+                self.aborts.append((rank, received[0]))
+            elif not isinstance(received[0], AskCollectives):
+                self.tasks.setdefault(rank, []).append(received[0])
+        return not self.tasks.get(rank)
 
     def done(self, rank: int, cell: int, *, error: ErrorReport | None = None) -> None:
         self.say(rank, Done(cell=cell, status="ok" if error is None else "error", seconds=0.1, error=error))

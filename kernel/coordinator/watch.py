@@ -1,0 +1,161 @@
+"""Which waits cannot end any more, and where the ranks disagree.
+
+Owns: the verdicts on what ranks report of their collectives. Refuses: to do anything about them, and clocks: `now`
+comes in. A collective that is merely slow is never condemned: the verdict rests on how many each rank has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rankbook.messages import Collectives
+from rankbook.ranks import format_ranks, name_ranks
+from rankbook.telemetry import GroupReport, Launch
+
+How = Literal["failed", "dead", "finished"]
+_RANK = {"failed": 0, "dead": 0, "finished": 1}
+
+
+@dataclass(frozen=True)
+class Out:
+    """A rank that begins no collective any more in this cell.
+
+    `words` say what became of it, and it has been seen out `since` then.
+    """
+
+    how: How
+    words: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank reported, and when it came in."""
+
+    report: Collectives
+    at: float
+
+    def group(self, name: str) -> GroupReport | None:
+        """The rank's own view of a group."""
+        return next((each for each in self.report.groups if each.name == name), None)
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """`rank` waits in `launch` of `group` for `missing`, which will not come. For `seconds` both have been true."""
+
+    rank: int
+    group: str
+    launch: Launch
+    line: int | None
+    missing: int
+    how: How
+    words: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks that began different things as the same collective of a group. `text` says what each of them did."""
+
+    group: str
+    number: int
+    text: str
+
+
+def doomed(told: Mapping[int, Told], out: Mapping[int, Out], now: float) -> list[Doomed]:
+    """The ranks that wait for one of `out`, or for a rank that itself waits in vain. `told` has all that reported."""
+    found: dict[int, Doomed] = {}
+    ended = dict(out)
+    while True:
+        more = [
+            verdict
+            for rank, each in told.items()
+            if rank not in ended and (verdict := _doom_of(rank, each, ended, told, now)) is not None
+        ]
+        if not more:
+            return sorted(found.values(), key=lambda each: each.rank)
+        for verdict in more:
+            found[verdict.rank] = verdict
+            ended[verdict.rank] = Out(verdict.how, verdict.words, now - verdict.seconds)
+
+
+def _doom_of(rank: int, own: Told, ended: Mapping[int, Out], told: Mapping[int, Told], now: float) -> Doomed | None:
+    for group in own.report.groups:
+        for launch in group.pending:
+            members = group.ranks if launch.peer is None else (launch.peer,)
+            missing = [
+                member
+                for member in members
+                if member != rank and member in ended and not _has_begun(told.get(member), group.name, launch)
+            ]
+            if missing:
+                worst = min(missing, key=lambda each: (_RANK[ended[each].how], ended[each].since))
+                who = ended[worst]
+                seconds = min(launch.seconds + now - own.at, now - who.since)
+                return Doomed(rank, group.name, launch, own.report.line, worst, who.how, who.words, seconds)
+    return None
+
+
+def _has_begun(other: Told | None, group: str, launch: Launch) -> bool:
+    """Whether a rank has begun that collective; then it may still end. A send or receive nobody can count."""
+    if other is None or launch.peer is not None:
+        return False
+    view = other.group(group)
+    return view is not None and view.count >= launch.number
+
+
+def disagreements(told: Mapping[int, Told], *, patience: float) -> Iterator[Disagreement]:
+    """Where ranks have waited for `patience` seconds in what others take for something else."""
+    seen: set[tuple[str, int]] = set()
+    for each in told.values():
+        for group in each.report.groups:
+            for launch in group.pending:
+                key = (group.name, launch.number)
+                if launch.number and launch.seconds >= patience and key not in seen:
+                    seen.add(key)
+                    sides = _sides(group, launch.number, told)
+                    if len({_likeness(side) for side, _, _ in sides}) > 1:
+                        yield Disagreement(group.name, launch.number, _tell(group, launch.number, sides))
+
+
+def _sides(group: GroupReport, number: int, told: Mapping[int, Told]) -> list[tuple[Launch, int, int | None]]:
+    found = []
+    for rank in group.ranks:
+        view = told[rank].group(group.name) if rank in told else None
+        pending = () if view is None else view.pending
+        recent = () if view is None else view.recent
+        launch = next((each for each in (*pending, *recent) if each.number == number), None)
+        if launch is not None:
+            waits = any(each.number == number for each in pending)
+            found.append((launch, rank, told[rank].report.line if waits else None))
+    return found
+
+
+def _likeness(launch: Launch) -> tuple[str, str]:
+    return launch.op, launch.data if launch.alike else ""
+
+
+def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | None]]) -> str:
+    groups: dict[str, list[int]] = {}
+    for launch, rank, line in sides:
+        what = launch.op + (f" {launch.data}" if launch.data else "")
+        where = f", waiting at line {line}" if line is not None else ", and has gone on"
+        groups.setdefault(what + where, []).append(rank)
+    lines = [f"  {name_ranks(ranks)}: {what}" for what, ranks in groups.items()]
+    which = f"the group of {name_ranks(group.ranks)}"
+    head = f"the ranks disagree at collective #{number} of {which}, and none of them can go on:"
+    return "\n".join([head, *lines, "interrupt the cell (■, or %distributed interrupt) to end the wait"]) + "\n"
+
+
+def warning(doom: Doomed) -> str:
+    """What the cell says of a wait for a rank that merely has finished."""
+    where = f" at line {doom.line}" if doom.line is not None else ""
+    number = f" #{doom.launch.number}" if doom.launch.number else ""
+    data = f" ({doom.launch.data})" if doom.launch.data else ""
+    return (
+        f"rank {doom.rank} waits in {doom.launch.op}{number}{data}{where} for rank {format_ranks([doom.missing])}, "
+        f"which {doom.words}; interrupt the cell (■, or %distributed interrupt) to end the wait\n"
+    )
