@@ -61,6 +61,9 @@ OPS: dict[str, Op] = {
 """The methods of torch's ProcessGroup that launch something (2.11 to 2.13; each version has most of them)."""
 
 
+_MOST_OPEN = 8
+"""How many collectives may be open before those that have ended are looked for."""
+
 _Data = tuple[object, tuple[int, ...], int]
 """dtype, shape of the first tensor, and how many more there are."""
 
@@ -75,7 +78,7 @@ class Work(Protocol):
 class Launched:
     """One collective of this rank. `number` counts those of its group; 0 for what only two ranks take part in."""
 
-    __slots__ = ("__weakref__", "alike", "began", "data", "number", "op", "peer", "root", "work")
+    __slots__ = ("__weakref__", "alike", "began", "data", "kept", "number", "op", "peer", "root", "work")
 
     def __init__(
         self, number: int, op: str, data: _Data | None, root: int | None, peer: int | None, *, alike: bool
@@ -88,6 +91,7 @@ class Launched:
         self.alike = alike
         self.began = time.monotonic()
         self.work: weakref.ref[Work] | None = None
+        self.kept: Work | None = None
 
     def __str__(self) -> str:
         """As in `all_reduce #41 (float32[4, 4])`."""
@@ -142,6 +146,8 @@ class Ledger:
         key = next(self._keys)
         self._open[key] = launched
         self._recent.append(launched)
+        if len(self._open) > _MOST_OPEN:  # a work that is kept keeps its tensors
+            deque(self.pending(), maxlen=0)
         return key, launched
 
     def withdraw(self, key: int) -> None:
@@ -169,7 +175,7 @@ class Ledger:
             if launched.work is None:
                 yield launched  # it is being begun
                 continue
-            work = launched.work()
+            work = launched.kept or launched.work()
             if work is None or work.is_completed():
                 self.end(key)
             else:

@@ -18,7 +18,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
+from rankbook.rank import models
 from rankbook.rank.collectives import Launched, Ledger, Op
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import Opened, shut_down, watch_opened
@@ -90,7 +89,6 @@ class GroupMember:
         self._give_up = threading.Event()
         self._connection: dist.Store | None = None
         self._connection_sockets: Opened = {}
-        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._install()
 
     # Joining
@@ -116,8 +114,7 @@ class GroupMember:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
                 else:
                     member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
-            for model in tuple(self._models):
-                model.reducer._reset_state()  # an error in the middle of a backward leaves it half way
+            models.make_ready()
         else:
             dist.init_process_group(
                 self._backend,
@@ -213,12 +210,8 @@ class GroupMember:
         if _NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
-            DistributedDataParallel.__init__ = _remembered(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+            models.remember_models()
         _creators[:] = [self]
-
-    def remember(self, model: DistributedDataParallel) -> None:
-        """A model whose reducer has to be reset when the groups are formed anew."""
-        self._models.add(model)
 
     def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
         """As torch's `_new_process_group_helper`, with a group of ours."""
@@ -345,15 +338,6 @@ def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
         return _creators[-1].new_group(original, signature.bind(*args, **kwargs))
 
     return new_process_group
-
-
-def _remembered(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def construct(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
-        original(self, *args, **kwargs)
-        _creators[-1].remember(self)
-
-    return construct
 
 
 def _backends_of(backend: str) -> dict[str, str]:

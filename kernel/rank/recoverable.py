@@ -201,6 +201,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's
         """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
+        self._launched.kept = self._work  # C++ keeps the future alone, in DDP's backward for one
         return self._work.get_future()
 
 
