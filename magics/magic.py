@@ -149,7 +149,11 @@ class DistributedMagics(Magics):
             self._say("no ranks are running")
 
     def _command_stacks(self, _command: argparse.Namespace) -> None:
-        self._say(describe_stacks(clusters.current().stacks()))
+        cluster = clusters.current()
+        stacks = cluster.stacks()
+        silent = None in stacks.values()  # the states of those who owe their stack, with no more time to answer
+        states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
+        self._say(describe_stacks(stacks, states))
 
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()

@@ -11,17 +11,18 @@ from rankbook.messages import Stack
 from rankbook.ranks import name_ranks
 
 
-def describe_stacks(stacks: Mapping[int, Stack | None]) -> str:
-    """Each distinct stack once, headed by its ranks, the user's frames outermost first."""
+def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str]) -> str:
+    """Each distinct stack once, headed by its ranks, the user's frames outermost first.
+
+    Of a rank without one, which is dead or does not answer, `states` tells what it is.
+    """
     groups: dict[str, list[int]] = {}
     for rank, stack in stacks.items():
-        groups.setdefault(_describe(stack), []).append(rank)
+        groups.setdefault(_describe(stack) if stack is not None else states[rank], []).append(rank)
     return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
-def _describe(stack: Stack | None) -> str:
-    if stack is None:
-        return "no answer (dead, stopped, or in C code that holds the interpreter)"
+def _describe(stack: Stack) -> str:
     if stack.cell is None:
         return "idle"
     waits = f", waits in {stack.waits_for}" if stack.waits_for else ""

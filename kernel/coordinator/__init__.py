@@ -10,10 +10,12 @@ supervisor.py  the same for the collectives of the cells that run
 watch.py    which of their waits cannot end, and where the ranks disagree
 journal.py  how it got there
 exits.py    how a rank's process ended, in words
+presence.py  which ranks answer when they are asked
+silence.py  what it means when one does not, in words
 timers.py   what is to be done later
 driver.py   performs the actions: links, forkserver, timers
-stacks.py   asks the ranks where they are
 cell.py     one task on its way: output, waiters, result
+vigil.py    tells, beside a long cell, of a rank that has fallen silent
 wait.py     what the notebook's main thread does while a cell runs
 interrupts.py  its SIGINT, held until it is safe
 crew.py     the processes of one cluster, started and ended together

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from rankbook.messages import Clear, Display, Done, InputRequest, Message, Payload, Text, TextCut
 from rankbook.output import Emit, OutputMerger, Stream
-from rankbook.ranks import name_ranks
 from rankbook.results import CellResult, ResultBuilder
 
 Frames = Sequence[bytes | memoryview]
@@ -132,11 +131,6 @@ class Cell:
             self._show(self._merger.drain_rank(rank, time.monotonic()))
         self.inbox.put(Question(rank, request))
 
-    def say(self, text: str) -> None:
-        """Tell the person something about it, on stderr, after what the ranks printed so far."""
-        if not self._quiet:
-            self._show([*self._merger.flush(time.monotonic()), Stream("stderr", text)])
-
     def flush(self) -> None:
         """Show what may be shown by now."""
         self._shown_at = time.monotonic()
@@ -148,14 +142,19 @@ class Cell:
         due = None if self._quiet else self._merger.deadline
         return None if due is None else max(due, self._shown_at + SHOW_EVERY)
 
-    def end(self, stragglers: tuple[int, ...]) -> None:
-        """It is over. `stragglers` still run; their output still comes here."""
+    def note(self, text: str) -> None:
+        """Say something of our own beside what the ranks print, while it runs. The thread that drives."""
+        if self.result is None and not self._quiet:
+            self._show([Stream("stderr", text)])
+
+    def end(self, stragglers: tuple[int, ...], tell: Callable[[int], str] = "rank {} still runs".format) -> None:
+        """It is over. `stragglers` still run, of which `tell` tells; their output still comes here."""
         now = time.monotonic()
         if not self._quiet:
             self._show(self._merger.flush(now) if stragglers else self._merger.close(now))
         self.stragglers = stragglers
         for rank in stragglers:
-            self._builder.lost(rank, f"{name_ranks([rank])} still runs; %distributed stacks shows where")
+            self._builder.lost(rank, tell(rank))
         self.result = self._builder.build(now - (self.started or self._submitted))
         self.tell()
         self.inbox.put(Ended())

@@ -16,6 +16,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
@@ -25,14 +26,18 @@ from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, pack, unpack
 
 START_TIMEOUT = 180.0
-_STACK_TIMEOUT = 1.0
+_ANSWER_TIMEOUT = 1.0
+"""Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
 RankSelection = str | int | Sequence[int] | None
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died."""
+    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
+
+    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`.
+    """
 
     rank: int
     state: str
@@ -66,7 +71,7 @@ class Cluster:
     def __repr__(self) -> str:
         if self.stopped:
             return "<Cluster: stopped>"
-        states = ", ".join(f"{each.rank}: {each.state}" for each in self.status())
+        states = ", ".join(f"{rank}: {self._state_of(rank)}" for rank in self._state.ranks)
         return f"<Cluster of {self.world_size} on {self._place.devices[0].split(':')[0]}, {self.backend}; {states}>"
 
     @property
@@ -227,18 +232,23 @@ class Cluster:
 
     # Ranks
 
-    def status(self) -> list[RankStatus]:
-        """Every rank, as it is now."""
+    def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
+        """Every rank, as it is now; those that run are asked, and have `timeout` seconds to answer."""
         driver = self._crew.driver
+        silent = driver.presence.wait_silent(driver.answering(), timeout=timeout)
         found = []
         for rank, each in self._state.ranks.items():
             cell = driver.cell_of(rank)
-            state = "running" if each.state is RankState.BUSY else each.state.name.lower()
+            state = describe_silence(silent[rank]) if rank in silent else self._state_of(rank)
             device = self._place.devices[rank]
             found.append(
                 RankStatus(rank, state, device, driver.infos[rank].pid, cell.label if cell else None, each.loss)
             )
         return found
+
+    def _state_of(self, rank: int) -> str:
+        state = self._state.ranks[rank].state
+        return "running" if state is RankState.BUSY else state.name.lower()
 
     def restart(self, ranks: RankSelection = None, *, timeout: float = START_TIMEOUT) -> tuple[int, ...]:
         """Give `ranks` fresh processes with empty namespaces; the others keep everything. Returns who was restarted.
@@ -249,7 +259,7 @@ class Cluster:
         self._crew.launch(chosen, timeout=timeout)
         return chosen
 
-    def stacks(self, *, timeout: float = _STACK_TIMEOUT) -> dict[int, Stack | None]:
+    def stacks(self, *, timeout: float = _ANSWER_TIMEOUT) -> dict[int, Stack | None]:
         """Where each rank's main thread is; None for a rank that did not answer within `timeout` seconds."""
         answers = self._crew.driver.wait_stacks(timeout=timeout)
         return {rank: answers.get(rank) for rank in self._state.ranks}

@@ -17,6 +17,7 @@ from pathlib import Path
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
@@ -29,6 +30,7 @@ from rankbook.transport.segments import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
 _STOP_TIMEOUT = 5.0
+_ANSWER_TIMEOUT = 1.0
 _numbers = itertools.count(1)
 
 
@@ -105,7 +107,9 @@ class Crew:
                         raise KeyboardInterrupt
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise StartError(f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states()}")
+                        raise StartError(
+                            f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states(driver)}"
+                        )
                     driver.changed.wait(min(left, 0.05))
         errors = driver.start_errors
         dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
@@ -125,8 +129,11 @@ class Crew:
     def _dead(self, ranks: tuple[int, ...]) -> list[int]:
         return [rank for rank in ranks if self.state.ranks[rank].state is RankState.DEAD]
 
-    def _states(self) -> str:
-        return ", ".join(f"rank {each.rank} is {each.state.name.lower()}" for each in self.state.ranks.values())
+    def _states(self, driver: Driver) -> str:
+        silent = driver.presence.wait_silent(driver.answering(), timeout=_ANSWER_TIMEOUT)
+        states = {rank: each.state.name.lower() for rank, each in self.state.ranks.items()}
+        states |= {rank: describe_silence(silence) for rank, silence in silent.items()}
+        return "; ".join(f"rank {rank} is {state}" for rank, state in states.items())
 
     def _request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
         assert self._hub is not None

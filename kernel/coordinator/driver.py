@@ -15,13 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed
 from rankbook.coordinator.exits import describe_exit, describe_failure
-from rankbook.coordinator.stacks import StackDesk
+from rankbook.coordinator.presence import Presence, RankInfo
+from rankbook.coordinator.silence import describe_straggler
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
@@ -58,15 +58,6 @@ _RECENT_CELLS = 64
 """How many ended cells still get what their background threads print."""
 
 
-@dataclass
-class RankInfo:
-    """What is known of a rank's process."""
-
-    pid: int | None = None
-    hello: Hello | None = None
-    last_cell: int | None = None
-
-
 class Driver:
     """Runs one cluster until `close`. `request(rank, incarnation, downlink)` makes what the launcher needs."""
 
@@ -77,7 +68,7 @@ class Driver:
         self.infos = {rank: RankInfo() for rank in state.ranks}
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
-        self._stacks = StackDesk(self.changed, hub.send)
+        self.presence = Presence(self.changed, hub.send, lambda rank: self.infos[rank].pid)
         self.failure: BaseException | None = None
         self._hub = hub
         self._launcher = launcher
@@ -131,10 +122,13 @@ class Driver:
         if threading.get_ident() != self._drives:
             self._hub.wake()
 
+    def answering(self) -> tuple[int, ...]:
+        """The ranks whose processes can be asked something."""
+        return tuple(each.rank for each in self.state.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
+
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
-        """See `StackDesk.ask`; of every rank that can answer."""
-        there = [rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY)]
-        return self._stacks.ask(there, timeout=timeout)
+        """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
+        return self.presence.wait_stacks(self.answering(), timeout=timeout)
 
     def cell_of(self, rank: int) -> Cell | None:
         """The cell that the rank runs."""
@@ -151,6 +145,7 @@ class Driver:
         match action:
             case act.Fork(rank, incarnation):
                 self.infos[rank] = RankInfo()
+                self.presence.forget(rank)
                 self._fork(rank, incarnation)
             case act.Kill(rank, incarnation, idle):
                 self._remove(rank, incarnation, politely=idle)
@@ -169,7 +164,7 @@ class Driver:
             case act.SetGrace() | act.LookSoon() | act.AskCollectives() | act.SendAbort():
                 self._supervise(action)
             case act.TellPerson(number, text):
-                self._cells[number].say(text)
+                self._cells[number].note(text)
             case act.TellQueued(number, busy):
                 self._cells[number].waiting_behind = busy
                 self._cells[number].tell()
@@ -298,7 +293,7 @@ class Driver:
         while self._ending:
             ending = self._ending.popleft()
             cell = self._cells[ending.cell]
-            cell.end(ending.stragglers)
+            cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.presence.straggler(rank)))
             for rank in ending.stragglers:
                 self._hub.send(rank, _nobody_to_ask(ending.cell))
             self._recent.append(ending.cell)
@@ -317,6 +312,7 @@ class Driver:
         rank, incarnation = sender
         if incarnation != self.state.ranks[rank].incarnation:
             return
+        self.presence.hear(rank)
         match message:
             case Hello():
                 self.infos[rank].hello = message
@@ -324,7 +320,7 @@ class Driver:
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Stack():
-                self._stacks.hear(rank, message)
+                self.presence.answer(rank, message)
             case Collectives():
                 self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))
             case Done():
@@ -365,6 +361,7 @@ class Driver:
         rank = self.state.ranks[message.rank]
         if message.incarnation != rank.incarnation:
             return
+        self.presence.forget(message.rank)
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         if cell is not None:

@@ -17,6 +17,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import Held, plain_interrupts
+from rankbook.coordinator.vigil import Vigil
 from rankbook.messages import InputReply
 
 Ask = Callable[[str, bool], str]
@@ -49,6 +50,7 @@ def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, 
         with driver.taken_over() as turn:
             while waiting() and not desk.due:
                 desk.look(turn)
+                desk.vigil.look()
                 if held.take():
                     desk.interrupt()
         desk.serve()
@@ -83,6 +85,7 @@ class _Desk:
 
     def __init__(self, driver: Driver, cell: Cell, ask: Ask) -> None:
         self.questions: list[Question] = []
+        self.vigil = Vigil(driver, cell)
         self._driver = driver
         self._cell = cell
         self._ask = ask
@@ -120,6 +123,7 @@ class _Desk:
             if not isinstance(notice, Question):
                 self._cell.inbox.put(notice)
         self._driver.post(ev.InterruptCell(self._cell.cell))
+        self.vigil.ask()
 
     def serve(self) -> None:
         if not self.due:

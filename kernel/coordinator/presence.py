@@ -1,0 +1,141 @@
+"""Which ranks answer.
+
+Owns: what is known of the ranks' processes, what their control threads were asked, when, and what they answered. Refuses: a beat of its own: nobody is
+asked unless somebody wants to know. Silence is never taken for death, of which only the launcher tells.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rankbook.coordinator.silence import Silence
+from rankbook.launch.look import look_at
+from rankbook.messages import AskStack, Hello, Stack
+
+_LOOK_AFTER = 0.3
+"""Seconds after which a silent rank's process is looked at: one that is stopped will not answer, however long one
+waits. Any other may only be slow, and gets the whole time."""
+
+
+@dataclass
+class RankInfo:
+    """What is known of a rank's process."""
+
+    pid: int | None = None
+    hello: Hello | None = None
+    last_cell: int | None = None
+
+
+class Presence:
+    """Asks through `send`, in which `pid_of` tells a rank's process. `changed` is told of every answer. Any thread."""
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        send: Callable[[int, AskStack], bool],
+        pid_of: Callable[[int], int | None],
+    ) -> None:
+        self._changed = changed
+        self._send = send
+        self._pid_of = pid_of
+        self._tokens = itertools.count()
+        self._stacks: dict[int, dict[int, Stack]] = {}
+        self._asked: dict[int, float] = {}
+        self._heard: dict[int, float] = {}
+
+    def forget(self, rank: int) -> None:
+        """The rank's process is gone or new."""
+        with self._changed:
+            self._asked.pop(rank, None)
+            self._heard.pop(rank, None)
+            self._changed.notify_all()
+
+    def hear(self, rank: int) -> None:
+        """A message of the rank's has arrived, whatever it says."""
+        self._heard[rank] = time.monotonic()
+        if rank in self._asked:
+            with self._changed:
+                self._asked.pop(rank, None)
+                self._changed.notify_all()
+
+    def answer(self, rank: int, stack: Stack) -> None:
+        """The rank has answered; an answer that nobody waits for any more is dropped."""
+        with self._changed:
+            if stack.token in self._stacks:
+                self._stacks[stack.token][rank] = stack
+                self._changed.notify_all()
+
+    def ask(self, ranks: Iterable[int]) -> None:
+        """Ask those of `ranks` that owe no answer yet, and wait for none."""
+        for rank in ranks:
+            if rank not in self._asked:
+                self._ask(rank, next(self._tokens))
+
+    def heard_within(self, rank: int, seconds: float) -> bool:
+        """Whether anything came from the rank in the last `seconds`."""
+        return time.monotonic() - self._heard.get(rank, 0.0) <= seconds
+
+    def wait_stacks(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Stack]:
+        """Ask `ranks` where they are; what came back within `timeout` seconds. Any thread but the driver's."""
+        token = next(self._tokens)
+        answers = self._stacks[token] = {}
+        asked = {rank for rank in ranks if self._ask(rank, token)}
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while len(answers) < len(asked) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self._stacks.pop(token)
+
+    def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Silence]:
+        """Those of `ranks` that do not answer within `timeout` seconds; sooner where only stopped ones are left.
+
+        With no time nobody is asked: these are the ones that owe an answer already.
+        """
+        asked = tuple(ranks)
+        if timeout > 0:
+            self.ask(asked)
+        began = time.monotonic()
+        self._wait_answers(asked, began + min(timeout, _LOOK_AFTER))
+        silent = self.silent(asked)
+        if not all(each.stopped for each in silent.values()):
+            self._wait_answers(asked, began + timeout)
+            silent = self.silent(asked)
+        return silent
+
+    def silent(self, ranks: Iterable[int]) -> dict[int, Silence]:
+        """Those of `ranks` that owe an answer, with a look at their processes."""
+        now = time.monotonic()
+        found = {}
+        for rank in ranks:
+            asked = self._asked.get(rank)
+            if asked is not None:
+                pid = self._pid_of(rank)
+                heard = self._heard.get(rank, asked)
+                found[rank] = Silence(rank, pid, now - asked, now - heard, look_at(pid))
+        return found
+
+    def straggler(self, rank: int) -> Silence | None:
+        """The silence of a rank that should have ended its cell by now; None for one that may answer."""
+        silence = self.silent((rank,)).get(rank)
+        if silence is not None:
+            return silence
+        pid, now = self._pid_of(rank), time.monotonic()
+        unasked = Silence(rank, pid, 0.0, now - self._heard.get(rank, now), look_at(pid))
+        return unasked if unasked.stopped else None
+
+    def _ask(self, rank: int, token: int) -> bool:
+        with self._changed:  # before it is sent, for the answer may be quick
+            self._asked.setdefault(rank, time.monotonic())
+        sent = self._send(rank, AskStack(token=token))
+        if not sent:
+            self.forget(rank)
+        return sent
+
+    def _wait_answers(self, ranks: tuple[int, ...], until: float) -> None:
+        with self._changed:
+            while any(rank in self._asked for rank in ranks) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)

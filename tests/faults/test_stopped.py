@@ -1,0 +1,173 @@
+"""Ranks that live and do not answer: stopped by a signal, or in C code that holds the interpreter lock."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+from tests.faults.test_death import REDUCE, pids, status, told
+
+HOLD = """import ctypes, time
+print('begun')
+time.sleep(0.5)  # what it prints goes out on the thread that is about to be held up
+ctypes.PyDLL(None).sleep({})"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Notebook]:
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok("%distributed start -n 2")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.fixture
+def two(two_ranks: Notebook) -> Iterator[Notebook]:
+    """Two ranks that remember something; afterwards both are there, go on, and are in one group."""
+    two_ranks.ok("%%distributed\nremembered = rank * 10")
+    yield two_ranks
+    for pid in pids(two_ranks).values():
+        os.kill(pid, signal.SIGCONT)
+    assert "[0-1] sum 1" in two_ranks.ok(REDUCE, timeout=20).stdout
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout=5, what="the rank is stopped")
+
+
+def begin(notebook: Notebook, body: str, *, ranks: str = "1") -> Outcome:
+    """Begin a background cell and wait until it says so; `handle` is its handle."""
+    message = notebook.send(f"%%distributed --background --ranks {ranks}\n{body}")
+    outcome = notebook.finish(message)
+    assert outcome.status == "ok", outcome.traceback
+    notebook.follow(message, outcome, lambda seen: "begun" in seen.stdout)
+    notebook.ok("handle = _")
+    return outcome
+
+
+def test_a_stopped_rank_is_told_as_such_and_goes_on_as_if_nothing_had_happened(two):
+    pid = pids(two)[1]
+    message = two.send(
+        "%%distributed --background\nimport time\nprint('begun')\n"
+        "for step in range(20): time.sleep(0.05)\nprint('to the end')"
+    )
+    outcome = two.finish(message)
+    two.ok("handle = _")
+    two.follow(message, outcome, lambda seen: "begun" in seen.stdout)
+    stop(pid)
+    rows = status(two)
+    assert re.search(rf"1 +unresponsive.*process stopped: kill -CONT {pid} lets it go on", rows[1])
+    assert "dead" not in rows[1]
+    assert "unresponsive" not in rows[0]
+    api = two.ok("%%local\nimport rankbook\nrankbook.current().status()[1].state").displays[-1]["text/plain"]
+    assert "unresponsive" in api and "process stopped" in api
+    assert "process stopped" in two.ok("%distributed stacks").stdout
+
+    os.kill(pid, signal.SIGCONT)
+    assert two.ok("handle.wait().ok", timeout=20).displays[-1]["text/plain"] == "True"
+    two.follow(message, outcome, lambda seen: "[1] to the end" in seen.stdout or "[0-1] to the end" in seen.stdout)
+    wait_until(lambda: "unresponsive" not in status(two)[1], timeout=5, what="rank 1 answers again")
+    assert "[1] 10" in two.ok("%%distributed\nprint(remembered)").stdout
+
+
+def test_an_idle_rank_that_is_stopped_is_told_and_the_other_goes_on(two):
+    pid = pids(two)[1]
+    stop(pid)
+    shown = two.ok("%distributed status")
+    assert "process stopped" in shown.text and shown.seconds < 3
+    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=5).stdout
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_the_cell_that_waits_for_a_stopped_rank_says_so_and_is_interrupted(two):
+    pid = pids(two)[1]
+    pressed = []
+    message = two.send("%%distributed\nimport time\nprint('begun')\nif rank == 1: time.sleep(60)")
+
+    def follow(outcome: Outcome) -> None:
+        if "[0-1] begun" in outcome.stdout and not pressed:
+            stop(pid)
+            pressed.append("stopped")
+        if "process stopped" in outcome.stderr and len(pressed) == 1:
+            pressed.append(two.interrupt())
+
+    failed = two.finish(message, timeout=40, seen=follow)
+    assert re.search(rf"^rank 1: unresponsive.*kill -CONT {pid}", failed.stderr, re.MULTILINE)
+    assert failed.stderr.count("unresponsive") == 1
+    assert f"rank 1 is stopped (process stopped: kill -CONT {pid} lets it go on)" in told(failed)
+    assert "%distributed restart 1" in told(failed)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: "idle" in status(two)[1], timeout=5, what="the interrupt is heard once it goes on")
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_stopped_rank_can_be_restarted(two, busy):
+    if busy:
+        begin(two, "import time\nprint('begun')\ntime.sleep(60)")
+    pid = pids(two)[1]
+    stop(pid)
+    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=10).stdout
+    assert not psutil.pid_exists(pid)
+    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)").stdout
+
+
+def test_a_rank_whose_c_code_holds_the_interpreter_is_told_with_its_cpu_time(two):
+    begin(two, HOLD.format(4))
+    rows: dict[int, str] = {}
+
+    def held() -> bool:
+        rows.update(status(two))
+        return "running" not in rows[1]
+
+    wait_until(held, timeout=5, what="it holds the interpreter")
+    assert re.search(r"1 +unresponsive.*process sleeping, \d+\.\d s of CPU time", rows[1])
+    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=5).stdout
+    assert "process sleeping" in two.ok("%distributed stacks").stdout
+    assert two.ok("handle.wait().ok", timeout=20).displays[-1]["text/plain"] == "True"
+    assert "idle" in status(two)[1]
+
+
+def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restarted(two, tmp_path):
+    pressed = []
+    held = tmp_path / "held"
+    hold = f"open({str(held)!r}, 'w').close()\nctypes.PyDLL(None).sleep(600)"
+    message = two.send(f"%%distributed --ranks 1\nimport ctypes, time\nprint('begun')\ntime.sleep(0.5)\n{hold}")
+
+    def press(outcome: Outcome) -> None:
+        if "begun" in outcome.stdout and not pressed:
+            wait_until(held.exists, timeout=5, what="it holds the interpreter")
+            pressed.append(two.interrupt())
+
+    failed = two.finish(message, timeout=40, seen=press)
+    assert re.search(r"rank 1 still runs, unresponsive for \d+ s, process sleeping", told(failed))
+    assert "%distributed restart 1" in told(failed)
+    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=10).stdout
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+@pytest.mark.parametrize("end", ["stop", "shutdown"])
+def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
+    fresh_notebook.ok("%distributed start -n 2")
+    if busy:
+        begin(fresh_notebook, "import time\nprint('begun')\ntime.sleep(60)")
+    ranks = pids(fresh_notebook)
+    stop(ranks[1])
+    if end == "stop":
+        stopped = fresh_notebook.ok("%distributed stop", timeout=10)
+        assert "2 ranks stopped" in stopped.stdout
+        assert stopped.seconds < 2
+    else:
+        fresh_notebook.close()
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())), timeout=2, what="the ranks are gone")
