@@ -51,7 +51,8 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An exception on a rank, told without its objects.
 
     `traceback` is coloured and meant for people, `plain` is the same without colour; ranks whose `plain` is equal,
-    but for addresses of objects and for lines of context, had the same error.
+    but for addresses of objects and for lines of context, had the same error. `memory` tells what held this rank's
+    memory, where that ran out.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traceback: str
     plain: str
     line: int | None = None
+    memory: str = ""
 
 
 # Notebook to rank ---------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class RankExited(Message, frozen=True):
     """A rank's process ended.
 
     `code` is the exit code, or minus the signal; `memory_kills` is how many processes the kernel's OOM killer ended in
-    this control group while the rank lived; `stdout` and `stderr` are what the rank had written and nobody had read.
+    this control group in the seconds before; `stdout` and `stderr` are what the rank had written and nobody had read.
     """
 
     rank: int

@@ -279,6 +279,17 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
         yield _red(f"{who}: {words.splitlines()[0]}", plain)
         if error.plain.strip() != words.splitlines()[0]:
             yield (error.plain if plain else error.traceback).strip("\n")
+        yield from _tell_memory(group)
+
+
+def _tell_memory(group: Sequence[RankOutcome]) -> Iterator[str]:
+    """What held the memory where that ran out, once for all ranks of which the same is to be said."""
+    told: dict[str, list[int]] = {}
+    for outcome in group:
+        if outcome.error is not None and outcome.error.memory:
+            told.setdefault(outcome.error.memory, []).append(outcome.rank)
+    for text, ranks in told.items():
+        yield f"{name_ranks(ranks)}, {text}"
 
 
 def _likeness(plain: str) -> str:

@@ -290,6 +290,19 @@ def test_the_head_of_an_error_is_one_line():
     ]
 
 
+def test_what_holds_the_memory_is_told_once_for_the_ranks_with_the_same_error_and_the_same_to_tell():
+    reports = [
+        ErrorReport(name="MemoryError", value="", traceback="Trace", plain="Trace", memory=memory)
+        for memory in ("memory of cpu: full", "memory of cpu: full", "memory of cpu: half")
+    ]
+    assert plain(result(*(done("error", report) for report in reports))).splitlines() == [
+        "ranks 0-2: MemoryError",
+        "Trace",
+        "ranks 0-1, memory of cpu: full",
+        "rank 2, memory of cpu: half",
+    ]
+
+
 def test_an_error_without_a_report_is_told_all_the_same():
     found = result(done("error"))
     assert plain(found) == "rank 0: failed, and did not say how"

@@ -38,7 +38,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import tracebacks
+from rankbook.rank import out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.process_group import GroupMember
@@ -118,7 +118,10 @@ class Executor:
         if isinstance(error, (RankbookError, UsageError, BdbQuit)) and not isinstance(error, CollectiveAborted):
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
-        return tracebacks.report(self._shell, error, self._cell_files())
+        report = tracebacks.report(self._shell, error, self._cell_files())
+        if out_of_memory.is_out_of_memory(error):
+            report = out_of_memory.tell_and_free(self._shell, error, report)
+        return report
 
     def _cell_files(self) -> dict[str, int]:
         files: dict[str, int] = self._shell.compile._filename_map

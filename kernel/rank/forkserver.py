@@ -36,6 +36,7 @@ from rankbook.messages import (
     decode_to_forkserver,
 )
 from rankbook.rank import host
+from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.transport.stream import MessageStream
 
 PRELOAD_WHEN_IDLE = (
@@ -63,7 +64,6 @@ class Child:
     request: ForkRank
     pid: int
     outputs: tuple[int, int]
-    memory_kills: int
 
 
 class Forkserver:
@@ -75,6 +75,7 @@ class Forkserver:
         self._children: dict[int, Child] = {}
         self._store: int | None = None
         self._folders: tuple[str, ...] = ()
+        self._kills = RecentKills(find_counter())
         self._live_read, self._live_write = os.pipe()
         self._signal_read, self._signal_write = os.pipe()
         for end in (self._signal_read, self._signal_write):
@@ -94,6 +95,7 @@ class Forkserver:
                 break
             for message in self._stream.read():
                 self._handle(message)
+            self._kills.look(time.monotonic())
             self._reap()
         self._close()
 
@@ -173,7 +175,7 @@ class Forkserver:
             live(message, outputs=(out_read, out_write, err_read, err_write), liveness=self._live_read)
         os.close(out_write)
         os.close(err_write)
-        self._children[pid] = Child(message, pid, (out_read, err_read), host.memory_kills())
+        self._children[pid] = Child(message, pid, (out_read, err_read))
         self._stream.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
 
     def _become_child(self) -> None:
@@ -211,7 +213,7 @@ class Forkserver:
                 incarnation=child.request.incarnation,
                 pid=child.pid,
                 code=code,
-                memory_kills=host.memory_kills() - child.memory_kills,
+                memory_kills=self._kills.recent(time.monotonic()),
                 stdout=texts[0],
                 stderr=texts[1],
             )

@@ -1,6 +1,6 @@
 """What a rank and the forkserver ask of the operating system.
 
-Owns: sessions, parent-death signals, descriptor set-up, control-group counters, on Linux and macOS. Refuses: policy.
+Owns: sessions, parent-death signals, descriptor set-up, on Linux and macOS. Refuses: policy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
 
 import psutil
 
@@ -91,14 +90,3 @@ def interrupt_group() -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if pid != own and os.getpgid(pid) == own:
                 os.kill(pid, signal.SIGINT)
-
-
-def memory_kills() -> int:
-    """How many processes of our control group the kernel's OOM killer has ended so far; 0 where it cannot be told."""
-    group = Path("/proc/self/cgroup")
-    try:
-        path = group.read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
-        events = Path("/sys/fs/cgroup", path, "memory.events").read_text()
-    except (OSError, IndexError):
-        return 0
-    return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))

@@ -77,3 +77,22 @@ print(round(model.module.weight.sum().item(), 4))""",
         timeout=120,
     )
     assert "[0-1] " in outcome.stdout
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_holds_it_and_has_it_back(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 1")
+    fresh_notebook.ok("%%distributed\nkept = torch.zeros(1 << 20, device=device)")
+    failed = fresh_notebook.run(
+        """%%distributed
+def grow():
+    held = []
+    while True:
+        held.append(torch.zeros(1 << 30, device=device))
+grow()""",
+        timeout=120,
+    )
+    assert "OutOfMemoryError" in failed.traceback
+    assert "rank 0, memory of cuda:0: " in failed.traceback
+    assert "grow(): held[0]" in failed.traceback
+    outcome = fresh_notebook.ok("%%distributed\nprint(torch.cuda.memory_reserved() < 1 << 30, kept.sum().item())")
+    assert "[0] True 0.0" in outcome.stdout
