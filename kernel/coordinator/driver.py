@@ -163,8 +163,8 @@ class Driver:
                     self._hub.send(rank, Interrupt(cell=number))
             case act.SetGrace() | act.LookSoon() | act.AskCollectives() | act.SendAbort():
                 self._supervise(action)
-            case act.TellPerson(number, text):
-                self._cells[number].note(text)
+            case act.TellPerson(told, text):
+                self.after(0.0, lambda: self._cells[told].note(text))
             case act.TellQueued(number, busy):
                 self._cells[number].waiting_behind = busy
                 self._cells[number].tell()

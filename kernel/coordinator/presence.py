@@ -1,7 +1,8 @@
 """Which ranks answer.
 
-Owns: what is known of the ranks' processes, what their control threads were asked, when, and what they answered. Refuses: a beat of its own: nobody is
-asked unless somebody wants to know. Silence is never taken for death, of which only the launcher tells.
+Owns: what is known of the ranks' processes, what their control threads were asked, when, and what they answered.
+Refuses: a beat of its own: nobody is asked unless somebody wants to know. Silence is never taken for death, of which
+only the launcher tells.
 """
 
 from __future__ import annotations
