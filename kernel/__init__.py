@@ -33,8 +33,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankbook.coordinator.cluster import Cluster, RankStatus
+    from rankbook.coordinator.cluster import Cluster
     from rankbook.coordinator.current import current, start, stop
+    from rankbook.coordinator.heal import Healed
+    from rankbook.coordinator.status import RankStatus
     from rankbook.errors import (
         BadRequest,
         CellError,
@@ -54,7 +56,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Cluster": "rankbook.coordinator.cluster",
-    "RankStatus": "rankbook.coordinator.cluster",
+    "Healed": "rankbook.coordinator.heal",
+    "RankStatus": "rankbook.coordinator.status",
     "current": "rankbook.coordinator.current",
     "start": "rankbook.coordinator.current",
     "stop": "rankbook.coordinator.current",
@@ -82,6 +85,7 @@ __all__ = [
     "Cluster",
     "ClusterStopped",
     "CollectiveAborted",
+    "Healed",
     "LostRank",
     "NoCluster",
     "RankOutcome",

@@ -95,6 +95,19 @@ class Fetch(Message, frozen=True):
     name: str
 
 
+class ExportState(Message, frozen=True):
+    """Answer with what a rank needs that takes the place of a dead one: variables, imports, functions."""
+
+    cell: int
+
+
+class AdoptState(Message, frozen=True):
+    """Take over what a peer exported. Without a payload: make replicated models ready for the rank that did."""
+
+    cell: int
+    payload: Payload | None = None
+
+
 class Regroup(Message, frozen=True):
     """Leave the process group, if in one, and join generation `generation` of it."""
 
@@ -329,19 +342,9 @@ class ClusterClosed(Message, frozen=True):
     """No process of the cluster is left."""
 
 
-ToRank = (
-    RunCell
-    | CallFunction
-    | Assign
-    | Fetch
-    | Regroup
-    | Interrupt
-    | InputReply
-    | AskStack
-    | AskCollectives
-    | Abort
-    | Leave
-)
+Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
+"""What a rank's main thread does, one at a time, and answers with `Done`."""
+ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave
 FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Collectives
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster

@@ -141,6 +141,10 @@ class DistributedMagics(Magics):
         restarted = cluster.restart(command.ranks)
         self._say(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
 
+    def _command_heal(self, command: argparse.Namespace) -> None:
+        healed = clusters.current().heal(command.ranks, empty=command.empty)
+        self._say(str(healed) if healed is not None else "no rank is dead")
+
     def _command_stop(self, _command: argparse.Namespace) -> None:
         running = clusters.running_cluster()
         if clusters.stop() and running is not None:

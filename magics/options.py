@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from rankbook.errors import BadRequest
 
-COMMANDS = ("start", "status", "interrupt", "restart", "stop", "stacks", "push", "pull", "auto")
+COMMANDS = ("start", "status", "interrupt", "heal", "restart", "stop", "stacks", "push", "pull", "auto")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +65,9 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
         add(name, help_text).add_argument(
             "ranks", nargs="?", metavar="RANKS", help="0,2-3 · 0:4:2 · main · all (default: all)"
         )
+    heal = add("heal", "put new ranks in the place of dead ones, with the variables of a healthy one")
+    heal.add_argument("ranks", nargs="?", metavar="RANKS", help="which (default: all that are dead)")
+    heal.add_argument("--empty", action="store_true", help="without the variables")
     add("stop", "end the ranks")
     add("stacks", "where in the code each rank is, now")
     push = add("push", "copy variables of the notebook to the ranks")

@@ -18,6 +18,8 @@ cell.py     one task on its way: output, waiters, result
 vigil.py    tells, beside a long cell, of a rank that has fallen silent
 wait.py     what the notebook's main thread does while a cell runs
 interrupts.py  its SIGINT, held until it is safe
+heal.py     a new rank in the place of a dead one
+status.py   what is told of a rank
 crew.py     the processes of one cluster, started and ended together
 cluster.py  the public face
 current.py  the notebook's one cluster

@@ -8,19 +8,20 @@ from __future__ import annotations
 import keyword
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.silence import describe_silence
+from rankbook.coordinator.status import RankStatus
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
-from rankbook.messages import Assign, CallFunction, Fetch, Message, RunCell, Stack
+from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, Message, RunCell, Stack
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, pack, unpack
@@ -30,21 +31,6 @@ _ANSWER_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
 RankSelection = str | int | Sequence[int] | None
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
-
-    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`.
-    """
-
-    rank: int
-    state: str
-    device: str
-    pid: int | None
-    cell: str | None
-    loss: str | None
 
 
 class Cluster:
@@ -259,6 +245,46 @@ class Cluster:
         self._crew.launch(chosen, timeout=timeout)
         return chosen
 
+    def heal(
+        self, ranks: RankSelection = None, *, empty: bool = False, timeout: float = START_TIMEOUT
+    ) -> Healed | None:
+        """Put new ranks in the place of dead ones, with the variables of a healthy one; None if no rank is dead.
+
+        The others keep everything, and the new ones make the groups that they share with them. `empty`: without the
+        variables. Raises `StartError`, `LostRank` when no healthy rank is left to ask, `BadRequest` for one that lives.
+        """
+        dead = tuple(rank for rank, each in self._state.ranks.items() if each.state is RankState.DEAD)
+        chosen = dead if ranks is None else self.select(ranks)
+        living = [rank for rank in chosen if rank not in dead]
+        if living:
+            raise BadRequest(f"{name_ranks(living)} is not dead; %distributed restart gives it a fresh process")
+        if not chosen:
+            return None
+        healthy = [rank for rank, each in self._state.ranks.items() if each.state in (RankState.IDLE, RankState.BUSY)]
+        if not healthy and not empty:
+            raise LostRank("no rank is left that has the state; %distributed heal --empty starts without it", chosen)
+        self._crew.launch(chosen, timeout=timeout)
+        if empty:
+            return Healed(chosen, None)
+        idle = [rank for rank in healthy if self._state.ranks[rank].state is RankState.IDLE]
+        return self._hand_over((idle or healthy)[0], chosen, timeout)
+
+    def _hand_over(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
+        """Have `donor` export its state and `ranks` adopt it."""
+        with held_interrupts():
+            export = self._submit({donor: (lambda cell: ExportState(cell=cell), ())}, number=0, sink=None, label="heal")
+            self.wait(export, timeout=timeout)
+        self._check(export)
+        payload, frames = export.values[donor]
+        try:
+            newcomers = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
+            others = {rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks}
+            adopted = self._collect({**others, **newcomers}, timeout, "heal")
+        finally:
+            for segment in segments_of(payload):
+                self._segments.discard(segment)
+        return tell(ranks, donor, adopted)
+
     def stacks(self, *, timeout: float = _ANSWER_TIMEOUT) -> dict[int, Stack | None]:
         """Where each rank's main thread is; None for a rank that did not answer within `timeout` seconds."""
         answers = self._crew.driver.wait_stacks(timeout=timeout)
@@ -280,7 +306,7 @@ class Cluster:
         if self._state.grouped:
             return "all ranks are in one process group"
         dead = [rank.rank for rank in self._state.ranks.values() if rank.state is RankState.DEAD]
-        return f"the process group waits for {name_ranks(dead)}: %distributed restart {format_ranks(dead)}"
+        return f"the process group waits for {name_ranks(dead)}: %distributed heal, or restart {format_ranks(dead)}"
 
     # Inside
 
@@ -356,7 +382,8 @@ class Cluster:
         more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
         alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
         rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
-        raise LostRank(f"{told}{more}: %distributed restart {format_ranks(gone)} brings it back{rest}", tuple(gone))
+        empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
+        raise LostRank(f"{told}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
 
     def _discard(self, *packed: Packed) -> None:
         for each in packed:

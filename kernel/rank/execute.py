@@ -21,6 +21,7 @@ from IPython.core.error import UsageError
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.messages import (
     Abort,
+    AdoptState,
     Assign,
     CallFunction,
     Clear,
@@ -28,6 +29,7 @@ from rankbook.messages import (
     Display,
     Done,
     ErrorReport,
+    ExportState,
     Fetch,
     InputReply,
     InputRequest,
@@ -38,7 +40,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import out_of_memory, tracebacks
+from rankbook.rank import heal, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.process_group import GroupMember
@@ -138,6 +140,11 @@ class Executor:
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
             case Fetch():
                 return pack(self._fetch(message.name), store=self._segments)
+            case ExportState():
+                return heal.export_state(self._shell.user_ns, self._shell.user_ns_hidden, self._segments)
+            case AdoptState():
+                state = None if message.payload is None else self._unpack(message.payload, frames)
+                return pack(heal.adopt_state(self._shell.user_ns, state), store=None)
             case Regroup():
                 try:
                     self._group.join(message.generation)

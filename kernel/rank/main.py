@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.messages import ErrorReport, ForkRank, Hello, StartFailed
-from rankbook.rank import tracebacks
+from rankbook.rank import heal, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
@@ -97,6 +97,7 @@ def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int],
         port=request.store_port,
     )
     shell = _prepared[0]
+    heal.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     control = Control(link, capture, interrupts, executor, liveness)
     executor.wait_reply = control.replies.get

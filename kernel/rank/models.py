@@ -24,6 +24,8 @@ def remember_models() -> None:
     original = DistributedDataParallel.__init__
     if not hasattr(original, "__wrapped__"):
         DistributedDataParallel.__init__ = _remembered(original)  # type: ignore[method-assign]
+        restore = DistributedDataParallel.__setstate__
+        DistributedDataParallel.__setstate__ = _remembered_too(restore)  # type: ignore[method-assign]
 
 
 def _remembered(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,12 +37,31 @@ def _remembered(original: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
+def _remembered_too(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def restore(self: DistributedDataParallel, state: Any) -> None:  # noqa: ANN401 - as torch's
+        original(self, state)
+        _models.add(self)
+
+    return restore
+
+
 def make_ready() -> None:
     """End the steps that failed: what waits in a bucket or an all-gather is dropped, what was gathered is freed."""
     for model in tuple(_models):
         model.reducer._reset_state()
     if _FSDP_STATE in sys.modules:
         _reset_fsdp(sys.modules[_FSDP_STATE].FSDPState)
+
+
+def start_over() -> None:
+    """Have each DDP model agree with the other ranks about its buckets anew: one of them is a fresh process."""
+    for model in tuple(_models):
+        parameters, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(parameters)
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+        if model.static_graph:
+            model.reducer._set_static_graph()
 
 
 def _reset_fsdp(kind: type[Any]) -> None:

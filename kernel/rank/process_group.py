@@ -61,6 +61,11 @@ class _Member:
     timeout: timedelta
     rank: int
 
+    def describe(self) -> dict[str, Any]:
+        """What a rank needs to make it too."""
+        backend = str(c10d._world.pg_map[self.group][0])
+        return {"ranks": self.group.ledger.ranks, "backend": backend, "timeout": self.timeout.total_seconds()}
+
 
 class GroupMember:
     """This rank's membership. The generations of its groups share one store under different prefixes."""
@@ -106,11 +111,11 @@ class GroupMember:
         if not dist.is_initialized():
             self._members.clear()
             c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree
-        names, count = self._agree()
+        groups, count = self._agree()
         self._made.clear()
         if dist.is_initialized():
             for name, member in tuple(self._members.items()):
-                if name in names:
+                if name in groups:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
                 else:
                     member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
@@ -122,13 +127,14 @@ class GroupMember:
                 rank=self._rank,
                 world_size=self._world_size,
             )
+            self._make_as_peers(groups)
         # A rank that failed in the middle of making a group has counted fewer than the others, and torch names groups
         # by that count.
         c10d._world.group_count = max(count, c10d._world.group_count)
         self._forming.restart()
 
-    def _agree(self) -> tuple[set[str], int]:
-        """Tell the other ranks which groups are here; the names of those that all their members have.
+    def _agree(self) -> tuple[dict[str, dict[str, Any]], int]:
+        """Tell the other ranks which groups are here; those that all their members have, but for ranks that are new.
 
         And how many groups the one has made that has made the most.
         """
@@ -136,20 +142,36 @@ class GroupMember:
             del self._members[name]
         own = {
             "count": c10d._world.group_count,
-            "groups": {name: each.group.ledger.ranks for name, each in self._members.items()},
+            "fresh": not dist.is_initialized(),
+            "groups": {name: each.describe() for name, each in self._members.items()},
         }
         store = self._store("agreement")
         store.set(str(self._rank), json.dumps(own))
         everyone = [str(rank) for rank in range(self._world_size)]
         self._await(store, everyone)
         told = [json.loads(store.get(each)) for each in everyone]
-        first = next(iter(self._members), None)  # the default group: a fresh rank is about to make it
-        names = {
-            name
-            for name, member in self._members.items()
-            if name == first or all(name in told[rank]["groups"] for rank in member.group.ledger.ranks)
-        }
-        return names, max(each["count"] for each in told)
+        found: dict[str, dict[str, Any]] = {}
+        for each in told:
+            for name, group in each["groups"].items():
+                if all(told[rank]["fresh"] or name in told[rank]["groups"] for rank in group["ranks"]):
+                    found.setdefault(name, group)
+        return found, max(each["count"] for each in told)
+
+    def _make_as_peers(self, groups: dict[str, dict[str, Any]]) -> None:
+        """Make, on a rank that has replaced another, the groups that its peers have with it."""
+        for name, group in groups.items():
+            ranks = group["ranks"]
+            if name not in self._members and self._rank in ranks:
+                made, _ = c10d._new_process_group_helper(
+                    len(ranks),
+                    ranks.index(self._rank),
+                    ranks,
+                    dist.Backend(group["backend"]),
+                    c10d._world.pg_map[c10d._get_default_group()][1],
+                    c10d.GroupName(name),
+                    timeout=timedelta(seconds=group["timeout"]),
+                )
+                c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
 
     def leave(self) -> None:
         """Leave all groups, if in one."""

@@ -91,17 +91,17 @@ class RecoverableGroup(dist.ProcessGroup):
         self._told.wait(_CAUSE_WITHIN)
         if self._cause is None:
             return error
-        return self._aborted(f"while this rank waited in {launched}")
+        return self._aborted(f" while this rank waited in {launched}")
 
     def _aborted(self, doing: str) -> CollectiveAborted:
         line = self._where()
-        return CollectiveAborted(f"{self._cause} {doing}" + (f" at line {line}" if line is not None else ""))
+        return CollectiveAborted(f"{self._cause}{doing}" + (f" at line {line}" if line is not None else ""))
 
     # What torch calls
 
     def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
         if self._cause is not None:
-            raise self._aborted(f"so this rank cannot begin {op.word}")
+            raise self._aborted(f", so this rank cannot begin {op.word}")
         key, launched = self.ledger.launch(op, args)
         try:
             work = getattr(self._inner.group, name)(*args, **kwargs)

@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -55,7 +55,12 @@ class Packed:
     segments: tuple[str, ...]
 
 
-def pack(value: object, *, store: SegmentStore | None, names: Sequence[str] = ()) -> Packed:
+Reduce = Callable[[object], Any]  # as pickle's `reducer_override`, and asked first
+
+
+def pack(
+    value: object, *, store: SegmentStore | None, names: Sequence[str] = (), reduce: Reduce | None = None
+) -> Packed:
     """Pickle `value`; its large buffers go into one file of `store` where that is worth it, and fits.
 
     Buffers are copied exactly once, here, so that the value may be changed as soon as this returns. Without a store
@@ -65,7 +70,7 @@ def pack(value: object, *, store: SegmentStore | None, names: Sequence[str] = ()
     Raises `TransferError` that names what cannot be pickled, and where in the value it is.
     """
     try:
-        pickled = _pickle(value)
+        pickled = _pickle(value, reduce)
     except MemoryError as error:
         raise TransferError("cannot send the value: there is not enough memory to pickle it") from error
     except Exception as error:
@@ -85,6 +90,14 @@ def pack(value: object, *, store: SegmentStore | None, names: Sequence[str] = ()
     ]
     frames = [_snapshot(pieces) for pieces, filed in zip(pickled.buffers, worth_a_file, strict=True) if not filed]
     return Packed(Payload(tuple(buffers)), list(frames), (segment.name,))
+
+
+def why_not(value: object, *, name: str, reduce: Reduce | None = None) -> str | None:
+    """Why `value` cannot be packed, in words, or None if it can. Copies nothing."""
+    error = _attempt(value, reduce)
+    if error is None:
+        return None
+    return str(error) if isinstance(error, TransferError) else _cannot_send(value, (name,), error)
 
 
 def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: Path) -> Any:  # noqa: ANN401 - any value
@@ -176,12 +189,15 @@ class _Beside:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle's, with tensors out of band."""
 
-    def __init__(self, file: _Chunks | _Nowhere, beside: _Beside) -> None:
+    def __init__(self, file: _Chunks | _Nowhere, beside: _Beside, reduce: Reduce | None = None) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=beside)
         self._storages = beside.storages
+        self._reduce = reduce
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         """Take tensors apart, and leave the rest to cloudpickle."""
+        if self._reduce is not None and (reduction := self._reduce(value)) is not NotImplemented:
+            return reduction
         if self._storages is not None:
             reduction = self._storages.reduce(value)
             if reduction is not NotImplemented:
@@ -189,13 +205,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(value)
 
 
-def _pickle(value: object) -> _Pickled:
+def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
     file, beside = _Chunks(), _Beside(_storages())
-    _Pickler(file, beside).dump(value)
+    _Pickler(file, beside, reduce).dump(value)
     trimmed = beside.storages.trimmed() if beside.storages is not None else None
     if trimmed is not None:
         file, beside = _Chunks(), _Beside(trimmed)
-        _Pickler(file, beside).dump(value)
+        _Pickler(file, beside, reduce).dump(value)
     return _Pickled([file.chunks, *([view] for view in beside.views())], beside)
 
 
@@ -303,9 +319,9 @@ def _culprit(value: object, names: Sequence[str], error: Exception) -> _Culprit:
     return _Culprit(name, path, trail[-1], error, sure=False)
 
 
-def _attempt(value: object) -> Exception | None:
+def _attempt(value: object, reduce: Reduce | None = None) -> Exception | None:
     try:
-        _Pickler(_Nowhere(), _Beside(_storages())).dump(value)
+        _Pickler(_Nowhere(), _Beside(_storages()), reduce).dump(value)
     except Exception as error:  # noqa: BLE001 - this error is what the search is for
         return error
     return None

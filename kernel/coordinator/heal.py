@@ -1,0 +1,60 @@
+"""Puts a new rank in the place of a dead one.
+
+Owns: who gives the new one its state, and what is said of it. Refuses: pickles; what a rank exports is passed on as it
+came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankbook.messages import Payload
+from rankbook.ranks import name_ranks
+
+
+@dataclass(frozen=True)
+class Healed:
+    """Who came back, and with what: the numbers are of the peer's names that travelled.
+
+    `missing` maps what could not be brought back to the reason; `donor` is None where nobody was asked for a state.
+    """
+
+    ranks: tuple[int, ...]
+    donor: int | None
+    variables: int = 0
+    functions: int = 0
+    imports: int = 0
+    missing: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        verb = "is" if len(self.ranks) == 1 else "are"
+        who = f"{name_ranks(self.ranks)} {verb} back"
+        if self.donor is None:
+            return f"{who} with an empty namespace"
+        counted = [
+            _count(self.variables, "variable"),
+            _count(self.functions, "function or class", "functions and classes"),
+            _count(self.imports, "import"),
+        ]
+        lines = [f"{who} with the state of rank {self.donor}: {', '.join(filter(None, counted)) or 'it has none'}"]
+        if self.missing:
+            lines.append("not brought back:")
+            lines += [f"  {name}: {reason}" for name, reason in self.missing.items()]
+        return "\n".join(lines)
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return "" if number == 0 else f"1 {one}" if number == 1 else f"{number} {several or one + 's'}"
+
+
+def tell(ranks: tuple[int, ...], donor: int, adopted: Mapping[int, Any]) -> Healed:
+    """What became of it, from what the new `ranks` answered."""
+    first = adopted[ranks[0]]
+    return Healed(ranks, donor, first["variables"], first["functions"], first["imports"], first["missing"])
+
+
+def segments_of(payload: Payload) -> list[str]:
+    """The shared memory that a payload rests on."""
+    return list(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))

@@ -1,0 +1,23 @@
+"""What is told of a rank.
+
+Owns: the fields. Refuses: to find them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
+
+    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`.
+    """
+
+    rank: int
+    state: str
+    device: str
+    pid: int | None
+    cell: str | None
+    loss: str | None

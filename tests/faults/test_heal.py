@@ -1,0 +1,164 @@
+"""A new rank in the place of a dead one: through a real kernel, with the state of a healthy peer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Notebook, check_nothing_left, leftovers, wait_until
+
+SETUP = """%%distributed
+import collections
+import numpy as np
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer(x) * scale
+
+scale = 0.5
+torch.manual_seed(0)
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+mesh = init_device_mesh("cpu", (3,))
+pair = dist.new_group([0, 2])
+sharded = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+numbers = (i for i in range(3))
+table = {"x": np.arange(3)}
+linked = [table]
+
+def step():
+    loss = model(torch.randn(8, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def factorial(n):
+    return 1 if n < 2 else n * factorial(n - 1)
+
+def counter():
+    seen = collections.Counter()
+    def count(x):
+        seen[x] += 1
+        return count if x > 1 else seen[x]
+    return count
+
+count = counter()
+count(1)
+step()
+"""
+
+EQUAL = """%%distributed
+step()
+def same(tensor):
+    found = [torch.zeros_like(tensor) for _ in range(world_size)]
+    dist.all_gather(found, tensor.detach().contiguous())
+    return all(torch.equal(tensor, each) for each in found)
+first = next(model.parameters())
+print("model", same(first), "optimizer", same(optimizer.state[first]["exp_avg"]))
+print("steps", int(optimizer.state[first]["step"]), "tied", optimizer.param_groups[0]["params"][0] is first)
+print(factorial(5), count(1), np.__name__, table["x"].tolist(), linked[0] is table, type(model.module).__name__)
+total = torch.ones(1)
+dist.all_reduce(total, group=mesh.get_group())
+if rank != 1:
+    dist.all_reduce(total, group=pair)
+print("sums", total.item())
+"""
+
+
+def kill(notebook: Notebook, rank: int) -> None:
+    row = next(line for line in notebook.ok("%distributed status").text.splitlines() if line.startswith(f"{rank} "))
+    os.kill(int(row.split()[3]), signal.SIGKILL)
+    wait_until(
+        lambda: "dead" in notebook.ok("%distributed status").text, timeout=5, what=f"rank {rank} is told to be dead"
+    )
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Notebook]:
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok("%distributed start -n 3")
+        notebook.ok(SETUP)
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.mark.parametrize("victim", [2, 0, 1])
+def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim):
+    three.ok(SETUP)
+    kill(three, victim)
+    healed = three.ok("%distributed heal")
+    assert f"rank {victim} is back with the state of rank {0 if victim else 1}" in healed.stdout
+    assert "sharded: it is sharded over the ranks" in healed.stdout
+    assert "numbers: " in healed.stdout
+    assert "generator" in healed.stdout
+    if victim == 0:  # its peer was no member of the pair
+        three.ok("%%distributed\npair = dist.new_group([0, 2])")
+    told = three.ok(EQUAL, timeout=20).stdout
+    assert "[0-2] model True optimizer True" in told
+    assert "tied True" in told
+    assert "120" in told
+    assert "numpy [0, 1, 2] True Net" in told
+    assert "sums 3.0" in told
+    assert "sums 6.0" in told
+
+
+def test_a_heal_without_state_leaves_the_new_rank_empty_and_its_groups_whole(three):
+    three.ok(SETUP)
+    kill(three, 2)
+    assert "rank 2 is back with an empty namespace" in three.ok("%distributed heal 2 --empty").stdout
+    told = three.ok(
+        "%%distributed\nprint('model' in globals())\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
+    )
+    assert "[0-1] True" in told.stdout
+    assert "[2] False" in told.stdout
+    assert "3.0" in told.text
+    three.ok(SETUP)
+
+
+def test_nothing_to_heal_and_a_rank_that_lives(three):
+    assert "no rank is dead" in three.ok("%distributed heal").stdout
+    refused = three.run("%distributed heal 1")
+    assert refused.status == "error"
+    assert "rank 1 is not dead; %distributed restart" in refused.traceback + refused.text
+
+
+def test_a_cell_after_a_death_names_the_way_back(three):
+    kill(three, 1)
+    refused = three.run("%%distributed\nstep()")
+    assert "%distributed heal brings it back" in refused.traceback + refused.text
+    refused = three.run("%%distributed --ranks 0,2\ndist.all_reduce(torch.ones(1))")
+    assert "rank 1 was killed by signal 9" in refused.traceback + refused.text
+    assert "so this rank cannot begin all_reduce" in refused.traceback + refused.text
+    three.ok("%distributed heal")
+    assert "[0-2] model True" in three.ok(EQUAL, timeout=20).stdout
+
+
+BAD = """%%distributed --ranks 0,2
+class Bad:
+    def __reduce__(self):
+        return int, ("no number",)
+bad = Bad()"""
+
+
+def test_a_variable_that_cannot_be_opened_says_so(three):
+    three.ok(BAD)
+    kill(three, 1)
+    told = three.run("%distributed heal")
+    assert "cannot open the value here" in told.traceback + told.text
+    three.ok("%%distributed --ranks 0,2\ndel bad")
+    three.ok("%distributed restart 1")
+    three.ok(SETUP)
