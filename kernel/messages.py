@@ -15,12 +15,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.errors import ProtocolError
+from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
+from rankbook.wire import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
 
 _T = TypeVar("_T")
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What every message on the wire is."""
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,7 +214,7 @@ class OpenCluster(Message, frozen=True):
 class ForkRank(Message, frozen=True):
     """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
 
-    `env` is bytes, for a variable need not be text.
+    `env` is bytes, for a variable need not be text. With a token in `keep` the rank keeps what nobody has seen.
     """
 
     rank: int
@@ -234,6 +232,7 @@ class ForkRank(Message, frozen=True):
     logs: str
     store_port: int
     cluster: str
+    keep: str = ""
 
 
 class KillRank(Message, frozen=True):
@@ -290,11 +289,11 @@ class ClusterClosed(Message, frozen=True):
     """No process of the cluster is left."""
 
 
-ToRank = RunCell | CallFunction | Assign | Fetch | Regroup | Interrupt | InputReply | AskStack | Leave
-FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack
+ToRank = RunCell | CallFunction | Assign | Fetch | Regroup | Interrupt | InputReply | AskStack | Leave | Seen | Recall
+FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Here
 
-ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster
-FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed
+ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
+FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

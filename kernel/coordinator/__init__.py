@@ -13,6 +13,10 @@ cell.py     one task on its way: output, waiters, result
 wait.py     what the notebook's main thread does while a cell runs
 interrupts.py  its SIGINT, held until it is safe
 crew.py     the processes of one cluster, started and ended together
+adopted.py  the state of a kept cluster in a new owner's hands; what was seen is told
+adoption.py   what was missed, as cells and headings
+reunion.py  asking the ranks of a kept cluster
+reattach.py the crew of a kept cluster, taken over
 cluster.py  the public face
 current.py  the notebook's one cluster
 """

@@ -16,9 +16,11 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.state import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
+from rankbook.launch.records import Record
 from rankbook.messages import Assign, CallFunction, Fetch, Message, RunCell, Stack
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.results import CellResult, describe_errors
@@ -46,12 +48,35 @@ class Cluster:
     """`n` ranks: processes that keep their variables from one call to the next.
 
     `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
-    torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. A context
-    manager: leaving it stops the ranks. Raises `StartError`, `BadRequest`.
+    torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. `keep`:
+    the seconds that the ranks outlive this process, for another to attach. A context manager: leaving it stops them.
+    Raises `StartError`, `BadRequest`.
     """
 
-    def __init__(self, n: int | None = None, *, backend: str | None = None, timeout: float = START_TIMEOUT) -> None:
-        self._crew = Crew(n, backend=backend, timeout=timeout)
+    missed: tuple[CellResult, ...] = ()
+    """Of a cluster that was attached: what became of the cells that ended while no notebook was there."""
+
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        backend: str | None = None,
+        timeout: float = START_TIMEOUT,
+        keep: float | None = None,
+    ) -> None:
+        self._man(Crew(n, backend=backend, timeout=timeout, keep=keep))
+
+    @classmethod
+    def adopt(cls, record: Record, *, sink: Sink | None = None) -> Self:
+        """Take over a kept cluster; what nobody has seen is shown in `sink`. Raises `BadRequest`, `StartError`."""
+        self = cls.__new__(cls)
+        crew = AdoptedCrew(record, sink=sink)
+        self._man(crew)
+        self.missed = tuple(crew.missed)
+        return self
+
+    def _man(self, crew: Crew) -> None:
+        self._crew = crew
         self._state = self._crew.state
         self._segments = self._crew.segments
         self._place = self._crew.placement
@@ -83,6 +108,11 @@ class Cluster:
     def stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._crew.stopped
+
+    @property
+    def keep(self) -> float | None:
+        """The seconds that the ranks stay without a notebook; None: they end with it."""
+        return self._crew.keep
 
     def select(self, ranks: RankSelection) -> tuple[int, ...]:
         """The ranks that a selection means; None means all. Raises `BadRequest`."""
