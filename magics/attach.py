@@ -31,8 +31,11 @@ def describe_attached(cluster: Cluster) -> str:
 
 def describe_kept(say: Callable[[str], None]) -> None:
     """Say which ranks are kept, where none run here."""
-    for record in find_records().records:
+    found = find_records()
+    for record in found.records:
         say(f"kept: {record.describe()}, from kernel {record.notebook}; %distributed attach takes them over")
+    for note in found.notes:
+        say(note)
 
 
 def _duration(seconds: float) -> str:

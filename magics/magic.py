@@ -127,7 +127,8 @@ class DistributedMagics(Magics):
         for cell in cluster.cells():
             handle = CellHandle(cluster, cell, sink, ask_for(self._shell), lambda _: None)
             handle.follow()
-            display(handle)
+            if cell.number:
+                display(handle)
 
     def _command_status(self, _command: argparse.Namespace) -> None:
         running = clusters.running_cluster()

@@ -9,10 +9,12 @@ import threading
 
 from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
+from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reattach import choose
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch import local
 from rankbook.launch.records import find_records
+from rankbook.output import Stream
 
 KEEP_SECONDS = 600.0
 """How long kept ranks stay without a notebook, if nothing else is said."""
@@ -59,10 +61,13 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
     `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
     """
-    with _starting:
+    with _starting, held_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
         if running_cluster() is not None:
             raise BadRequest("ranks are running here already; %distributed stop ends them first")
-        cluster = Cluster.adopt(choose(find_records(), key), sink=sink)
+        found = find_records()
+        if sink is not None and found.records and found.notes:
+            sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
+        cluster = Cluster.adopt(choose(found, key), sink=sink)
         local.cool_down()  # it was kept warm for ranks that need not be started now
         _current[:] = [cluster]
         return cluster

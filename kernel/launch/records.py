@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from rankbook.errors import StartError
 from rankbook.launch.folders import socket_base
 
 RECORD = "kept.json"
@@ -83,14 +84,17 @@ def started_at(pid: int) -> float | None:
 
 
 def write_record(record: Record) -> None:
-    """Put the record into its cluster's folder, in place of the one before."""
+    """Put the record into its cluster's folder, in place of the one before. Raises `StartError`."""
     path = Path(record.sockets, RECORD)
     fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(file, "w") as stream:
-        json.dump(dataclasses.asdict(record), stream)
-    fresh.rename(path)
+    try:
+        fresh.unlink(missing_ok=True)
+        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(file, "w") as stream:
+            json.dump(dataclasses.asdict(record), stream)
+        fresh.rename(path)
+    except OSError as error:
+        raise StartError(f"cannot write {path}: {error.strerror}; the ranks could not be found again") from error
 
 
 def find_records() -> Found:

@@ -214,7 +214,7 @@ class KeptLink:
         return True
 
     def _recall(self, message: Recall) -> None:
-        if not hmac.compare_digest(message.token, self._token):
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return
         here, kept = self._outbox.recall(message.nonce, message.since)
         for each in (here, *kept):

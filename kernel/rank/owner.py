@@ -118,8 +118,7 @@ class Owner:
         self._callers.append((caller, pid or 0, time.monotonic() + _CLAIM_SECONDS))
 
     def _answer(self, caller: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:
-        known = isinstance(message, Claim) and self._kept is not None
-        if not known or not hmac.compare_digest(message.token, self._kept.token):  # type: ignore[union-attr]
+        if not isinstance(message, Claim) or not self._knows(message.token):
             caller.send(ClaimRefused(owner=0))
             caller.close()
             return False
@@ -127,13 +126,15 @@ class Owner:
             caller.send(ClaimRefused(owner=self._pid))
             caller.close()
             return False
-        assert isinstance(message, Claim)
         self._pid = pid or message.pid
         self._gone = host.end_of(self._pid)
         self.stream = caller
         self._flag[0] = 1
         caller.send(Claimed(ranks=ranks, lost=self.lost))
         return True
+
+    def _knows(self, token: str) -> bool:
+        return self._kept is not None and hmac.compare_digest(token.encode(), self._kept.token.encode())
 
     def _hang_up(self) -> None:
         for caller, _, _ in self._callers:
