@@ -134,17 +134,16 @@ class Adoption:
         return Cell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
     def _feed(self, cell: Cell) -> None:
-        for rank in cell.ranks:
-            for message in self._accounts[rank].missed:
-                match message:
-                    case Text() | TextCut() | Display() | Clear() if message.cell == cell.cell:
-                        cell.feed(rank, message)
-                    case InputRequest() if message.cell == cell.cell:
-                        cell.ask(rank, message)
-                    case Done() if message.cell == cell.cell:
-                        cell.done(rank, message, [])
-                    case _:
-                        pass
+        told = [(rank, each) for rank in cell.ranks for each in self._accounts[rank].missed]
+        told = [(rank, each) for rank, each in told if getattr(each, "cell", None) == cell.cell]
+        for rank, message in told:
+            if isinstance(message, Text | TextCut | Display | Clear):
+                cell.feed(rank, message)
+        for rank, message in told:  # once all output is there, so that what the ranks have alike is shown as one
+            if isinstance(message, InputRequest):
+                cell.ask(rank, message)
+            elif isinstance(message, Done):
+                cell.done(rank, message, [])
 
     def _say(self, text: str, stream: str = "stdout") -> None:
         if self._sink is not None:
