@@ -252,6 +252,7 @@ def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_no
     notebook.ok("%%distributed\nx = 5")
     notebook.manager.shutdown_kernel(now=False)
     other = open_notebook()
+    other.ok("%distributed start -n 1\n%distributed stop")  # which sweeps what dead kernels have left
     other.ok("%distributed attach")
     assert "[0-1] 5" in other.ok("%%distributed\nprint(x)").stdout
     other.ok("%distributed stop")
@@ -334,3 +335,49 @@ def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     notebook.ok("%distributed start -n 2")
     told = refusal(notebook, "%distributed start --keep")
     assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
+
+
+def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
+    notebook.ok("%distributed stop")
+    notebook.ok("%distributed start -n 2")
+    kill(notebook)
+    wait_until(lambda: not notebook.processes(), timeout=2, what="the end of everything")
+    assert not list(place.iterdir())
+
+
+def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_the_next(notebook):
+    pids = ranks_of(notebook)
+    known = set(notebook.processes())
+    notebook.send("%distributed restart")
+    wait_until(lambda: not known.issuperset(notebook.processes()), timeout=10, what="the first fresh process")
+    kill(notebook)
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    outcome = notebook.ok("%distributed attach")
+    if "%distributed restart" in outcome.stdout:  # one was gone, and its successor had not been asked for
+        notebook.ok("%distributed restart")
+    assert "[0-1] fine" in notebook.ok("%%distributed\ndist.barrier()\nprint('fine')").stdout
+    assert not set(pids) & set(ranks_of(notebook))
+    notebook.ok("%distributed stop")
+
+
+def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place):
+    code = (
+        "import rankbook, threading\n"
+        f"def late(gate={str(place / 'gate')!r}, ended={str(place / 'ended')!r}):\n"
+        "    import os, pathlib, select, torch.distributed\n"
+        "    pathlib.Path(ended + os.environ['RANK']).touch()\n"
+        "    while not os.path.exists(gate):\n        select.select([], [], [], 0.01)\n"
+        "    return torch.ones(1 << 20)\n"
+        "threading.Thread(target=rankbook.current().apply, args=(late,), daemon=True).start()"
+    )
+    notebook.ok(code)
+    wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the call")
+    kill(notebook)
+    (place / "gate").touch()
+    wait_until(lambda: len(list(place.glob("*/segment-*"))) == 2, timeout=20, what="its answers")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    assert "a call ended on ranks 0-1" in notebook.ok("%distributed attach").stdout
+    assert not list(place.glob("*/segment-*"))
+    notebook.ok("%distributed stop")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from rankbook.keeping import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.messages import CloseCluster, FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
+from rankbook.rank import host
 from rankbook.rank.owner import Owner
 from rankbook.transport.stream import MessageStream
 
@@ -172,3 +175,20 @@ def test_a_child_process_sees_whether_there_is_an_owner(stage):
     os.waitpid(child, 0)
     for end in (read, write, go_read, go_write):
         os.close(end)
+
+
+def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended = host.end_of(process.pid)
+    assert not ended()
+    process.communicate(b"go\n")
+    assert ended()
+    assert host.end_of(process.pid)()
+
+
+def test_a_dead_owner_counts_as_gone_though_its_child_has_the_socket_still():
+    ours, theirs = socket.socketpair()
+    with ours:
+        owner = Owner(MessageStream(theirs, decode_to_forkserver), os.getpid())  # which is not our parent
+        assert not owner.look()
+        assert not owner.there()
