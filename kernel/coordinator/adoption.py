@@ -74,16 +74,25 @@ def take_stock(
 class Adoption:
     """Feeds what was missed into cells, which show it in `sink` below a heading each."""
 
-    def __init__(self, accounts: Mapping[int, Account], *, cluster_key: str, sink: Sink | None) -> None:
+    def __init__(
+        self,
+        accounts: Mapping[int, Account],
+        *,
+        cluster_key: str,
+        sink: Sink | None,
+        exits: Mapping[int, RankExited] | None = None,
+    ) -> None:
         self.cells: list[Cell] = []
         self.ended: list[Cell] = []
         self._accounts = accounts
+        self._exits = exits or {}
         self._key = cluster_key
         self._sink = sink
 
     def tell(self) -> list[CellResult]:
         """Show what was missed; the results of the cells that ended."""
         self._tell_stray()
+        self._tell_exits()
         results = []
         for task in tasks_of(self._accounts):
             cell = self._make(task)
@@ -123,6 +132,13 @@ class Adoption:
                 if isinstance(message, Text | TextCut | Display | Clear):
                     cell.feed(rank, message)
         cell.end(())
+
+    def _tell_exits(self) -> None:
+        """What a rank that died meanwhile wrote last: all that is left of what it printed."""
+        for rank, gone in sorted(self._exits.items()):
+            words = (gone.stdout + gone.stderr).decode(errors="replace").strip()
+            if words:
+                self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{words}", "stderr")
 
     @staticmethod
     def _open_cell(account: Account) -> int | None:

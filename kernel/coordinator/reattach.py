@@ -80,7 +80,7 @@ class AdoptedCrew(Crew):
             hub, pids, incarnations, token=record.token, since=launcher.lost, timeout=_REUNION_TIMEOUT
         )
         self.state = state = AdoptedState(take_stock(len(record.ranks), incarnations, launcher.exited, accounts))
-        adoption = Adoption(accounts, cluster_key=record.key, sink=sink)
+        adoption = Adoption(accounts, cluster_key=record.key, sink=sink, exits=launcher.exited)
         self.missed = adoption.tell()
         self._discard_answers([*adoption.cells, *adoption.ended])
         if not any(account.here.running for account in accounts.values()):

@@ -111,6 +111,9 @@ class LocalLauncher:
     def leave(self) -> None:
         """Let go of a kept cluster, which goes on."""
         self._stream.close()
+        self._errors.close()
+        if isinstance(self._process, subprocess.Popen):
+            self._process.returncode = 0  # it runs on, on purpose: Popen would warn of that
 
     def fork(self, request: ForkRank) -> None:
         """See `Launcher`. Raises `StartError` when the forkserver has ended."""

@@ -68,6 +68,7 @@ class Outbox:
         self._joins = 0
         self._seen = 0
         self._entries: list[_Entry] = []
+        self._displays: dict[str, _Entry] = {}
         self._size = 0
         self._dropped = 0
 
@@ -102,6 +103,7 @@ class Outbox:
         """The owner has all of `cell`, and of those before."""
         self._seen = max(self._seen, cell)
         self._entries = [each for each in self._entries if each.message.cell > self._seen]
+        self._displays = {name: each for name, each in self._displays.items() if each.message.cell > self._seen}
         self._size = sum(each.size for each in self._entries)
         if not self._entries:
             self._dropped = 0
@@ -130,24 +132,26 @@ class Outbox:
     def _append(self, entry: _Entry) -> None:
         self._entries.append(entry)
         self._size += entry.size
+        if isinstance(entry.message, Display) and entry.message.display_id is not None:
+            self._displays[entry.message.display_id] = entry
 
     def _remove(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         self._size -= entry.size
+        name = entry.message.display_id if isinstance(entry.message, Display) else None
+        if name is not None and self._displays.get(name) is entry:
+            del self._displays[name]
 
     def _updates(self, message: Display) -> bool:
         """Whether it only changes a display that is here: of a progress display the last state is enough."""
-        if message.kind != "update" or message.display_id is None:
+        entry = self._displays.get(message.display_id or "") if message.kind == "update" else None
+        if entry is None or not isinstance(entry.message, Display):
             return False
-        for each in reversed(self._entries):
-            shown = each.message
-            if isinstance(shown, Display) and shown.display_id == message.display_id:
-                self._size -= each.size
-                each.message = changed(shown, data=message.data, metadata=message.metadata)
-                each.size = len(encode(each.message)) + 64
-                self._size += each.size
-                return True
-        return False
+        self._size -= entry.size
+        entry.message = changed(entry.message, data=message.data, metadata=message.metadata)
+        entry.size = len(encode(entry.message)) + 64
+        self._size += entry.size
+        return True
 
 
 def _label(task: ToRank) -> str:

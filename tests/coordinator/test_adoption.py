@@ -190,6 +190,15 @@ def test_what_threads_printed_and_what_was_left_out_is_told_and_the_forming_of_a
     assert sink.text("stderr") == "rank 0: the oldest of the output is left out, there was too much of it\n"
 
 
+def test_the_last_words_of_a_rank_that_died_meanwhile_are_told():
+    sink = Notes()
+    told = RankExited(rank=1, incarnation=1, pid=1, code=-11, memory_kills=0, stdout=b"", stderr=b"Fatal Python error")
+    silent = RankExited(rank=2, incarnation=1, pid=2, code=-9, memory_kills=0, stdout=b"", stderr=b"")
+    Adoption({}, cluster_key="k", sink=sink, exits={1: told, 2: silent}).tell()
+    words = "rank 1 was killed by signal 11 (segmentation fault); the last that it wrote:\nFatal Python error\n"
+    assert sink.text("stderr") == words
+
+
 # Which one
 
 

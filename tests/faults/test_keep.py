@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -381,3 +383,33 @@ def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place
     assert "a call ended on ranks 0-1" in notebook.ok("%distributed attach").stdout
     assert not list(place.glob("*/segment-*"))
     notebook.ok("%distributed stop")
+
+
+def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_was(notebook):
+    notebook.ok("%%distributed\nx = 5")
+    pids = ranks_of(notebook)
+    restart(notebook)
+    notebook.ok(
+        "from rankbook.coordinator import reattach\nfrom rankbook.transport import zmq_link\n"
+        "reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 1.0, 300"
+    )
+    os.kill(pids[1], signal.SIGSTOP)
+    told = refusal(notebook, "%distributed attach")
+    assert f"rank 1 (pid {pids[1]}) did not answer within 1 s" in told
+    os.kill(pids[1], signal.SIGCONT)
+    assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+    assert "[0-1] 5" in notebook.ok("%%distributed\nprint(x)").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_plain_scripts_hand_their_ranks_on_too(place):
+    def script(code: str) -> str:
+        environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(place)}
+        command = [sys.executable, "-W", "error", "-c", f"import rankbook\n{code}"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+        assert (run.returncode, run.stderr) == (0, "")
+        return run.stdout
+
+    script("cluster = rankbook.start(2, keep=30)\ncluster.push({'x': 7})")
+    assert script("cluster = rankbook.attach()\nprint(cluster.pull('x'), cluster.missed)") == "[7, 7] ()\n"
+    assert script("with rankbook.attach() as cluster: print(cluster.apply(lambda: 3), cluster.keep)") == "[3, 3] 30.0\n"
