@@ -75,6 +75,7 @@ class Crew:
                 self.launch(tuple(self.state.ranks), timeout=timeout)
                 if keep is not None:
                     self._launcher.keep(self._address, token=self._token, seconds=keep)
+                    self._wait_kept(self._driver, timeout=timeout)
             except BaseException:
                 self.stop()
                 raise
@@ -173,6 +174,15 @@ class Crew:
     def _address(self) -> str:
         """Where a new owner of a kept cluster claims it."""
         return str(self._folders.sockets / "owner")
+
+    def _wait_kept(self, driver: Driver, *, timeout: float) -> None:
+        """Wait until the forkserver listens there: from then on the ranks stay, whatever becomes of this process."""
+        deadline = time.monotonic() + timeout
+        with driver.changed:
+            while not Path(self._address).exists():
+                if time.monotonic() > deadline or not self._launcher.alive:
+                    raise StartError("the forkserver cannot keep these ranks; is there room in their folder?")
+                driver.changed.wait(0.005)
 
     def _record(self) -> None:
         """Write down where a kept cluster is, and what it is now."""

@@ -339,6 +339,16 @@ def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
 
 
+def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
+    notebook = open_notebook()
+    notebook.send("import os, rankbook, signal\nrankbook.start(2, keep=60)\nos.kill(os.getpid(), signal.SIGKILL)")
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=30, what="the kernel's end")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+    notebook.ok("%distributed stop")
+
+
 def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
     notebook.ok("%distributed stop")
     notebook.ok("%distributed start -n 2")
