@@ -5,7 +5,9 @@ Owns: the public names, imported when they are used. Refuses: to import torch in
 The rooms, from the wire up; imports point upwards in this list, never down:
 
 telemetry.py      what a rank can tell about itself
-messages.py       the wire's vocabulary
+wire.py           what a message is
+keeping.py        the vocabulary of ranks that outlive the notebook
+messages.py       the rest of the wire's vocabulary
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"
 output.py         merges what the ranks print into what the notebook shows
@@ -34,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rankbook.coordinator.cluster import Cluster
-    from rankbook.coordinator.current import current, start, stop
+    from rankbook.coordinator.current import attach, current, start, stop
     from rankbook.coordinator.heal import Healed
     from rankbook.coordinator.status import RankStatus
     from rankbook.errors import (
@@ -58,6 +60,7 @@ _HOMES = {
     "Cluster": "rankbook.coordinator.cluster",
     "Healed": "rankbook.coordinator.heal",
     "RankStatus": "rankbook.coordinator.status",
+    "attach": "rankbook.coordinator.current",
     "current": "rankbook.coordinator.current",
     "start": "rankbook.coordinator.current",
     "stop": "rankbook.coordinator.current",
@@ -93,6 +96,7 @@ __all__ = [
     "RankbookError",
     "StartError",
     "TransferError",
+    "attach",
     "current",
     "load_ipython_extension",
     "start",

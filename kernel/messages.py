@@ -15,13 +15,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.errors import ProtocolError
+from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
 from rankbook.telemetry import GroupReport
+from rankbook.wire import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
 
 _T = TypeVar("_T")
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What every message on the wire is."""
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -268,7 +266,7 @@ class OpenCluster(Message, frozen=True):
 class ForkRank(Message, frozen=True):
     """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
 
-    `env` is bytes, for a variable need not be text.
+    `env` is bytes, for a variable need not be text. With a token in `keep` the rank keeps what nobody has seen.
     """
 
     rank: int
@@ -286,6 +284,7 @@ class ForkRank(Message, frozen=True):
     logs: str
     store_port: int
     cluster: str
+    keep: str = ""
 
 
 class KillRank(Message, frozen=True):
@@ -344,11 +343,11 @@ class ClusterClosed(Message, frozen=True):
 
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
-ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave
-FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Collectives
+ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave | Seen | Recall
+FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Collectives | Here
 
-ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster
-FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed
+ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
+FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -5,6 +5,7 @@ work of its own on the ranks.
 
 options.py   the grammar: what may stand on the two lines, and their help
 magic.py     the magics themselves
+attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
 stacks.py    where the ranks are, in words
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts

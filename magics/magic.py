@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+from IPython.display import display
 
 from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cell import Cell
@@ -19,6 +20,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, options
+from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import ask_for, sink_for
 from rankbook.magics.handle import CellHandle
@@ -102,12 +104,12 @@ class DistributedMagics(Magics):
         running = clusters.running_cluster()
         return running if running is not None else self._start(None, None)
 
-    def _start(self, n: int | None, backend: str | None) -> Cluster:
+    def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
         there = clusters.running_cluster()
-        cluster = clusters.start(n, backend=backend)
+        cluster = clusters.start(n, backend=backend, keep=keep or False)
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
-        self._say(f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}")
+        self._say(f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}{describe_keeping(cluster)}")
         return cluster
 
     def _say(self, text: str) -> None:
@@ -116,12 +118,23 @@ class DistributedMagics(Magics):
     # Commands
 
     def _command_start(self, command: argparse.Namespace) -> None:
-        self._start(command.n, command.backend)
+        self._start(command.n, command.backend, command.keep)
+
+    def _command_attach(self, command: argparse.Namespace) -> None:
+        sink = sink_for(self._shell)
+        cluster = clusters.attach(command.key, sink=sink)
+        self._say(describe_attached(cluster))
+        for cell in cluster.cells():
+            handle = CellHandle(cluster, cell, sink, ask_for(self._shell), lambda _: None)
+            handle.follow()
+            if cell.number:
+                display(handle)
 
     def _command_status(self, _command: argparse.Namespace) -> None:
         running = clusters.running_cluster()
         if running is None:
             self._say("no ranks are running; %distributed start or the first %%distributed starts them")
+            describe_kept(self._say)
             return
         rows = [
             (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", each.loss or "")

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from rankbook.errors import BadRequest
 
-COMMANDS = ("start", "status", "interrupt", "heal", "restart", "stop", "stacks", "push", "pull", "auto")
+COMMANDS = ("start", "attach", "status", "interrupt", "heal", "restart", "stop", "stacks", "push", "pull", "auto")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +60,16 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     start = add("start", "start the ranks: one per CUDA device, or two on the CPU")
     start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="how many")
     start.add_argument("--backend", help="torch.distributed's: gloo, nccl, cpu:gloo,cuda:nccl")
+    start.add_argument(
+        "--keep",
+        nargs="?",
+        type=_seconds,
+        const=600.0,
+        metavar="S",
+        help="let them outlive the kernel, for 600 s or S: attach finds them again",
+    )
+    attach = add("attach", "take over the ranks that a kernel before this one has left (start --keep)")
+    attach.add_argument("key", nargs="?", metavar="KEY", help="which, where there are several")
     add("status", "what each rank is and does")
     for name, help_text in (("interrupt", "interrupt what the ranks run"), ("restart", "give ranks fresh processes")):
         add(name, help_text).add_argument(

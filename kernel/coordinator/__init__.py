@@ -21,6 +21,11 @@ interrupts.py  its SIGINT, held until it is safe
 heal.py     a new rank in the place of a dead one
 status.py   what is told of a rank
 crew.py     the processes of one cluster, started and ended together
+adopted.py  the state of a kept cluster in a new owner's hands; what was seen is told
+adoption.py   what was missed, as cells and headings
+reunion.py  asking the ranks of a kept cluster
+reattach.py the crew of a kept cluster, taken over
+work.py     tasks for the ranks, and what comes back
 cluster.py  the public face
 current.py  the notebook's one cluster
 """

@@ -6,7 +6,6 @@ Owns: `Cluster` and what its methods promise. Refuses: decisions (state.py) and 
 from __future__ import annotations
 
 import keyword
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -16,37 +15,53 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
 from rankbook.coordinator.tables import RankState
-from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
-from rankbook.errors import BadRequest, CellTimeout, ClusterStopped, LostRank
-from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, Message, RunCell, Stack
-from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.results import CellResult, describe_errors
-from rankbook.transport.payload import Packed, pack, unpack
+from rankbook.coordinator.work import RankSelection, Workplace
+from rankbook.errors import BadRequest, LostRank
+from rankbook.launch.records import Record
+from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell, Stack
+from rankbook.ranks import format_ranks, name_ranks
+from rankbook.results import CellResult
+from rankbook.transport.payload import Packed, pack
 
 START_TIMEOUT = 180.0
 _ANSWER_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
-RankSelection = str | int | Sequence[int] | None
 
-
-class Cluster:
+class Cluster(Workplace):
     """`n` ranks: processes that keep their variables from one call to the next.
 
     `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
-    torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. A context
-    manager: leaving it stops the ranks. Raises `StartError`, `BadRequest`.
+    torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. `keep`:
+    the seconds that the ranks outlive this process, for another to attach. A context manager: leaving it stops them.
+    Raises `StartError`, `BadRequest`.
     """
 
-    def __init__(self, n: int | None = None, *, backend: str | None = None, timeout: float = START_TIMEOUT) -> None:
-        self._crew = Crew(n, backend=backend, timeout=timeout)
-        self._state = self._crew.state
-        self._segments = self._crew.segments
-        self._place = self._crew.placement
-        self.key = self._crew.key
+    missed: tuple[CellResult, ...] = ()
+    """Of a cluster that was attached: what became of the cells that ended while no notebook was there."""
+
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        backend: str | None = None,
+        timeout: float = START_TIMEOUT,
+        keep: float | None = None,
+    ) -> None:
+        self._move_in(Crew(n, backend=backend, timeout=timeout, keep=keep))
+
+    @classmethod
+    def adopt(cls, record: Record, *, sink: Sink | None = None) -> Self:
+        """Take over a kept cluster; what nobody has seen is shown in `sink`. Raises `BadRequest`, `StartError`."""
+        self = cls.__new__(cls)
+        crew = AdoptedCrew(record, sink=sink)
+        self._move_in(crew)
+        self.missed = tuple(crew.missed)
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -61,26 +76,14 @@ class Cluster:
         return f"<Cluster of {self.world_size} on {self._place.devices[0].split(':')[0]}, {self.backend}; {states}>"
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return len(self._place.devices)
-
-    @property
     def backend(self) -> str:
         """The process group's backend."""
         return self._place.backend
 
     @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._crew.stopped
-
-    def select(self, ranks: RankSelection) -> tuple[int, ...]:
-        """The ranks that a selection means; None means all. Raises `BadRequest`."""
-        if ranks is None:
-            return tuple(range(self.world_size))
-        text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
-        return parse_ranks(text, self.world_size)
+    def keep(self) -> float | None:
+        """The seconds that the ranks stay without a notebook; None: they end with it."""
+        return self._crew.keep
 
     # Work
 
@@ -163,20 +166,6 @@ class Cluster:
         tasks = {rank: (lambda cell: RunCell(cell=cell, source=code, number=number), ()) for rank in chosen}
         return self._submit(tasks, number=number, sink=sink, label="")
 
-    def wait(
-        self, cell: Cell, *, timeout: float | None = None, patience: float | None = None, ask: Ask = ask_in_terminal
-    ) -> None:
-        """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
-
-        `timeout` seconds after its start the cell is interrupted; after `patience` seconds this returns, whatever the
-        cell does.
-        """
-        with held_interrupts() as held:
-            if timeout is not None:
-                self.interrupt_after(cell, timeout)
-            wait_for(self._crew.driver, cell, held, patience=patience, ask=ask)
-            held.take()
-
     def interrupt_cell(self, cell: Cell) -> None:
         """Interrupt one cell on its ranks; where it still waits, it never begins."""
         self._crew.driver.post(ev.InterruptCell(cell.cell))
@@ -191,22 +180,6 @@ class Cluster:
             if cell is not None:
                 driver.post(ev.InterruptCell(cell))
         return hit
-
-    def interrupt_after(self, cell: Cell, seconds: float) -> None:
-        """Interrupt `cell` `seconds` after its start, unless it has ended by then."""
-        driver = self._crew.driver
-
-        def look() -> None:
-            left = seconds if cell.started is None else cell.started + seconds - time.monotonic()
-            if cell.result is not None:
-                return
-            if left > 0:
-                driver.after(left, look)
-            else:
-                cell.timed_out = seconds
-                driver.post(ev.InterruptCell(cell.cell))
-
-        driver.after(0.0, look)
 
     def wake(self) -> None:
         """Have the driver's thread look at what there is to do."""
@@ -307,88 +280,6 @@ class Cluster:
             return "all ranks are in one process group"
         dead = [rank.rank for rank in self._state.ranks.values() if rank.state is RankState.DEAD]
         return f"the process group waits for {name_ranks(dead)}: %distributed heal, or restart {format_ranks(dead)}"
-
-    # Inside
-
-    def _exchange(
-        self,
-        packed: Packed,
-        kind: type[CallFunction | Assign],
-        ranks: RankSelection,
-        timeout: float | None,
-        label: str,
-    ) -> dict[int, Any]:
-        try:
-            make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - one line, used once
-            return self._collect(dict.fromkeys(self.select(ranks), (make, packed.frames)), timeout, label)
-        finally:
-            self._discard(packed)
-
-    def _collect(
-        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], timeout: float | None, label: str
-    ) -> dict[int, Any]:
-        with held_interrupts():
-            cell = self._submit(tasks, number=0, sink=None, label=label)
-            self.wait(cell, timeout=timeout)
-        folder = self._segments.folder
-        try:
-            self._check(cell)
-        except BaseException:
-            for payload, _ in cell.values.values():
-                for buffer in payload.buffers:
-                    if buffer.segment is not None:
-                        self._segments.discard(buffer.segment)
-            raise
-        return {
-            rank: unpack(cell.values[rank][0], cell.values[rank][1], unlink=True, folder=folder)
-            if rank in cell.values
-            else None
-            for rank in cell.ranks
-        }
-
-    def _check(self, cell: Cell) -> CellResult:
-        """The cell's result. Raises what went wrong."""
-        result = cell.result
-        assert result is not None
-        if result.ok:
-            return result
-        story = describe_errors(result.outcomes, plain=True)
-        if cell.timed_out is not None:
-            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
-        if self.stopped:
-            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{story}")
-        result.raise_for_status()
-        return result
-
-    def _submit(
-        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], *, number: int, sink: Sink | None, label: str
-    ) -> Cell:
-        with held_interrupts():
-            driver = self._crew.driver
-            self._check_available(tuple(tasks))
-            with driver.changed:
-                key = self._state.new_cell()
-            made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
-            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label)
-            driver.submit(cell)
-            return cell
-
-    def _check_available(self, ranks: tuple[int, ...]) -> None:
-        gone = self._state.unavailable(ranks)
-        if not gone:
-            return
-        first = next(iter(gone.values()))
-        told = f"rank {first.rank} {first.loss or 'is not running'}"
-        more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
-        alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
-        rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
-        empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
-        raise LostRank(f"{told}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
-
-    def _discard(self, *packed: Packed) -> None:
-        for each in packed:
-            for segment in each.segments:
-                self._segments.discard(segment)
 
 
 def _check_names(names: Iterable[str]) -> None:

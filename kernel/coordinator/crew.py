@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import secrets
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import weakref
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
+from rankbook.coordinator.adopted import KeptDriver
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.silence import describe_silence
@@ -23,7 +25,8 @@ from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, place, rank_environment, usable_cores
-from rankbook.launch.folders import make_folders
+from rankbook.launch.folders import Folders, make_folders
+from rankbook.launch.records import KeptRank, Record, started_at, write_record
 from rankbook.messages import ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.segments import SegmentStore
@@ -37,29 +40,31 @@ _numbers = itertools.count(1)
 class Crew:
     """Starts `n` ranks (see `launch.environment.place`) and waits until they are in one process group.
 
+    `keep`: for how many seconds they stay when this process is gone, for another one to adopt them (`reattach.py`).
     Raises `StartError`, `BadRequest`; then nothing is left.
     """
 
     placement: Placement
     state: ClusterState
     segments: SegmentStore
+    _launcher: local.LocalLauncher
+    _folders: Folders
+    _port: int
+    _driver: Driver | None
+    _hub: ZmqHub | None
 
-    def __init__(self, n: int | None, *, backend: str | None, timeout: float) -> None:
-        self.key = f"{os.getpid()}-{next(_numbers)}"
-        self._stopped = threading.Event()
-        self._stop_lock = threading.Lock()
-        self._driver: Driver | None = None
-        self._hub: ZmqHub | None = None
+    def __init__(self, n: int | None, *, backend: str | None, timeout: float, keep: float | None = None) -> None:
+        self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
         with held_interrupts() as held:
             if n is not None:
                 place(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
             self._launcher = local.take()
             try:
-                self._folders = make_folders()
+                self._folders = make_folders(None if keep is None else self._launcher.pid)
             except BaseException:
                 self._launcher.close()
                 raise
-            _all.add(self)
+            remember(self)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
@@ -67,12 +72,24 @@ class Crew:
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices))
                 self.segments = SegmentStore(self._folders.segments)
-                self._driver = Driver(self.state, self._hub, self._launcher, self._request)
+                make_driver = Driver if keep is None else KeptDriver
+                self._driver = make_driver(self.state, self._hub, self._launcher, self._request)
                 self._driver.start()
                 self.launch(tuple(self.state.ranks), timeout=timeout)
+                if keep is not None:
+                    self._launcher.keep(self._address, token=self._token, seconds=keep)
+                    self._wait_kept(self._driver, timeout=timeout)
             except BaseException:
                 self.stop()
                 raise
+
+    def _name(self, key: str, keep: float | None, token: str) -> None:
+        self.key = key
+        self.keep = keep
+        self._token = token
+        self._stopped = threading.Event()
+        self._stop_lock = threading.Lock()
+        self._driver, self._hub = None, None
 
     @property
     def stopped(self) -> bool:
@@ -116,6 +133,7 @@ class Crew:
         told = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
         if told or errors:  # what the others say is what became of them because of the dead
             raise StartError("\n".join(told or dict.fromkeys(errors.values())))
+        self._record()
 
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
         if driver.failure is not None:
@@ -157,7 +175,59 @@ class Crew:
             logs=str(self._folders.logs),
             store_port=self._port,
             cluster=self.key,
+            keep=self._token,
         )
+
+    @property
+    def _address(self) -> str:
+        """Where a new owner of a kept cluster claims it."""
+        return str(self._folders.sockets / "owner")
+
+    def _wait_kept(self, driver: Driver, *, timeout: float) -> None:
+        """Wait until the forkserver listens there: from then on the ranks stay, whatever becomes of this process."""
+        deadline = time.monotonic() + timeout
+        with driver.changed:
+            while not Path(self._address).exists():
+                if time.monotonic() > deadline or not self._launcher.alive:
+                    raise StartError("the forkserver cannot keep these ranks; is there room in their folder?")
+                driver.changed.wait(0.005)
+
+    def _record(self) -> None:
+        """Write down where a kept cluster is, and what it is now."""
+        began = started_at(self._launcher.pid)
+        if self.keep is None or self._hub is None or self._driver is None or began is None:
+            return
+        infos, ranks, devices = self._driver.infos, self.state.ranks, self.placement.devices
+        record = Record(
+            key=self.key,
+            token=self._token,
+            seconds=self.keep,
+            notebook=os.getpid(),
+            forkserver=self._launcher.pid,
+            started=began,
+            address=self._address,
+            uplink=self._hub.uplink,
+            sockets=str(self._folders.sockets),
+            segments=str(self._folders.segments),
+            logs=str(self._folders.logs),
+            store_port=self._port,
+            backend=self.placement.backend,
+            threads=self.placement.threads,
+            ranks=tuple(KeptRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
+        )
+        write_record(record)
+
+    def leave(self) -> None:
+        """Let go of a kept cluster, which goes on for its time. It counts as stopped here."""
+        with self._stop_lock, held_interrupts():
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            if self._driver is not None:
+                self._driver.close()
+            self._launcher.leave()
+            if self._hub is not None:
+                self._hub.close()
 
     def stop(self) -> None:
         """End all ranks and remove everything of theirs but the logs. A second time does nothing."""
@@ -191,9 +261,17 @@ def _is_text(entry: object) -> bool:
 _all: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
+def remember(crew: Crew) -> None:
+    """When this process ends, so shall `crew`, or it lets go of a kept one."""
+    _all.add(crew)
+
+
 def _stop_all() -> None:
     for crew in tuple(_all):
-        crew.stop()
+        if crew.keep is None:
+            crew.stop()
+        else:
+            crew.leave()
 
 
 atexit.register(_stop_all)

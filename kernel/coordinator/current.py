@@ -7,28 +7,70 @@ from __future__ import annotations
 
 import threading
 
+from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
+from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.reattach import choose
 from rankbook.errors import BadRequest, NoCluster
+from rankbook.launch import local
+from rankbook.launch.records import find_records
+from rankbook.output import Stream
+
+KEEP_SECONDS = 600.0
+"""How long kept ranks stay without a notebook, if nothing else is said."""
 
 _current: list[Cluster] = []
 _starting = threading.Lock()
 
 
-def start(n: int | None = None, *, backend: str | None = None, timeout: float = START_TIMEOUT) -> Cluster:
+def start(
+    n: int | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float = START_TIMEOUT,
+    keep: bool | float = False,
+) -> Cluster:
     """Start the notebook's cluster, or return the one that runs if it has `n` ranks. Raises as `Cluster`.
 
-    Raises `BadRequest` when a cluster of another size or backend runs.
+    `keep`: the ranks outlive this process, for ten minutes or so many seconds, and `attach` finds them again. Raises
+    `BadRequest` when a cluster of another size or backend runs, or one that is not kept as asked.
     """
+    seconds = KEEP_SECONDS if keep is True else float(keep) or None
+    if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
+        raise BadRequest(f"keep={keep} is no time in seconds")
     with _starting:  # a second thread gets the first one's cluster, once it is there
         running = running_cluster()
         if running is None:
-            running = Cluster(n, backend=backend, timeout=timeout)
+            running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
             _current[:] = [running]
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
             raise BadRequest(
                 f"{running.world_size} ranks ({running.backend}) are running already; %distributed stop ends them first"
             )
+        elif seconds not in (None, running.keep):
+            how = "end with the notebook" if running.keep is None else f"are kept for {running.keep:g} s"
+            raise BadRequest(
+                f"{running.world_size} ranks are running already, and {how}; %distributed stop, then start --keep"
+            )
         return running
+
+
+def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
+    """Take over the ranks that an earlier notebook process has left (`start(keep=True)`); `key` says which of several.
+
+    What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
+    `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
+    """
+    with _starting, held_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
+        if running_cluster() is not None:
+            raise BadRequest("ranks are running here already; %distributed stop ends them first")
+        found = find_records()
+        if sink is not None and found.records and found.notes:
+            sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
+        cluster = Cluster.adopt(choose(found, key), sink=sink)
+        local.cool_down()  # it was kept warm for ranks that need not be started now
+        _current[:] = [cluster]
+        return cluster
 
 
 def running_cluster() -> Cluster | None:

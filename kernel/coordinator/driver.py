@@ -27,6 +27,7 @@ from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
 from rankbook.coordinator.watch import Told
 from rankbook.errors import RankbookError
+from rankbook.keeping import Here
 from rankbook.launch.launcher import Launcher
 from rankbook.messages import (
     Abort,
@@ -331,6 +332,8 @@ class Driver:
                     cell.ask(rank, message)
                 else:
                     self._hub.send(rank, _nobody_to_ask(message.cell))
+            case Here():
+                pass  # an answer to a question of reunion.py that had been given up
             case _:
                 if message.cell in self._cells:
                     self._cells[message.cell].feed(rank, message)

@@ -36,23 +36,26 @@ class Folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_folders() -> Folders:
-    """Fresh folders for a cluster of this process. Raises `StartError` that names the folder and what to set.
+def make_folders(owner: int | None = None) -> Folders:
+    """Fresh folders for a cluster. Raises `StartError` that names the folder and what to set.
 
+    They are the process `owner`'s, or this one's: whoever comes later removes them if it is gone.
     `RANKBOOK_RUNTIME_DIR` overrides where sockets and segments go, `RANKBOOK_LOG_DIR` where logs go.
     """
-    base = _socket_base()
+    base = socket_base()
+    owner = os.getpid() if owner is None else owner
     shared = base if os.environ.get("RANKBOOK_RUNTIME_DIR") else _segment_base(base)
     for each in {base, shared}:
         _sweep(each)
-    sockets = _make(base)
-    segments = sockets if shared == base else _make(shared)
+    sockets = _make(base, owner)
+    segments = sockets if shared == base else _make(shared, owner)
     logs = Path(os.environ.get("RANKBOOK_LOG_DIR") or platformdirs.user_log_path("rankbook"))
     _sweep_logs(logs)
     return Folders(sockets, segments, logs / sockets.name)
 
 
-def _socket_base() -> Path:
+def socket_base() -> Path:
+    """The folder that the clusters' folders are made in. Raises `StartError`."""
     chosen = os.environ.get("RANKBOOK_RUNTIME_DIR")
     if chosen:
         if len(chosen) > _LONGEST_SOCKET_PATH - 20:
@@ -69,9 +72,9 @@ def _segment_base(sockets: Path) -> Path:
     return shared if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else sockets
 
 
-def _make(base: Path) -> Path:
+def _make(base: Path, owner: int) -> Path:
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"rankbook-{os.getuid()}-{os.getpid()}-", dir=base))
+        folder = Path(tempfile.mkdtemp(prefix=f"rankbook-{os.getuid()}-{owner}-", dir=base))
     except OSError as error:
         raise StartError(
             f"cannot make a folder in {base}: {error.strerror}; set RANKBOOK_RUNTIME_DIR to a folder of yours with room"

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Protocol, TypeVar
 
 from rankbook.errors import StartError
+from rankbook.keeping import KeepCluster
 from rankbook.messages import (
     CloseCluster,
     ClusterClosed,
@@ -38,8 +39,25 @@ _IMPORT_TIMEOUT = 300.0
 _CLOSE_TIMEOUT = 10.0
 
 
+class Process(Protocol):
+    """What is asked of the forkserver's process."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it lives."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+
+
 class LocalLauncher:
     """One forkserver process. It serves one cluster at a time."""
+
+    _process: Process
+    _errors: IO[bytes]
 
     def __init__(self) -> None:
         if sys.platform not in ("linux", "darwin"):
@@ -85,6 +103,17 @@ class LocalLauncher:
             self._given_up -= 1
         self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
         return self._wait_for(ClusterOpened, timeout=_IMPORT_TIMEOUT, interrupted=interrupted)
+
+    def keep(self, address: str, *, token: str, seconds: float) -> None:
+        """Let the cluster outlive this process: whoever has `token` may claim it at the socket `address`."""
+        self._stream.send(KeepCluster(address=address, token=token, seconds=seconds))
+
+    def leave(self) -> None:
+        """Let go of a kept cluster, which goes on."""
+        self._stream.close()
+        self._errors.close()
+        if isinstance(self._process, subprocess.Popen):
+            self._process.returncode = 0  # it runs on, on purpose: Popen would warn of that
 
     def fork(self, request: ForkRank) -> None:
         """See `Launcher`. Raises `StartError` when the forkserver has ended."""
@@ -148,7 +177,7 @@ class LocalLauncher:
         self._process.wait(timeout=_CLOSE_TIMEOUT)
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace").strip()
-        return errors[-2000:] or f"it exited with code {self._process.returncode}"
+        return errors[-2000:] or f"it exited with code {self._process.poll()}"
 
     def wait_ready(self, *, timeout: float = _IMPORT_TIMEOUT) -> ForkserverUp:
         """Wait until torch is imported. Raises `StartError`."""

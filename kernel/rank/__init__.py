@@ -3,6 +3,7 @@
 Owns: what happens inside the forkserver and a rank. Refuses: to know the notebook's side but by its messages.
 
 forkserver.py     imports torch once, forks ranks, reaps them
+owner.py          which notebook it serves, and who may claim a kept cluster
 host.py           what the operating system is asked for: sessions, parent death, pipes
 control_groups.py whom the kernel's OOM killer ended
 main.py           a rank's life, and its main thread's loop
@@ -12,6 +13,7 @@ execute.py        one task: run, call, assign, fetch
 memory.py         which variables hold the memory
 out_of_memory.py  an error that ran out of it: told, and what it held freed
 tracebacks.py     errors, short and for people
+outbox.py         what a kept rank has sent and nobody has seen
 capture.py        stdout and stderr, of the process and its children
 process_group.py  torch's process groups: made, aborted, formed anew
 recoverable.py    a group that outlives its connections

@@ -1,9 +1,10 @@
 """The forkserver: a fresh process that imports torch and IPython once and forks ranks that have them.
 
-Owns: the ranks' processes: fork, kill, reap. Refuses: CUDA, threads, and to outlive the notebook.
+Owns: the ranks' processes: fork, kill, reap. Refuses: CUDA, threads, and to outlive the notebook unasked.
 
 `python -m rankbook.rank.forkserver FD` speaks the forkserver's messages over the socket FD. When that closes, the
-notebook is gone: every rank's session is killed, the cluster's folders are removed, and the process ends.
+notebook is gone: every rank's session is killed, the cluster's folders are removed, and the process ends. A cluster
+that is to be kept (`owner.py`) gets some time before that, in which another notebook may claim it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rankbook.keeping import KeepCluster
 from rankbook.messages import (
     CloseCluster,
     ClusterClosed,
@@ -37,7 +39,9 @@ from rankbook.messages import (
 )
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
+from rankbook.rank.owner import Owner
 from rankbook.transport.stream import MessageStream
+from rankbook.wire import changed
 
 PRELOAD_WHEN_IDLE = (
     "torch.distributed.device_mesh",
@@ -70,8 +74,9 @@ class Forkserver:
     """Serves one notebook process, whose id is `notebook`, over `stream`."""
 
     def __init__(self, stream: MessageStream[ToForkserver], notebook: int) -> None:
-        self._stream = stream
+        self._owner = Owner(stream, notebook)
         self._notebook = notebook
+        self._exits: dict[int, RankExited] = {}
         self._children: dict[int, Child] = {}
         self._store: int | None = None
         self._folders: tuple[str, ...] = ()
@@ -84,23 +89,28 @@ class Forkserver:
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Serve until the notebook is gone."""
+        """Serve until the notebook is gone, and with it the time that a kept cluster has without one."""
+        owner = self._owner
         preload = list(PRELOAD_WHEN_IDLE)
-        while not self._stream.closed:
+        while True:
             readable = self._wait(0.05 if preload else 1.0)
-            if not readable and preload and not self._children:
-                with _watching(self._stream, self._notebook, self._folders):
+            if not readable and preload and not self._children and not owner.keeps:
+                with _watching(owner.stream, self._notebook, self._folders):
                     self._preload(preload.pop(0))
-            if os.getppid() != self._notebook:  # the socket says so too, unless the notebook's child has a copy
+            if not owner.keeps and not owner.look():  # of a kept cluster the last words count: it may be CloseCluster
                 break
-            for message in self._stream.read():
+            for message in owner.stream.read():
                 self._handle(message)
             self._kills.look(time.monotonic())
             self._reap()
+            if not owner.look():
+                break
+            if owner.hear_claims(len(self._children) + len(self._exits)):
+                self._tell_ranks()
         self._close()
 
     def _wait(self, timeout: float) -> bool:
-        readable, _, _ = select.select([self._stream.fileno(), self._signal_read], [], [], timeout)
+        readable, _, _ = select.select([*self._owner.files(), self._signal_read], [], [], timeout)
         if self._signal_read in readable:
             host.read_available(self._signal_read)
         return bool(readable)
@@ -124,9 +134,12 @@ class Forkserver:
                 for child in self._children.values():
                     if (child.request.rank, child.request.incarnation) == (message.rank, message.incarnation):
                         self._kill(child.pid)
+            case KeepCluster():
+                self._owner.keep(message)
             case CloseCluster():
+                self._owner.let_go()
                 self._close()
-                self._stream.send(ClusterClosed())
+                self._owner.send(ClusterClosed())
 
     def _open(self, message: OpenCluster) -> None:
         from rankbook.rank.process_group import serve_store
@@ -141,7 +154,7 @@ class Forkserver:
             serve_store(listener.detach(), port, self._live_read)
             os._exit(0)
         listener.close()
-        self._stream.send(ClusterOpened(store_port=port, devices=self._count_devices()))
+        self._owner.send(ClusterOpened(store_port=port, devices=self._count_devices()))
 
     def _count_devices(self) -> int:
         """Counted in a child: asking may initialise CUDA, and a process that has cannot fork ranks."""
@@ -172,11 +185,13 @@ class Forkserver:
                     os.close(descriptor)
             from rankbook.rank.main import live
 
-            live(message, outputs=(out_read, out_write, err_read, err_write), liveness=self._live_read)
+            outputs = (out_read, out_write, err_read, err_write)
+            live(message, outputs=outputs, liveness=self._live_read, owned=self._owner.there)
         os.close(out_write)
         os.close(err_write)
         self._children[pid] = Child(message, pid, (out_read, err_read))
-        self._stream.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
+        self._exits.pop(message.rank, None)
+        self._owner.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
 
     def _become_child(self) -> None:
         host.die_with_parent()
@@ -186,7 +201,7 @@ class Forkserver:
             signal.signal(number, signal.SIG_DFL)
         for descriptor in (self._live_write, self._signal_read, self._signal_write):
             os.close(descriptor)
-        self._stream.close()
+        self._owner.forget()
 
     def _reap(self) -> None:
         while True:
@@ -207,17 +222,25 @@ class Forkserver:
         texts = [host.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
         for descriptor in child.outputs:
             os.close(descriptor)
-        self._stream.send(
-            RankExited(
-                rank=child.request.rank,
-                incarnation=child.request.incarnation,
-                pid=child.pid,
-                code=code,
-                memory_kills=self._kills.recent(time.monotonic()),
-                stdout=texts[0],
-                stderr=texts[1],
-            )
+        exited = RankExited(
+            rank=child.request.rank,
+            incarnation=child.request.incarnation,
+            pid=child.pid,
+            code=code,
+            memory_kills=self._kills.recent(time.monotonic()),
+            stdout=texts[0],
+            stderr=texts[1],
         )
+        self._owner.send(exited)
+        self._exits[exited.rank] = changed(exited, stdout=b"", stderr=b"") if self._owner.there() else exited
+
+    def _tell_ranks(self) -> None:
+        """To a new owner: each rank as it is."""
+        for child in self._children.values():
+            told = RankForked(rank=child.request.rank, incarnation=child.request.incarnation, pid=child.pid)
+            self._owner.send(told)
+        for exited in self._exits.values():
+            self._owner.send(exited)
 
     @staticmethod
     def _kill(pid: int) -> None:
@@ -235,6 +258,7 @@ class Forkserver:
             select.select([self._signal_read], [], [], 0.05)
         _remove(self._folders)
         self._folders = ()
+        self._exits.clear()
 
 
 def _remove(folders: tuple[str, ...]) -> None:

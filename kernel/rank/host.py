@@ -10,7 +10,10 @@ import ctypes
 import os
 import select
 import signal
+import socket
+import struct
 import sys
+from collections.abc import Callable
 
 import psutil
 
@@ -69,6 +72,31 @@ def hung_up(connection: int) -> bool:
     poll = select.poll()
     poll.register(connection, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def peer(connection: socket.socket) -> tuple[int | None, int | None]:
+    """The process and the user at the other end of a unix socket; None where the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None, None
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", told)
+    return pid, user
+
+
+def end_of(pid: int) -> Callable[[], bool]:
+    """Tells whether the process that has the id `pid` now has ended."""
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return lambda: True
+
+    def ended() -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return ended
 
 
 def kill_session(leader: int) -> None:

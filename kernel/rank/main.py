@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -20,9 +21,10 @@ from rankbook.rank import heal, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
+from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell, make_shell
-from rankbook.transport.link import Sender
+from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.zmq_link import ZmqRank
 
 _prepared: list[RankShell] = []
@@ -38,14 +40,14 @@ def prepare() -> None:
         tracebacks.report(shell, error, {})
 
 
-def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int) -> None:
-    """Be the rank. Never returns."""
+def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, owned: Callable[[], bool]) -> None:
+    """Be the rank. `owned()` tells whether there is a notebook. Never returns."""
     code = 1
     try:
         os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
         os.dup2(outputs[3], 2)
         _be_like_the_notebook(request)
-        link = ZmqRank(Sender(request.rank, request.incarnation), request.uplink, request.downlink)
+        link = _make_link(request, owned)
         try:
             _serve(request, link, outputs, liveness)
             code = 0
@@ -61,6 +63,14 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
         raise
     finally:
         os._exit(code)
+
+
+def _make_link(request: ForkRank, owned: Callable[[], bool]) -> RankLink:
+    sender = Sender(request.rank, request.incarnation)
+    if not request.keep:
+        return ZmqRank(sender, request.uplink, request.downlink)
+    link = ZmqRank(sender, request.uplink, request.downlink, patience=OFFER_SECONDS)
+    return KeptLink(link, request.keep, owned)
 
 
 def _be_like_the_notebook(request: ForkRank) -> None:
@@ -82,7 +92,7 @@ def _pace(world_size: int) -> Pace:
     return Pace(rate=650_000 / world_size, burst=1_800_000 // world_size)
 
 
-def _serve(request: ForkRank, link: ZmqRank, outputs: tuple[int, int, int, int], liveness: int) -> None:
+def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> None:
     device = torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -221,13 +221,18 @@ class _Downlink:
 
 
 class ZmqRank:
-    """A rank's end. `uplink` and `downlink` are the addresses the notebook gave it."""
+    """A rank's end. `uplink` and `downlink` are the addresses the notebook gave it.
 
-    def __init__(self, sender: Sender, uplink: str, downlink: str) -> None:
+    `patience`: the seconds that `offer` waits for room; without it everything waits as long as it takes.
+    """
+
+    def __init__(self, sender: Sender, uplink: str, downlink: str, *, patience: float | None = None) -> None:
         self._sender = _SENDER.pack(*sender)
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._up = self._context.socket(zmq.PUSH)
+        if patience is not None:
+            self._up.setsockopt(zmq.SNDTIMEO, int(1_000 * patience))
         self._up.connect(uplink)
         down = self._context.socket(zmq.PULL)
         down.setsockopt(zmq.RCVHWM, 0)
@@ -239,6 +244,14 @@ class ZmqRank:
         parts = [self._sender + encode(message), *frames]
         with self._lock:
             self._up.send_multipart(parts, copy=not frames)
+
+    def offer(self, message: Message, frames: Frames = ()) -> bool:
+        """See `rank.outbox.PatientLink`."""
+        try:
+            self.send(message, frames)
+        except zmq.Again:
+            return False
+        return True
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """See `RankLink`."""

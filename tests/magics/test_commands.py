@@ -44,7 +44,7 @@ def test_a_command_that_is_none_is_one_line_that_names_all(notebook, line):
 
 
 @pytest.mark.parametrize(
-    ("line", "valid"), [("start --foo", "-n, --backend"), ("stop now", "nothing"), ("auto maybe", "on|off")]
+    ("line", "valid"), [("start --foo", "-n, --backend, --keep"), ("stop now", "nothing"), ("auto maybe", "on|off")]
 )
 def test_a_wrong_option_is_one_line_that_names_the_valid_ones(notebook, line, valid):
     assert refused(notebook, f"%distributed {line}").rstrip().endswith(f"valid here: {valid}")

@@ -86,10 +86,15 @@ def test_a_quote_that_is_not_closed_is_one_line():
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("start", {"n": None, "backend": None}),
-        ("start -n 4", {"n": 4, "backend": None}),
-        ("start -n4 --backend cpu:gloo,cuda:nccl", {"n": 4, "backend": "cpu:gloo,cuda:nccl"}),
-        ("start --ranks 4", {"n": 4, "backend": None}),
+        ("start", {"n": None, "backend": None, "keep": None}),
+        ("start -n 4", {"n": 4, "backend": None, "keep": None}),
+        ("start -n4 --backend cpu:gloo,cuda:nccl", {"n": 4, "backend": "cpu:gloo,cuda:nccl", "keep": None}),
+        ("start --keep", {"n": None, "backend": None, "keep": 600.0}),
+        ("start --keep -n 2", {"n": 2, "backend": None, "keep": 600.0}),
+        ("start --keep 3.5", {"n": None, "backend": None, "keep": 3.5}),
+        ("attach", {"key": None}),
+        ("attach 12-1", {"key": "12-1"}),
+        ("start --ranks 4", {"n": 4, "backend": None, "keep": None}),
         ("status", {}),
         ("interrupt", {"ranks": None}),
         ("interrupt 0,2-3", {"ranks": "0,2-3"}),
@@ -122,9 +127,9 @@ def test_a_command_that_is_nearly_one_is_guessed():
 @pytest.mark.parametrize(
     ("line", "valid"),
     [
-        ("start --foo", "-n, --backend"),
-        ("start 4", "-n, --backend"),
-        ("start -n many", "-n, --backend"),
+        ("start --foo", "-n, --backend, --keep"),
+        ("start 4", "-n, --backend, --keep"),
+        ("start -n many", "-n, --backend, --keep"),
         ("status now", "nothing"),
         ("restart 0 1", "RANKS"),
         ("push", "NAME, --ranks"),

@@ -1,0 +1,128 @@
+"""The state of a cluster that was kept, as its new owner finds it.
+
+Owns: how it begins, and the `Seen` that a driver of such a cluster sends. Refuses: to know how it was found out
+(reunion.py, adoption.py). From there on everything is state.py's, and what each rank went through to be where it is
+are the steps of its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rankbook.coordinator import actions as act
+from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.state import ClusterState
+from rankbook.coordinator.tables import Cell as CellOfState
+from rankbook.coordinator.tables import CellStep, RankStep
+from rankbook.keeping import Seen
+from rankbook.launch.launcher import Launcher
+from rankbook.messages import Done, ForkRank, FromRank
+from rankbook.transport.link import HubLink, Sender
+
+
+@dataclass(frozen=True)
+class FoundRank:
+    """A rank as it was found; `loss` says how it ended, if it has."""
+
+    rank: int
+    incarnation: int
+    loss: str | None = None
+
+
+@dataclass(frozen=True)
+class FoundCell:
+    """A cell that `ranks` still run; `internal`: it forms the group."""
+
+    cell: int
+    ranks: tuple[int, ...]
+    internal: bool = False
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All that is known of the cluster. `grouped`: all ranks are in one process group, or about to be."""
+
+    ranks: tuple[FoundRank, ...]
+    cells: tuple[FoundCell, ...]
+    last_cell: int
+    generation: int
+    grouped: bool
+
+
+class AdoptedState(ClusterState):
+    """A `ClusterState` that begins in the middle."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        super().__init__(len(inventory.ranks))
+        self._last_cell, self.generation = inventory.last_cell, inventory.generation
+        for found in inventory.ranks:
+            rank = self.ranks[found.rank]
+            rank.incarnation, rank.loss = found.incarnation, found.loss
+            self._move(rank, RankStep.FORK)
+            self._move(rank, RankStep.HELLO if found.loss is None else RankStep.EXIT)
+        for each in inventory.cells:
+            cell = CellOfState(each.cell, each.ranks, internal=each.internal, running=set(each.ranks))
+            self._step(cell, CellStep.DISPATCH)
+            self.cells[each.cell] = cell
+            for number in each.ranks:
+                self._move(self.ranks[number], RankStep.TASK)
+                self.ranks[number].cell = each.cell
+        self.grouped = inventory.grouped
+
+    def resume(self) -> list[act.Action]:
+        """What is to be done first: the group is formed anew if the owner before had no time to."""
+        return self._regroup_if_complete() + self._dispatch()
+
+
+class KeptDriver(Driver):
+    """A driver whose ranks keep what they send until they hear that it was seen."""
+
+    def __init__(
+        self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
+    ) -> None:
+        super().__init__(state, hub, launcher, request)
+        self._unseen: list[tuple[act.EndCell, tuple[int, ...]]] = []
+
+    def resume(
+        self,
+        state: AdoptedState,
+        cells: Iterable[Cell],
+        ended: Iterable[Cell],
+        later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
+    ) -> None:
+        """Go on with `cells` and what came since. Before `start`."""
+        for cell in ended:
+            self._say_seen(cell.cell, cell.ranks)
+        with self.changed:
+            for cell in cells:
+                self._cells[cell.cell] = cell
+                self._fed.add(cell.cell)
+            for action in state.resume():
+                self._perform(action)
+        for parcel in later:
+            self._receive(*parcel)
+
+    def _perform(self, action: act.Action) -> None:
+        super()._perform(action)
+        if isinstance(action, act.EndCell):
+            self._unseen.append((action, self._cells[action.cell].ranks))
+
+    def _end_cells(self) -> None:
+        super()._end_cells()
+        for each in [each for each in self._unseen if each[0] not in self._ending]:
+            self._unseen.remove(each)
+            action, ranks = each
+            self._say_seen(action.cell, [rank for rank in ranks if rank not in action.stragglers])
+
+    def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:
+        cell = self._cells.get(message.cell)
+        late = cell is None or cell.result is not None
+        super()._done(rank, incarnation, message, frames)
+        if late:
+            self._say_seen(message.cell, (rank,))
+
+    def _say_seen(self, cell: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._hub.send(rank, Seen(cell=cell))

@@ -1,0 +1,163 @@
+"""Tasks for the ranks of one cluster, and what comes back.
+
+Owns: selections, submission, waiting, the exchange of values. Refuses: to start or end ranks; that is the `Cluster`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankbook.coordinator import events as ev
+from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
+from rankbook.errors import CellTimeout, ClusterStopped, LostRank
+from rankbook.messages import Assign, CallFunction, Message
+from rankbook.ranks import format_ranks, name_ranks, parse_ranks
+from rankbook.results import CellResult, describe_errors
+from rankbook.transport.payload import Packed, unpack
+
+RankSelection = str | int | Sequence[int] | None
+
+
+class Workplace:
+    """What `Cluster` works with: its crew and the crew's state. `_move_in` comes first."""
+
+    key: str
+
+    def _move_in(self, crew: Crew) -> None:
+        self._crew = crew
+        self._state = self._crew.state
+        self._segments = self._crew.segments
+        self._place = self._crew.placement
+        self.key = self._crew.key
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._place.devices)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._crew.stopped
+
+    def select(self, ranks: RankSelection) -> tuple[int, ...]:
+        """The ranks that a selection means; None means all. Raises `BadRequest`."""
+        if ranks is None:
+            return tuple(range(self.world_size))
+        text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
+        return parse_ranks(text, self.world_size)
+
+    def wait(
+        self, cell: Cell, *, timeout: float | None = None, patience: float | None = None, ask: Ask = ask_in_terminal
+    ) -> None:
+        """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
+
+        `timeout` seconds after its start the cell is interrupted; after `patience` seconds this returns, whatever the
+        cell does.
+        """
+        with held_interrupts() as held:
+            if timeout is not None:
+                self.interrupt_after(cell, timeout)
+            wait_for(self._crew.driver, cell, held, patience=patience, ask=ask)
+            held.take()
+
+    def interrupt_after(self, cell: Cell, seconds: float) -> None:
+        """Interrupt `cell` `seconds` after its start, unless it has ended by then."""
+        driver = self._crew.driver
+
+        def look() -> None:
+            left = seconds if cell.started is None else cell.started + seconds - time.monotonic()
+            if cell.result is not None:
+                return
+            if left > 0:
+                driver.after(left, look)
+            else:
+                cell.timed_out = seconds
+                driver.post(ev.InterruptCell(cell.cell))
+
+        driver.after(0.0, look)
+
+    def _exchange(
+        self,
+        packed: Packed,
+        kind: type[CallFunction | Assign],
+        ranks: RankSelection,
+        timeout: float | None,
+        label: str,
+    ) -> dict[int, Any]:
+        try:
+            make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - one line, used once
+            return self._collect(dict.fromkeys(self.select(ranks), (make, packed.frames)), timeout, label)
+        finally:
+            self._discard(packed)
+
+    def _collect(
+        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], timeout: float | None, label: str
+    ) -> dict[int, Any]:
+        with held_interrupts():
+            cell = self._submit(tasks, number=0, sink=None, label=label)
+            self.wait(cell, timeout=timeout)
+        folder = self._segments.folder
+        try:
+            self._check(cell)
+        except BaseException:
+            for payload, _ in cell.values.values():
+                for buffer in payload.buffers:
+                    if buffer.segment is not None:
+                        self._segments.discard(buffer.segment)
+            raise
+        return {
+            rank: unpack(cell.values[rank][0], cell.values[rank][1], unlink=True, folder=folder)
+            if rank in cell.values
+            else None
+            for rank in cell.ranks
+        }
+
+    def _check(self, cell: Cell) -> CellResult:
+        """The cell's result. Raises what went wrong."""
+        result = cell.result
+        assert result is not None
+        if result.ok:
+            return result
+        story = describe_errors(result.outcomes, plain=True)
+        if cell.timed_out is not None:
+            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
+        if self.stopped:
+            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{story}")
+        result.raise_for_status()
+        return result
+
+    def _submit(
+        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], *, number: int, sink: Sink | None, label: str
+    ) -> Cell:
+        with held_interrupts():
+            driver = self._crew.driver
+            self._check_available(tuple(tasks))
+            with driver.changed:
+                key = self._state.new_cell()
+            made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
+            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label)
+            driver.submit(cell)
+            return cell
+
+    def _check_available(self, ranks: tuple[int, ...]) -> None:
+        gone = self._state.unavailable(ranks)
+        if not gone:
+            return
+        first = next(iter(gone.values()))
+        told = f"rank {first.rank} {first.loss or 'is not running'}"
+        more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
+        alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
+        rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
+        empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
+        raise LostRank(f"{told}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
+
+    def _discard(self, *packed: Packed) -> None:
+        for each in packed:
+            for segment in each.segments:
+                self._segments.discard(segment)

@@ -1,0 +1,153 @@
+"""Which clusters are kept for a next notebook, and how it reaches them.
+
+Owns: one file for each, which only the user can read: where its processes and sockets are, its secret, what its ranks
+were. Refuses: to believe a file that others could have written, and to claim anything (kept.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rankbook.errors import StartError
+from rankbook.launch.folders import socket_base
+
+RECORD = "kept.json"
+_CLOCK_STEP = 2.0
+"""Seconds that a process's start may seem to have moved, after the machine's clock was set."""
+
+
+@dataclass(frozen=True)
+class KeptRank:
+    """What a rank was when the record was written."""
+
+    rank: int
+    incarnation: int
+    pid: int | None
+    device: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One kept cluster. `notebook` is its owner's process id, `forkserver` that of the process which holds it."""
+
+    key: str
+    token: str
+    seconds: float
+    notebook: int
+    forkserver: int
+    started: float
+    address: str
+    uplink: str
+    sockets: str
+    segments: str
+    logs: str
+    store_port: int
+    backend: str
+    threads: int
+    ranks: tuple[KeptRank, ...]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each rank's device."""
+        return tuple(each.device for each in self.ranks)
+
+    def describe(self) -> str:
+        """It in a line, for people."""
+        count = f"{len(self.ranks)} rank{'' if len(self.ranks) == 1 else 's'}"
+        return f"{self.key}: {count} on {', '.join(sorted(set(self.devices)))}, {self.backend}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is: clusters that can be asked, and a line about each that is gone or not to be trusted."""
+
+    records: tuple[Record, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def started_at(pid: int) -> float | None:
+    """When the process began; None when there is none."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def write_record(record: Record) -> None:
+    """Put the record into its cluster's folder, in place of the one before. Raises `StartError`."""
+    path = Path(record.sockets, RECORD)
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.unlink(missing_ok=True)
+        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(file, "w") as stream:
+            json.dump(dataclasses.asdict(record), stream)
+        fresh.rename(path)
+    except OSError as error:
+        raise StartError(f"cannot write {path}: {error.strerror}; the ranks could not be found again") from error
+
+
+def find_records() -> Found:
+    """Every kept cluster of this user on this machine. What is left of those that have ended is removed."""
+    records: list[Record] = []
+    notes: list[str] = []
+    for path in sorted(socket_base().glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
+        problem = _distrust(path)
+        if problem is not None:
+            notes.append(f"{path} is not used: {problem}")
+            continue
+        try:
+            record = _read(path)
+        except FileNotFoundError:  # it has just been stopped
+            continue
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            notes.append(f"{path} is not used: it cannot be read ({error})")
+            continue
+        began = started_at(record.forkserver)
+        if began is None or abs(began - record.started) > _CLOCK_STEP:
+            _remove(path.parent, Path(record.segments))
+            notes.append(f"{record.describe()}: these ranks have ended; what was left of them is removed")
+        else:
+            records.append(record)
+    return Found(tuple(records), tuple(notes))
+
+
+def _distrust(path: Path) -> str | None:
+    """Why the file is not to be believed."""
+    for each, is_kind, kind in ((path.parent, stat.S_ISDIR, "folder"), (path, stat.S_ISREG, "file")):
+        try:
+            status = each.lstat()
+        except OSError as error:
+            return f"the {kind} cannot be looked at ({error.strerror})"
+        if not is_kind(status.st_mode):
+            return f"it is no plain {kind}"
+        if status.st_uid != os.getuid():
+            return f"the {kind} is another user's"
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            return f"the {kind} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _read(path: Path) -> Record:
+    fields: dict[str, Any] = json.loads(path.read_text())
+    fields["ranks"] = tuple(KeptRank(**each) for each in fields["ranks"])
+    record = Record(**fields)
+    if Path(record.sockets) != path.parent:
+        raise ValueError("it is about another folder")
+    return record
+
+
+def _remove(sockets: Path, segments: Path) -> None:
+    shutil.rmtree(sockets, ignore_errors=True)
+    if segments.name.startswith(f"rankbook-{os.getuid()}-"):
+        shutil.rmtree(segments, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""The browser is reloaded while a cell runs: whoever connects then gets the cell's output, as that cell's."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from typing import Any
+
+import pytest
+
+from tests.conftest import Notebook
+
+CELL = """%%distributed {options}
+import os, select
+print('first')
+while not os.path.exists({gate!r}):
+    select.select([], [], [], 0.01)
+for i in range(3):
+    print('line', i)
+"""
+
+
+def connect(notebook: Notebook) -> Any:
+    """A client of the running kernel. The control channel answers while a cell runs; its echo says that iopub is up."""
+    client = notebook.manager.client()
+    client.start_channels()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        client.control_channel.send(client.session.msg("kernel_info_request"))
+        with contextlib.suppress(queue.Empty):
+            client.get_iopub_msg(timeout=0.2)
+            return client
+    pytest.fail("the kernel does not answer a second client")
+
+
+def read_until(client: Any, words: str, *, timeout: float = 20) -> list[dict[str, Any]]:
+    """The iopub messages up to the one whose text has `words`."""
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            seen.append(client.get_iopub_msg(timeout=left))
+        except queue.Empty:
+            break
+        if words in seen[-1]["content"].get("text", ""):
+            return seen
+    pytest.fail(f"not within {timeout} s: {words}; so far {[each['content'] for each in seen]}")
+
+
+@pytest.mark.parametrize("options", ["", "--background"])
+def test_output_flows_on_into_the_right_cell_after_a_reload(module_notebook, tmp_path, options):
+    notebook = module_notebook
+    gate = tmp_path / "gate"
+    message = notebook.send(CELL.format(options=options, gate=str(gate)))
+    read_until(notebook.client, "[0-1] first")
+    notebook.client.stop_channels()  # the page is gone
+    notebook.client = connect(notebook)
+    gate.touch()
+    seen = read_until(notebook.client, "[0-1] line 2")
+    texts = [each for each in seen if each["msg_type"] == "stream"]
+    assert "".join(each["content"]["text"] for each in texts) == "".join(f"[0-1] line {i}\n" for i in range(3))
+    assert {each["parent_header"]["msg_id"] for each in texts} == {message}

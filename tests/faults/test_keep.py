@@ -1,0 +1,425 @@
+"""`start --keep`: the kernel goes, the ranks stay, and the next kernel attaches to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Notebook, check_nothing_left, leftovers, marked_processes, wait_until
+
+Open = Callable[[], Notebook]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder for this test's clusters alone, where no other's are found. The test itself ends what it keeps."""
+    folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
+    try:
+        yield folder
+        wait_until(lambda: not list(folder.glob("rankbook-*")), timeout=2, what=f"nothing left in {folder}")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def open_notebook(place) -> Iterator[Open]:
+    """Makes kernels with the extension loaded. Nothing of them may be left once they are closed."""
+    before = leftovers()
+    opened: list[Notebook] = []
+
+    def make() -> Notebook:
+        opened.append(Notebook(env={"RANKBOOK_RUNTIME_DIR": str(place)}))
+        opened[-1].ok("%load_ext rankbook")
+        return opened[-1]
+
+    try:
+        yield make
+        for each in opened:
+            each.close()
+            check_nothing_left(each.mark, before)
+    finally:
+        for each in opened:
+            with contextlib.suppress(RuntimeError):
+                each.close()
+            for pid in marked_processes(each.mark):  # a test that failed leaves nothing to the next one
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def notebook(open_notebook) -> Notebook:
+    """Two kept ranks."""
+    made = open_notebook()
+    made.ok("%distributed start -n 2 --keep 60")
+    return made
+
+
+def restart(notebook: Notebook) -> None:
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+
+
+def settle(notebook: Notebook) -> None:
+    notebook.client.wait_for_ready(timeout=60)
+    notebook.ok("%load_ext rankbook")
+
+
+def kill(notebook: Notebook) -> None:
+    os.kill(notebook.pid, signal.SIGKILL)
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=10, what="the kernel's end")
+
+
+def refusal(notebook: Notebook, code: str) -> str:
+    """What a cell says that must fail; of a UsageError IPython shows one line on stderr."""
+    outcome = notebook.run(code)
+    assert outcome.status == "error"
+    return outcome.traceback + outcome.text
+
+
+def ranks_of(notebook: Notebook) -> list[int]:
+    return [
+        int(pid)
+        for pid in notebook.ok(
+            "import rankbook\nfor each in rankbook.current().status(): print(each.pid)"
+        ).stdout.split()
+    ]
+
+
+def test_the_start_line_says_how_long_the_ranks_stay(open_notebook):
+    notebook = open_notebook()
+    assert "they stay for 10 minutes: %distributed attach" in notebook.ok("%distributed start --keep").stdout
+    notebook.ok("%distributed stop")
+    assert "they stay for 45 s" in notebook.ok("import rankbook\nrankbook.start(keep=45)\n%distributed start").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_after_a_restart_everything_works_as_before_and_after_a_second_one_too(notebook):
+    notebook.ok("%%distributed\nx = rank + 10")
+    pids = ranks_of(notebook)
+    for _ in range(2):
+        restart(notebook)
+        assert "%distributed attach takes them over" in notebook.ok("%distributed status").stdout
+        assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+        assert ranks_of(notebook) == pids
+        assert notebook.ok("%distributed status").text.count("idle") == 2
+        outcome = notebook.ok("%%distributed\nt = torch.ones(1) * x\ndist.all_reduce(t)\nprint(x, t.item())")
+        assert "[0] 10 21.0" in outcome.stdout
+        assert "[1] 11 21.0" in outcome.stdout
+    notebook.ok("import numpy; big = numpy.arange(1 << 20)\n%distributed push big")
+    notebook.ok("%distributed pull big\nassert all((each == numpy.arange(1 << 20)).all() for each in big)")
+    assert "all ranks are in one process group" in notebook.ok("%distributed restart 1").stdout
+    outcome = notebook.ok("%%distributed\nprint('x' in globals()); dist.barrier()")
+    assert "[0] True" in outcome.stdout
+    assert "[1] False" in outcome.stdout
+    assert "2 ranks stopped" in notebook.ok("%distributed stop").stdout
+    wait_until(lambda: set(notebook.processes()) == {notebook.pid}, timeout=2, what="the end of the ranks")
+
+
+def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool] | None = None) -> None:
+    """Run `cell` with two files in hand, kill the kernel, and let the cell go on where it waits for `go()`.
+
+    `until` says when the next kernel may come.
+    """
+    gate, ended = place / "gate", place / "ended"
+    head = (
+        "%%distributed --background\nimport os, pathlib, select\n"
+        f"def go():\n    while not os.path.exists({str(gate)!r}):\n        select.select([], [], [], 0.01)\n"
+        f"def tell():\n    pathlib.Path({str(ended)!r} + str(rank)).touch()\n"
+    )
+    notebook.ok(head + "tell()\n" + cell)
+    wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the cell's beginning")
+    for each in place.glob("ended*"):
+        each.unlink()
+    kill(notebook)
+    gate.touch()
+    wait_until(until or (lambda: len(list(place.glob("ended*"))) == 2), timeout=20, what="the cell's end")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+
+
+def test_what_a_cell_printed_meanwhile_is_shown_with_its_error_once(notebook, place):
+    away(
+        notebook,
+        place,
+        "print('before')\ngo()\nprint('same on both')\nprint('mine', rank)\ntell()\nif rank == 1:\n    1 / 0",
+    )
+    outcome = notebook.ok("%distributed attach")
+    number = 3  # load_ext and start came before
+    assert f"cell [{number}] ended on ranks 0-1; its output:\n" in outcome.stdout
+    for line in ("[0-1] before", "[0-1] same on both", "[0] mine 0", "[1] mine 1"):
+        assert outcome.stdout.count(line) == 1
+    assert "rank 1: ZeroDivisionError: division by zero" in outcome.stderr
+    missed = notebook.ok("import rankbook\n(result,) = rankbook.current().missed\nprint(result)")
+    assert "error on rank 1, ok on rank 0" in missed.stdout
+    restart(notebook)
+    assert "same on both" not in notebook.ok("%distributed attach").text, "it has been seen"
+    notebook.ok("%distributed stop")
+
+
+def test_what_was_shown_before_the_kernel_went_is_not_shown_again(notebook):
+    notebook.ok("%%distributed\nprint('seen')")
+    restart(notebook)
+    assert "seen" not in notebook.ok("%distributed attach").text
+    notebook.ok("%distributed stop")
+
+
+def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(notebook, place):
+    second = place / "second"
+    wait = f"while not os.path.exists({str(second)!r}):\n    select.select([], [], [], 0.01)\n"
+    cell = (
+        f"print('first')\ngo()\nprint('meanwhile')\ntell()\n{wait}print('afterwards')\nselect.select([], [], [], 600)"
+    )
+    away(notebook, place, cell)
+    message = notebook.send("%distributed attach")
+    outcome = notebook.finish(message)
+    assert "cell [3] still runs on ranks 0-1; its output so far, and what follows:\n" in outcome.stdout
+    notebook.follow(message, outcome, lambda seen: "[0-1] meanwhile" in seen.stdout)
+    assert "[0-1] first" in outcome.stdout
+    assert "cell [3] on ranks 0-1: running" in outcome.text
+    status = notebook.ok("%distributed status").text
+    assert status.count("running") == 2
+    assert status.count("cell [3]") == 2
+    second.touch()
+    notebook.follow(message, outcome, lambda seen: "[0-1] afterwards" in seen.stdout)
+    assert "interrupted ranks 0-1" in notebook.ok("%distributed interrupt").stdout
+    notebook.follow(message, outcome, lambda seen: "cell [3] on ranks 0-1: interrupted" in seen.text)
+    assert "[0-1] ok" in notebook.ok("%%distributed\nprint('ok')").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
+    away(notebook, place, "go()\ntell()\nprint('got', input('name? ') if rank == 0 else '')")
+    message = notebook.send("%distributed attach")
+    outcome = notebook.finish(message)
+    notebook.follow(message, outcome, lambda seen: "still runs on rank 0" in seen.text)
+    code = (
+        "import rankbook\nfrom rankbook.magics.frontend import ask_for\ncluster = rankbook.current()\n"
+        "(cell,) = cluster.cells()\ncluster.wait(cell, ask=ask_for(get_ipython()))"
+    )
+    assert notebook.run(code, answers=["Ada"]).status == "ok"
+    notebook.follow(message, outcome, lambda seen: "[0] got Ada" in seen.stdout)
+    notebook.ok("%distributed stop")
+
+
+def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(notebook, place):
+    away(
+        notebook, place, "go()\nfor i in range(200_000):\n    print(i, 'x' * 100)\nprint('the end', flush=True)\ntell()"
+    )
+    outcome = notebook.ok("%distributed attach")
+    assert "[0-1] 0 xxx" in outcome.stdout
+    assert "the end" in outcome.stdout
+    assert "all of it goes to" in outcome.stderr
+    assert len(outcome.text) < 20 << 20
+    notebook.ok("%distributed stop")
+
+
+def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
+    show = "display({'text/plain': f'picture {i} ' + 'x' * 10_000}, raw=True)"
+    cell = f"from IPython.display import display\ngo()\nfor i in range(3000):\n    {show}\ntell()"
+    away(notebook, place, cell)
+    outcome = notebook.ok("%distributed attach")
+    assert "picture 2999 " in outcome.text
+    assert "picture 0 " not in outcome.text
+    assert "ranks 0-1: the oldest of the output is left out" in outcome.stderr
+    notebook.ok("%distributed stop")
+
+
+def test_a_rank_that_died_meanwhile_is_named_and_can_be_restarted(notebook, place):
+    pids = ranks_of(notebook)
+    notebook.ok("%%distributed\nx = 5")
+    kill(notebook)
+    os.kill(pids[1], signal.SIGKILL)
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    outcome = notebook.ok("%distributed attach")
+    assert "rank 0 attached" in outcome.stdout
+    assert "rank 1 was killed by signal 9 (out of memory?): %distributed restart 1" in outcome.stdout
+    assert "dead" in notebook.ok("%distributed status").text
+    assert "all ranks are in one process group" in notebook.ok("%distributed restart 1").stdout
+    assert "[0] True" in notebook.ok("%%distributed\ndist.barrier()\nprint('x' in globals())").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_notebook):
+    notebook.ok("%%distributed\nx = 5")
+    notebook.manager.shutdown_kernel(now=False)
+    other = open_notebook()
+    other.ok("%distributed start -n 1\n%distributed stop")  # which sweeps what dead kernels have left
+    other.ok("%distributed attach")
+    assert "[0-1] 5" in other.ok("%%distributed\nprint(x)").stdout
+    other.ok("%distributed stop")
+
+
+def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook, place):
+    notebook = open_notebook()
+    notebook.ok("%distributed start -n 2 --keep 2")
+    notebook.ok(
+        "%%distributed --background\nimport subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
+    )
+    kept = set(notebook.processes()) - {notebook.pid}
+    kill(notebook)
+    assert len(kept & set(notebook.processes())) >= 4
+    waited = wait_until(lambda: not notebook.processes(), timeout=10, what="the end of the kept processes")
+    assert waited > 1
+    assert not list(place.iterdir())
+
+
+def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
+    other = open_notebook()
+    assert f"the kernel {notebook.pid} still has the ranks" in refusal(other, "%distributed attach")
+    assert "[0-1] fine" in notebook.ok("%%distributed\nprint('fine')").stdout
+    assert "ranks are running here already" in refusal(notebook, "%distributed attach")
+    notebook.ok("%distributed stop")
+    assert "no ranks are kept here" in refusal(other, "%distributed attach")
+
+
+def test_of_several_a_key_chooses(notebook, open_notebook):
+    second = open_notebook()
+    second.ok("%distributed start -n 1 --keep 60")
+    keys = [each.ok("import rankbook\nprint(rankbook.current().key)").stdout.strip() for each in (notebook, second)]
+    kill(notebook)
+    kill(second)
+    third = open_notebook()
+    told = refusal(third, "%distributed attach")
+    assert "2 sets of ranks are kept; %distributed attach KEY takes one" in told
+    assert all(key in told for key in keys)
+    assert "no ranks are kept as 'nonsense'" in refusal(third, "%distributed attach nonsense")
+    assert "rank 0 attached" in third.ok(f"%distributed attach {keys[1]}").stdout
+    third.ok("%distributed stop")
+    assert "ranks 0-1 attached" in third.ok("%distributed attach").stdout
+    third.ok("%distributed stop")
+
+
+def test_who_does_not_have_the_token_is_refused(notebook, place):
+    (record,) = place.glob("rankbook-*/kept.json")
+    assert record.stat().st_mode & 0o777 == 0o600
+    assert record.parent.stat().st_mode & 0o777 == 0o700
+    kill(notebook)
+    truth = record.read_text()
+    record.write_text(json.dumps({**json.loads(truth), "token": "0" * 64}))
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    assert "refused" in refusal(notebook, "%distributed attach")
+    record.write_text(truth)
+    record.chmod(0o644)
+    assert "open to other users (mode 0644)" in refusal(notebook, "%distributed attach")
+    record.chmod(0o600)
+    assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, place):
+    (record,) = place.glob("rankbook-*/kept.json")
+    holder = json.loads(record.read_text())["forkserver"]
+    kill(notebook)
+    os.kill(holder, signal.SIGKILL)
+    wait_until(lambda: not notebook.processes(), timeout=5, what="the end of the ranks")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    told = refusal(notebook, "%distributed attach")
+    assert "no ranks are kept here" in told
+    assert "these ranks have ended; what was left of them is removed" in told
+    assert not record.parent.exists()
+
+
+def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
+    notebook = open_notebook()
+    notebook.ok("%distributed start -n 2")
+    told = refusal(notebook, "%distributed start --keep")
+    assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
+
+
+def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
+    notebook = open_notebook()
+    notebook.send("import os, rankbook, signal\nrankbook.start(2, keep=60)\nos.kill(os.getpid(), signal.SIGKILL)")
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=30, what="the kernel's end")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
+    notebook.ok("%distributed stop")
+    notebook.ok("%distributed start -n 2")
+    kill(notebook)
+    wait_until(lambda: not notebook.processes(), timeout=2, what="the end of everything")
+    assert not list(place.iterdir())
+
+
+def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_the_next(notebook):
+    pids = ranks_of(notebook)
+    known = set(notebook.processes())
+    notebook.send("%distributed restart")
+    wait_until(lambda: not known.issuperset(notebook.processes()), timeout=10, what="the first fresh process")
+    kill(notebook)
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    outcome = notebook.ok("%distributed attach")
+    if "%distributed restart" in outcome.stdout:  # one was gone, and its successor had not been asked for
+        notebook.ok("%distributed restart")
+    assert "[0-1] fine" in notebook.ok("%%distributed\ndist.barrier()\nprint('fine')").stdout
+    assert not set(pids) & set(ranks_of(notebook))
+    notebook.ok("%distributed stop")
+
+
+def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place):
+    code = (
+        "import rankbook, threading\n"
+        f"def late(gate={str(place / 'gate')!r}, ended={str(place / 'ended')!r}):\n"
+        "    import os, pathlib, select, torch.distributed\n"
+        "    pathlib.Path(ended + os.environ['RANK']).touch()\n"
+        "    while not os.path.exists(gate):\n        select.select([], [], [], 0.01)\n"
+        "    return torch.ones(1 << 20)\n"
+        "threading.Thread(target=rankbook.current().apply, args=(late,), daemon=True).start()"
+    )
+    notebook.ok(code)
+    wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the call")
+    kill(notebook)
+    (place / "gate").touch()
+    wait_until(lambda: len(list(place.glob("*/segment-*"))) == 2, timeout=20, what="its answers")
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    assert "a call ended on ranks 0-1" in notebook.ok("%distributed attach").stdout
+    assert not list(place.glob("*/segment-*"))
+    notebook.ok("%distributed stop")
+
+
+def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_was(notebook):
+    notebook.ok("%%distributed\nx = 5")
+    pids = ranks_of(notebook)
+    restart(notebook)
+    notebook.ok(
+        "from rankbook.coordinator import reattach\nfrom rankbook.transport import zmq_link\n"
+        "reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 1.0, 300"
+    )
+    os.kill(pids[1], signal.SIGSTOP)
+    told = refusal(notebook, "%distributed attach")
+    assert f"rank 1 (pid {pids[1]}) did not answer within 1 s" in told
+    os.kill(pids[1], signal.SIGCONT)
+    assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
+    assert "[0-1] 5" in notebook.ok("%%distributed\nprint(x)").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_plain_scripts_hand_their_ranks_on_too(place):
+    def script(code: str) -> str:
+        environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(place)}
+        command = [sys.executable, "-W", "error", "-c", f"import rankbook\n{code}"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+        assert (run.returncode, run.stderr) == (0, "")
+        return run.stdout
+
+    script("cluster = rankbook.start(2, keep=30)\ncluster.push({'x': 7})")
+    assert script("cluster = rankbook.attach()\nprint(cluster.pull('x'), cluster.missed)") == "[7, 7] ()\n"
+    assert script("with rankbook.attach() as cluster: print(cluster.apply(lambda: 3), cluster.keep)") == "[3, 3] 30.0\n"

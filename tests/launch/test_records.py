@@ -1,0 +1,125 @@
+"""Which clusters are kept: what is believed, and what becomes of those that have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankbook.errors import StartError
+from rankbook.launch.records import RECORD, KeptRank, Record, find_records, started_at, write_record
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
+    """A record of a cluster that the process `holder` holds: this one."""
+    pid = holder or os.getpid()
+    folder = base / f"rankbook-{os.getuid()}-{pid}-{name}"
+    folder.mkdir(mode=0o700)
+    record = Record(
+        key=f"7-{name}",
+        token="secret",
+        seconds=600.0,
+        notebook=7,
+        forkserver=pid,
+        started=started_at(pid) or 0.0,
+        address=str(folder / "owner"),
+        uplink=f"ipc://{folder}/up",
+        sockets=str(folder),
+        segments=str(folder),
+        logs=str(folder),
+        store_port=1,
+        backend="gloo",
+        threads=1,
+        ranks=(KeptRank(0, 1, 11, "cpu"), KeptRank(1, 2, None, "cpu")),
+    )
+    write_record(record)
+    return record
+
+
+def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base):
+    record = make(base)
+    other = make(base, name="other")
+    assert stat.S_IMODE(Path(record.sockets, RECORD).stat().st_mode) == 0o600
+    found = find_records()
+    assert (set(found.records), found.notes) == ({record, other}, ())
+    assert record.describe() == "7-abc: 2 ranks on cpu, gloo"
+    write_record(dataclasses.replace(record, notebook=8))
+    assert {each.notebook for each in find_records().records} == {7, 8}
+
+
+def test_what_others_could_have_written_is_not_believed(base):
+    record = make(base)
+    folder, file = Path(record.sockets), Path(record.sockets, RECORD)
+    for path, mode, words in (
+        (file, 0o644, "file is open to other users (mode 0644)"),
+        (folder, 0o755, "folder is open"),
+    ):
+        was = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode)
+        found = find_records()
+        assert found.records == ()
+        assert words in found.notes[0]
+        path.chmod(was)
+    elsewhere = base / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert "no plain file" in find_records().notes[0]
+
+
+def test_another_users_record_is_not_believed(base, monkeypatch):
+    folder = Path(make(base).sockets)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    folder.rename(base / f"rankbook-{os.getuid()}-1-abc")
+    assert "the folder is another user's" in find_records().notes[0]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"ranks": []}', '{"ranks": 3}'])
+def test_one_that_cannot_be_read_is_told_and_left_alone(base, text):
+    file = Path(make(base).sockets, RECORD)
+    file.write_text(text)
+    found = find_records()
+    assert found.records == ()
+    assert "cannot be read" in found.notes[0]
+    assert file.exists()
+
+
+def test_one_that_tells_of_another_folder_is_not_believed(base):
+    record = make(base)
+    file = Path(record.sockets, RECORD)
+    file.write_text(file.read_text().replace(record.sockets, "/somewhere"))
+    assert "another folder" in find_records().notes[0]
+
+
+def test_one_whose_process_has_ended_is_removed_and_told(base):
+    run = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    record = make(base, holder=int(run.stdout))
+    found = find_records()
+    assert found.records == ()
+    assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have ended; what was left of them is removed",)
+    assert not Path(record.sockets).exists()
+    assert find_records().notes == ()
+
+
+def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it(base):
+    record = make(base)
+    write_record(dataclasses.replace(record, started=record.started - 3600))
+    assert "have ended" in find_records().notes[0]
+
+
+def test_a_folder_that_is_gone_or_full_is_told(base):
+    record = make(base)
+    with pytest.raises(StartError, match=r"nowhere/kept\.json"):
+        write_record(dataclasses.replace(record, sockets=str(base / "nowhere")))
