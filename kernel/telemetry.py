@@ -27,7 +27,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one rank is in one process group: `count` collectives begun; those that have not ended, and the last ones.
 
-    `ranks` are the group's members, as the world counts them.
+    `ranks` are the group's members, as the world counts them. `broken`: its connections are, so that what is pending on
+    another rank cannot end either.
     """
 
     name: str
@@ -35,3 +36,4 @@ class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     pending: tuple[Launch, ...]
     recent: tuple[Launch, ...]
+    broken: bool = False

@@ -294,7 +294,8 @@ class ClusterState:
         del self.cells[cell.cell]
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
-        told = [act.TellPerson(cell.cell, _ANEW)] if cell.aborted and self._alive() == tuple(self.ranks) else []
+        broken = cell.aborted or any("CollectiveAborted" in words for words in cell.answers.values())
+        told = [act.TellPerson(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
         return [*told, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
 
     def _stop(self, _event: ev.Stop) -> list[act.Action]:

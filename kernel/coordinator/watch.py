@@ -104,7 +104,7 @@ def _has_begun(other: Told | None, group: str, launch: Launch) -> bool:
     if other is None or launch.peer is not None:
         return False
     view = other.group(group)
-    return view is not None and view.count >= launch.number
+    return view is not None and view.count >= launch.number and not view.broken
 
 
 def disagreements(told: Mapping[int, Told], *, patience: float) -> Iterator[Disagreement]:

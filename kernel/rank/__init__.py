@@ -19,6 +19,7 @@ process_group.py  torch's process groups: made, aborted, formed anew
 recoverable.py    a group that outlives its connections
 collectives.py    what a group was asked for, and what has not ended
 heal.py           what a rank hands to one that takes a dead one's place
+lifeboat.py       survives gloo's giving up
 models.py         models that an error left half way through a step
 sockets.py        the TCP sockets behind a group, to end a wait with
 """

@@ -120,6 +120,7 @@ class Ledger:
         self.ranks = ranks
         self.count = 0
         self.total = 0
+        self.broken = False
         self._open: dict[int, Launched] = {}
         self._recent: deque[Launched] = deque(maxlen=_REMEMBERED)
         self._keys = itertools.count()
@@ -127,6 +128,7 @@ class Ledger:
     def restart(self) -> None:
         """The group was formed anew: all ranks count from 0 again."""
         self.count = 0
+        self.broken = False
         self._open.clear()
         self._recent.clear()
 
@@ -191,6 +193,7 @@ class Ledger:
             count=self.count,
             pending=pending,
             recent=tuple(self._tell(each, now) for each in tuple(self._recent) if each.number),
+            broken=self.broken,
         )
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.messages import ErrorReport, ForkRank, Hello, StartFailed
-from rankbook.rank import heal, tracebacks
+from rankbook.rank import heal, lifeboat, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
@@ -106,6 +106,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         device=device,
         port=request.store_port,
     )
+    lifeboat.board(group.rescue)
     shell = _prepared[0]
     heal.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))

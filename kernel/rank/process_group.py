@@ -199,6 +199,15 @@ class GroupMember:
             self._give_up.set()
             shut_down(self._connection_sockets)
 
+    def rescue(self) -> bool:
+        """Gloo's thread has given up. Whether this rank can go on: not if C++ itself waits for what is under way."""
+        members = tuple(self._members.values())
+        if any(launched.kept is not None for each in members for launched in each.group.ledger.pending()):
+            return False
+        for each in members:
+            each.group.sink("the tensors that the ranks gave to a collective differ in size or type; it was broken off")
+        return True
+
     def report(self) -> tuple[GroupReport, ...]:
         """Where this rank is in each of its groups. Any thread."""
         ledgers = [self._forming, *(each.group.ledger for each in tuple(self._members.values()))]

@@ -11,6 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|
 """What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
 _CAUSE_WITHIN = 1.0
 """Seconds that the notebook has to tell why a peer is gone."""
+_LOOK_EVERY = timedelta(seconds=0.25)
+"""How long a wait stays in C++ before it looks whether there still is somebody to end it."""
 
 
 class Inner:
@@ -30,14 +33,24 @@ class Inner:
 
     def __init__(self, group: dist.ProcessGroup, sockets: Opened, aborts: list[Callable[[], None]]) -> None:
         self.group = group
+        self.sunk = False
         self._sockets = sockets
         self._aborts = aborts
+
+    @property
+    def waits_in_steps(self) -> bool:
+        """Whether a wait may be cut into steps: gloo's, of which nothing but time ends."""
+        return not self._aborts
 
     def abort(self) -> None:
         """Make every call that waits on it raise. Any thread."""
         shut_down(self._sockets)
         for abort in self._aborts:
             abort()
+
+
+_wrecks: list[Inner] = []
+"""Those whose thread sleeps for good: their end would wait for it."""
 
 
 class RecoverableGroup(dist.ProcessGroup):
@@ -64,6 +77,9 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def renew(self, inner: Inner) -> None:
         """Go on with fresh connections."""
+        self._inner.abort()  # what still waits in there would hold up its end
+        if self._inner.sunk:
+            _wrecks.append(self._inner)
         self._inner = inner
         self._cause = None
         self._told = threading.Event()
@@ -77,7 +93,18 @@ class RecoverableGroup(dist.ProcessGroup):
     def break_off(self, cause: str) -> None:
         """Make every call that waits raise, for this reason. Any thread."""
         self.explain(cause)
+        self.ledger.broken = True
         self._inner.abort()
+
+    def sink(self, cause: str) -> None:
+        """Gloo's thread has given up: whoever waits in Python raises, and so do the peers. Any thread."""
+        self._inner.sunk = True
+        self.break_off(cause)
+
+    @property
+    def sunk(self) -> bool:
+        """Whether nobody will end a wait in C++ any more."""
+        return self._inner.sunk
 
     @property
     def cause(self) -> str | None:
@@ -88,9 +115,10 @@ class RecoverableGroup(dist.ProcessGroup):
         """What to raise where `launched` failed with `error`."""
         if not _BROKEN_LINK.search(str(error)):
             return error
+        self.ledger.broken = True
         self._told.wait(_CAUSE_WITHIN)
         if self._cause is None:
-            return error
+            self._cause = "another rank broke off, for a reason that its own error tells,"
         return self._aborted(f" while this rank waited in {launched}")
 
     def _aborted(self, doing: str) -> CollectiveAborted:
@@ -119,6 +147,11 @@ class RecoverableGroup(dist.ProcessGroup):
             self.ledger.end(key)
             return None
         return Wait(work, self, key, launched)
+
+    @property
+    def waits_in_steps(self) -> bool:
+        """See `Inner`."""
+        return self._inner.waits_in_steps
 
     def name(self) -> str:
         """The backend's name."""
@@ -180,6 +213,8 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """As torch's. Raises `CollectiveAborted`."""
         try:
+            if not timeout and self._group.waits_in_steps:
+                self._wait_in_steps()
             return bool(self._work.wait(*timeout))
         except RuntimeError as error:
             other = self._group.error_for(error, self._launched)
@@ -188,6 +223,17 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             raise other from None  # gloo's words would only hide it
         finally:
             self._group.ledger.end(self._key)
+
+    def _wait_in_steps(self) -> None:
+        """Wait until it has ended, or nobody is left to end it."""
+        while not self._work.is_completed():
+            if self._group.sunk:
+                raise RuntimeError("the transport has given up")
+            try:
+                self._work.wait(_LOOK_EVERY)
+            except RuntimeError:
+                if self._work.is_completed():
+                    return  # it has failed, which the wait after this one tells
 
     def synchronize(self) -> None:
         """As torch's. Raises `CollectiveAborted`."""

@@ -1,0 +1,75 @@
+"""Ranks that give a collective different things: it costs the cell, never a process.
+
+In plain PyTorch gloo ends the process that receives more than it expected, from a thread where nobody can catch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Notebook, check_nothing_left, leftovers
+
+AFTER = """%%distributed
+assert kept == rank * 10, kept
+total = torch.tensor(rank)
+dist.all_reduce(total)
+print("sum", total.item())"""
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request) -> Iterator[Notebook]:
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok(f"%distributed start -n {request.param}")
+        notebook.ok("%%distributed\nkept = rank * 10")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dist.all_reduce(torch.ones(4 + 1000 * rank))",
+        "dist.all_reduce(torch.ones(1_000_000 + 1000 * rank))",
+        "dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))",
+        "dist.all_gather([torch.ones(4 + rank) for _ in range(world_size)], torch.ones(4 + rank))",
+        "work = dist.all_reduce(torch.ones(4 + 1000 * rank), async_op=True)\nsum(range(300_000))\nwork.wait()",
+    ],
+)
+def test_tensors_that_differ_from_rank_to_rank_end_the_cell_and_no_process(ranks, code):
+    pids = ranks.ok("[each.pid for each in __import__('rankbook').current().status()]").text
+    for _ in range(2):
+        failed = ranks.run(f"%%distributed --timeout 3\n{code}", timeout=20)
+        assert failed.status == "error"
+        assert failed.seconds < 10
+        after = ranks.ok(AFTER, timeout=20)
+        assert "sum" in after.stdout
+    assert ranks.ok("[each.pid for each in __import__('rankbook').current().status()]").text == pids
+
+
+def test_the_error_names_the_collective_and_its_tensors(ranks):
+    failed = ranks.run(
+        "%%distributed\ntensor = torch.ones(1_000_000 + 1000 * rank)\ndist.all_reduce(tensor)", timeout=20
+    )
+    told = failed.traceback + failed.text
+    assert "CollectiveAborted: the tensors that the ranks gave to a collective differ in size or type" in told
+    assert "(float32[100" in told
+    assert "at line 3" in told
+    assert "the process group is formed anew" in told
+    ranks.ok(AFTER, timeout=20)
+
+
+def test_different_collectives_are_named_and_an_interrupt_ends_them(ranks):
+    code = "%%distributed --timeout 3\nif rank:\n    dist.all_reduce(torch.ones(5))\nelse:\n    dist.barrier()"
+    failed = ranks.run(code, timeout=20)
+    told = failed.text + failed.traceback
+    assert "the ranks disagree at collective #" in told
+    assert "all_reduce float32[5], waiting at line 3" in told
+    assert "rank 0: barrier, waiting at line 5" in told
+    ranks.ok(AFTER, timeout=20)
