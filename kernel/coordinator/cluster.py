@@ -279,7 +279,8 @@ class Cluster(Workplace):
         if self._state.grouped:
             return "all ranks are in one process group"
         dead = [rank.rank for rank in self._state.ranks.values() if rank.state is RankState.DEAD]
-        return f"the process group waits for {name_ranks(dead)}: %distributed heal, or restart {format_ranks(dead)}"
+        back = f"%distributed heal, or %distributed restart {format_ranks(dead)}"
+        return f"the process group waits for {name_ranks(dead)}: {back}"
 
 
 def _check_names(names: Iterable[str]) -> None:
