@@ -17,6 +17,7 @@ from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import Cell as CellOfState
 from rankbook.coordinator.tables import CellStep, RankStep
 from rankbook.keeping import Seen
+from rankbook.launch.environment import abort_grace
 from rankbook.launch.launcher import Launcher
 from rankbook.messages import Done, ForkRank, FromRank
 from rankbook.transport.link import HubLink, Sender
@@ -55,7 +56,7 @@ class AdoptedState(ClusterState):
     """A `ClusterState` that begins in the middle."""
 
     def __init__(self, inventory: Inventory) -> None:
-        super().__init__(len(inventory.ranks))
+        super().__init__(len(inventory.ranks), grace=abort_grace())
         self._last_cell, self.generation = inventory.last_cell, inventory.generation
         for found in inventory.ranks:
             rank = self.ranks[found.rank]

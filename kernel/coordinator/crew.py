@@ -24,7 +24,7 @@ from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
-from rankbook.launch.environment import Placement, place, rank_environment, usable_cores
+from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores
 from rankbook.launch.folders import Folders, make_folders
 from rankbook.launch.records import KeptRank, Record, started_at, write_record
 from rankbook.messages import ForkRank
@@ -70,7 +70,7 @@ class Crew:
                 opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
                 self._port = opened.store_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
-                self.state = ClusterState(len(self.placement.devices))
+                self.state = ClusterState(len(self.placement.devices), grace=abort_grace())
                 self.segments = SegmentStore(self._folders.segments)
                 make_driver = Driver if keep is None else KeptDriver
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._request)

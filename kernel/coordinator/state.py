@@ -17,7 +17,7 @@ from typing import Any
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.journal import Journal
-from rankbook.coordinator.supervisor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
+from rankbook.coordinator.supervisor import GRACE, LOOK_AFTER_END, LOOK_EVERY, Supervisor
 from rankbook.coordinator.tables import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
 from rankbook.errors import IllegalTransition
 
@@ -40,15 +40,15 @@ _ANEW = "collectives were broken off: the process group is formed anew, and mode
 
 
 class ClusterState:
-    """The state of one cluster of `world_size` ranks."""
+    """The state of one cluster of `world_size` ranks. `grace`: see `Supervisor`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, grace: float = GRACE) -> None:
         self.ranks = {rank: Rank(rank) for rank in range(world_size)}
         self.cells: dict[int, Cell] = {}
         self.grouped = False
         self.generation = 0
         self._stale = False
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(grace)
         self._queue: list[int] = []
         self._last_cell = 0
         self._journal = Journal()

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
-from rankbook.coordinator.watch import How, Out, Told, disagreements, doomed, warning
+from rankbook.coordinator.watch import How, Out, Told, deadlock, disagreements, doomed, warning
 
 GRACE = 1.0
-"""Seconds that a rank may wait for one that raised or died before the wait is broken off."""
+"""Seconds that a rank may wait for one that raised before the wait is broken off, unless it is said otherwise."""
 WARN_AFTER = 5.0
 """Seconds that a rank may wait for one that merely has finished before the person is told."""
 LOOK_EVERY = 0.7
@@ -27,9 +27,10 @@ _DISAGREE_FOR = 0.5
 
 
 class Supervisor:
-    """What is known of the ranks' collectives."""
+    """What is known of the ranks' collectives. `grace` is in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = GRACE) -> None:
+        self._grace = grace
         self._told: dict[int, Told] = {}
         self._since: dict[tuple[int, How, int | None], float] = {}
         self._said: set[tuple[object, ...]] = set()
@@ -67,6 +68,8 @@ class Supervisor:
         actions = self._judge(now, told, out, ranks, cells)
         for each in disagreements(told, patience=_DISAGREE_FOR):
             actions += self._say(running[0], each.text, each.group, each.number)
+        if (text := deadlock(told, patience=_DISAGREE_FOR)) is not None:
+            actions += self._say(running[0], text, "deadlock")
         alive = tuple(rank for rank, each in ranks.items() if each.state in (RankState.IDLE, RankState.BUSY))
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
         return [*actions, act.AskCollectives(alive), act.LookSoon(_LOOK_AGAIN if ended else LOOK_EVERY)]
@@ -107,7 +110,7 @@ class Supervisor:
             if doom.how == "finished":
                 if doom.seconds >= WARN_AFTER:
                     actions += self._say(cell, warning(doom), doom.rank, doom.group, doom.launch.number)
-            elif doom.seconds >= GRACE:
+            elif doom.seconds >= self._grace:
                 cell.aborted = True
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
         for words, where in broken.items():

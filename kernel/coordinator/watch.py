@@ -15,6 +15,7 @@ from rankbook.ranks import format_ranks, name_ranks
 from rankbook.telemetry import GroupReport, Launch
 
 How = Literal["failed", "dead", "finished"]
+_WAY_OUT = "interrupt the cell (■, or %distributed interrupt) to end the wait"
 _RANK = {"failed": 0, "dead": 0, "finished": 1}
 
 
@@ -121,6 +122,47 @@ def disagreements(told: Mapping[int, Told], *, patience: float) -> Iterator[Disa
                         yield Disagreement(group.name, launch.number, _tell(group, launch.number, sides))
 
 
+def deadlock(told: Mapping[int, Told], *, patience: float) -> str | None:
+    """Ranks that have waited for `patience` seconds, each for another one of them, in words; None if there are none.
+
+    They took part in the collectives of several groups in different orders, or receive from one another.
+    """
+    waiting = {
+        rank: [(group, launch) for group in each.report.groups for launch in group.pending]
+        for rank, each in told.items()
+        if any(launch.seconds >= patience for group in each.report.groups for launch in group.pending)
+    }
+    while stuck := [rank for rank in waiting if not any(_waits_for(rank, other, waiting, told) for other in waiting)]:
+        for rank in stuck:  # it waits for somebody who is on the way, and so will go on
+            del waiting[rank]
+    if not waiting:
+        return None
+    lines = [f"  {_tell_wait(rank, *waiting[rank][0], told[rank].report.line)}" for rank in sorted(waiting)]
+    return "\n".join(["these ranks wait for one another, and none of them can go on:", *lines, _WAY_OUT]) + "\n"
+
+
+def _waits_for(
+    rank: int, other: int, waiting: Mapping[int, list[tuple[GroupReport, Launch]]], told: Mapping[int, Told]
+) -> bool:
+    """Whether `other`, which waits itself, has not begun what `rank` waits in."""
+    for group, launch in waiting[rank]:
+        if launch.peer is None:
+            if other != rank and other in group.ranks and not _has_begun(told[other], group.name, launch):
+                return True
+        elif launch.peer == other:
+            answers = {"send": "recv", "recv": "send"}
+            if not any(each.op == answers.get(launch.op) and each.peer in (rank, None) for _, each in waiting[other]):
+                return True
+    return False
+
+
+def _tell_wait(rank: int, group: GroupReport, launch: Launch, line: int | None) -> str:
+    number = f" #{launch.number}" if launch.number else ""
+    data = f" {launch.data}" if launch.data else ""
+    where = f", waiting at line {line}" if line is not None else ""
+    return f"rank {rank}: {launch.op}{number}{data} of the group of {name_ranks(group.ranks)}{where}"
+
+
 def _sides(group: GroupReport, number: int, told: Mapping[int, Told]) -> list[tuple[Launch, int, int | None]]:
     found = []
     for rank in group.ranks:
@@ -147,7 +189,7 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | 
     lines = [f"  {name_ranks(ranks)}: {what}" for what, ranks in groups.items()]
     which = f"the group of {name_ranks(group.ranks)}"
     head = f"the ranks disagree at collective #{number} of {which}, and none of them can go on:"
-    return "\n".join([head, *lines, "interrupt the cell (■, or %distributed interrupt) to end the wait"]) + "\n"
+    return "\n".join([head, *lines, _WAY_OUT]) + "\n"
 
 
 def warning(doom: Doomed) -> str:
@@ -157,5 +199,5 @@ def warning(doom: Doomed) -> str:
     data = f" ({doom.launch.data})" if doom.launch.data else ""
     return (
         f"rank {doom.rank} waits in {doom.launch.op}{number}{data}{where} for rank {format_ranks([doom.missing])}, "
-        f"which {doom.words}; interrupt the cell (■, or %distributed interrupt) to end the wait\n"
+        f"which {doom.words}; {_WAY_OUT}\n"
     )

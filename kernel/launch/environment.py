@@ -5,6 +5,7 @@ Owns: the rules. Refuses: to import torch or to start anything.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,18 @@ def default_ranks(cuda_devices: int) -> int:
             raise BadRequest(f"RANKBOOK_RANKS={wish} is no number of ranks")
         return int(wish)
     return cuda_devices or DEFAULT_CPU_RANKS
+
+
+def abort_grace() -> float:
+    """Seconds that a rank may wait for one that raised before the wait is broken off: RANKBOOK_ABORT_GRACE, or 1."""
+    wish = os.environ.get("RANKBOOK_ABORT_GRACE", "1")
+    try:
+        seconds = float(wish)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"RANKBOOK_ABORT_GRACE={wish} is no number of seconds")
+    return seconds
 
 
 def usable_cores() -> int:

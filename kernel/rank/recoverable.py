@@ -213,7 +213,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """As torch's. Raises `CollectiveAborted`."""
         try:
-            if not timeout and self._group.waits_in_steps:
+            if not timeout and self._launched.number and self._group.waits_in_steps:
                 self._wait_in_steps()
             return bool(self._work.wait(*timeout))
         except RuntimeError as error:
@@ -225,7 +225,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             self._group.ledger.end(self._key)
 
     def _wait_in_steps(self) -> None:
-        """Wait until it has ended, or nobody is left to end it."""
+        """Wait until it has ended, or nobody is left to end it. Not for a receive: gloo would close the pair."""
         while not self._work.is_completed():
             if self._group.sunk:
                 raise RuntimeError("the transport has given up")
