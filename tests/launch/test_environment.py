@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.launch.environment import place, rank_environment
+from rankbook.launch.environment import abort_grace, place, rank_environment
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
@@ -51,3 +51,20 @@ def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
     assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("127.0.0.1", "5")
     assert made["OMP_NUM_THREADS"] == "7"
     assert made["MINE"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("wish", "seconds"), [("", None), ("0.2", 0.2), ("0", 0.0), ("soon", None), ("-1", None), ("inf", None)]
+)
+def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, wish, seconds):
+    monkeypatch.setenv("RANKBOOK_ABORT_GRACE", wish)
+    if seconds is None:
+        with pytest.raises(BadRequest, match="RANKBOOK_ABORT_GRACE"):
+            abort_grace()
+    else:
+        assert abort_grace() == seconds
+
+
+def test_the_grace_is_a_second_unless_it_is_said_otherwise(monkeypatch):
+    monkeypatch.delenv("RANKBOOK_ABORT_GRACE", raising=False)
+    assert abort_grace() == 1.0
