@@ -205,7 +205,10 @@ class GroupMember:
         if any(launched.kept is not None for each in members for launched in each.group.ledger.pending()):
             return False
         for each in members:
-            each.group.sink("the tensors that the ranks gave to a collective differ in size or type; it was broken off")
+            if next(each.group.ledger.pending(), None) is not None:  # no other group's thread had anything to read
+                each.group.sink(
+                    "the tensors that the ranks gave to a collective differ in size or type; it was broken off"
+                )
         return True
 
     def report(self) -> tuple[GroupReport, ...]:
