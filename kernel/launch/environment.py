@@ -84,6 +84,7 @@ def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, por
         "GLOO_SOCKET_IFNAME": loopback,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # an aborted communicator shall not take the process along
         **{name: value for name, value in base.items() if name != "MPLBACKEND"},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
