@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from rankbook.telemetry import GroupReport, Launch
@@ -72,6 +71,21 @@ class Work(Protocol):
         """Whether it has."""
 
 
+class Promised:
+    """A work of which only its future is left: DDP's backward keeps no more of its collectives."""
+
+    def __init__(self, future: Any) -> None:  # noqa: ANN401 - torch's
+        self._future = future
+
+    def __call__(self) -> Promised:
+        """As a weak reference to a work gives it."""
+        return self
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._future.done())
+
+
 class Launched:
     """One collective of this rank. `number` counts those of its group; 0 for what only two ranks take part in."""
 
@@ -87,7 +101,7 @@ class Launched:
         self.peer = peer
         self.alike = alike
         self.began = time.monotonic()
-        self.work: weakref.ref[Work] | None = None
+        self.work: Callable[[], Work | None] | None = None
 
     def __str__(self) -> str:
         """As in `all_reduce #41 (float32[4, 4])`."""
@@ -128,6 +142,7 @@ class Ledger:
 
     def launch(self, op: Op, args: tuple[Any, ...]) -> tuple[int, Launched]:
         """This rank begins `op`. Gives the key for `end`."""
+        self._forget_kept()
         self.total += 1
         peer: int | None = None
         number = 0
@@ -143,6 +158,14 @@ class Ledger:
         self._open[key] = launched
         self._recent.append(launched)
         return key, launched
+
+    def _forget_kept(self) -> None:
+        """Drop the futures, and with them the tensors, of what has ended: nobody waits for these by name."""
+        while (key := next(iter(self._open), None)) is not None:
+            launched = self._open.get(key)
+            if launched is None or not isinstance(launched.work, Promised) or not launched.work.is_completed():
+                return
+            self.end(key)
 
     def withdraw(self, key: int) -> None:
         """It was refused before anything was sent: its arguments made no sense."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
-from rankbook.rank.collectives import OPS, Launched, Ledger, Op
+from rankbook.rank.collectives import OPS, Launched, Ledger, Op, Promised
 from rankbook.rank.sockets import Opened, shut_down
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
@@ -201,7 +201,9 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's
         """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
-        return self._work.get_future()
+        future = self._work.get_future()
+        self._launched.work = Promised(future)  # it outlives this object, and whoever waits for it waits for the others
+        return future
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
