@@ -13,5 +13,6 @@ capture.py        stdout and stderr, of the process and its children
 process_group.py  torch's process groups: made, aborted, formed anew
 recoverable.py    a group that outlives its connections
 collectives.py    what a group was asked for, and what has not ended
+models.py         what an error leaves half way in a sharded model, made whole
 sockets.py        the TCP sockets behind a group, to end a wait with
 """

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
 from rankbook.rank.collectives import Launched, Ledger, Op
+from rankbook.rank.models import reset_sharded
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import Opened, shut_down, watch_opened
 from rankbook.telemetry import GroupReport
@@ -118,6 +119,7 @@ class GroupMember:
                     member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
             for model in tuple(self._models):
                 model.reducer._reset_state()  # an error in the middle of a backward leaves it half way
+            reset_sharded()
         else:
             dist.init_process_group(
                 self._backend,
