@@ -49,6 +49,15 @@ class Fault:
 
 
 RAISES = "now()\nraise ValueError('of the culprit')"
+RAISES_INSIDE = """def stop(_):
+    now()
+    raise ValueError('in the midst of it')
+layer = list(MODEL.modules())[-7]
+hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+try:
+    loss_of(MODEL).backward()
+finally:
+    hook.remove()"""
 SLOW_LOADER = """class Slow(torch.utils.data.Dataset):
     def __len__(self): return 4
     def __getitem__(self, index):
@@ -84,6 +93,9 @@ FAULTS = (
     raised("DDP backward", "loss_of(ddp).backward()", "loss = loss_of(ddp)\n" + RAISES, needs="DDP"),
     raised("FSDP2 forward", "loss_of(fsdp)", needs="FSDP2"),
     raised("FSDP2 backward", "loss_of(fsdp).backward()", "loss = loss_of(fsdp)\n" + RAISES, needs="FSDP2"),
+    raised("DDP backward, in its midst", "loss_of(ddp).backward()", RAISES_INSIDE.replace("MODEL", "ddp"), needs="DDP"),
+    raised("FSDP2 backward, in its midst", "loss_of(fsdp).backward()", RAISES_INSIDE.replace("MODEL", "fsdp"),
+           needs="FSDP2"),
     Fault("all_reduce against barrier", "mismatch", "now()\ndist.barrier()", "dist.all_reduce(torch.ones(4))",
           told=True),
     Fault("recv against all_reduce", "mismatch", "now()\ndist.all_reduce(torch.ones(4))",
@@ -125,7 +137,8 @@ def loss_of(model):
 
 def network():
     torch.manual_seed(7)
-    return torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+    ends = lambda: torch.nn.Linear(16, 16)
+    return torch.nn.Sequential(*[torch.nn.Sequential(ends(), torch.nn.Tanh(), ends()) for _ in range(3)])
 
 def train(model, optimizer, twin, twins):
     for each, its in ((model, optimizer), (twin, twins)):
@@ -158,8 +171,8 @@ inputs = torch.linspace(-1, 1, 64).reshape(4, 16)
 HOLDINGS = {
     "tensors": "",
     "DDP": """
-ddp, ddp_twin = torch.nn.parallel.DistributedDataParallel(network()), network()
-ddp_optimizer, ddp_twins = (torch.optim.Adam(each.parameters(), 1e-3) for each in (ddp, ddp_twin))
+ddp, ddp_twin = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.001), network()
+ddp_optimizer, ddp_twins = (torch.optim.SGD(each.parameters(), 1e-2, momentum=0.9) for each in (ddp, ddp_twin))
 def check_ddp():
     train(ddp, ddp_optimizer, ddp_twin, ddp_twins)
     alike([each.detach() for each in ddp.parameters()], ddp_twin)
@@ -172,10 +185,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh('cpu', (world_size,))
 fsdp, fsdp_twin = network(), network()
-for _layer in fsdp:
-    fully_shard(_layer, mesh=mesh)
+for _block in fsdp:
+    fully_shard(_block, mesh=mesh)
 fully_shard(fsdp, mesh=mesh)
-fsdp_optimizer, fsdp_twins = (torch.optim.Adam(each.parameters(), 1e-3) for each in (fsdp, fsdp_twin))
+fsdp_optimizer, fsdp_twins = (torch.optim.SGD(each.parameters(), 1e-2, momentum=0.9) for each in (fsdp, fsdp_twin))
 def check_fsdp():
     train(fsdp, fsdp_optimizer, fsdp_twin, fsdp_twins)
     alike([each.detach().full_tensor() for each in fsdp.parameters()], fsdp_twin)
