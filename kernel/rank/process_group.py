@@ -13,6 +13,7 @@ torch's own store would listen on every interface, and it answers whoever asks.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import json
 import os
@@ -213,6 +214,9 @@ class GroupMember:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
+            # A child, as a loader's worker is, shares gloo's sockets and what watches them. If it collected what is left
+            # of former connections, it would take the rank's down: freed there, they wait for threads that it has not.
+            os.register_at_fork(after_in_child=gc.freeze)
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             DistributedDataParallel.__init__ = _remembered(DistributedDataParallel.__init__)  # type: ignore[method-assign]
