@@ -75,15 +75,18 @@ class Promised:
     """A work of which only its future is left: DDP's backward keeps no more of its collectives."""
 
     def __init__(self, future: Any) -> None:  # noqa: ANN401 - torch's
-        self._future = future
+        self._future: Any = future
 
     def __call__(self) -> Promised:
         """As a weak reference to a work gives it."""
         return self
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._future.done())
+        """Whether it has ended. Then the future and its tensors are let go."""
+        future = self._future
+        if future is not None and future.done():
+            self._future = None
+        return self._future is None
 
 
 class Launched:
