@@ -214,8 +214,8 @@ class GroupMember:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
-            # A child, as a loader's worker is, shares gloo's sockets and what watches them. If it collected what is left
-            # of former connections, it would take the rank's down: freed there, they wait for threads that it has not.
+            # A child, as a loader's worker is, shares gloo's sockets and what watches them. If it collected what is
+            # left of former connections, it would take the rank's down, and wait there for threads that it has not.
             os.register_at_fork(after_in_child=gc.freeze)
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
