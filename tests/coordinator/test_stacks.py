@@ -24,7 +24,7 @@ def answer(message: Message) -> Stack:
 
 def test_it_gives_the_answers_of_all_as_soon_as_they_are_there():
     def send(rank: int, message: Message) -> bool:
-        threading.Thread(target=lambda: at.hear(rank, answer(message))).start()
+        threading.Timer(0.1, lambda: at.hear(rank, answer(message))).start()
         return True
 
     at, _ = desk(send)

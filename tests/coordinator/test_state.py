@@ -427,6 +427,18 @@ def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
     assert decided(state.handle(ev.GraceOver(cell, "release"))) == [], "it has ended"
 
 
+def test_what_was_broken_off_makes_the_group_anew_however_few_collectives_were_counted_and_the_person_is_told():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    state.handle(ev.GraceOver(cell, "abort"))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
+    told, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted"))
+    assert "formed anew" in told.text
+    assert ended == act.EndCell(cell, (), interrupted=True)
+    assert isinstance(regroup, act.Regroup)
+
+
 def test_an_interrupt_that_all_heeded_breaks_nothing_off():
     state = started(2)
     cell, _ = submit(state, 0, 1)

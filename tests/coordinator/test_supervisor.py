@@ -139,17 +139,15 @@ def test_a_rank_that_runs_another_cell_is_not_out():
 
 
 def test_the_time_since_an_end_begins_anew_with_the_next_cell():
-    scene = Scene(0, failed={1: "raised ValueError"})
+    scene = Scene(0, finished=(1,))
     scene.look()
     scene.cells.clear()
     scene.look(100)
-    scene.cells[CELL + 1] = Cell(
-        CELL + 1, (0, 1), state=CellState.RUNNING, running={0}, answers={1: "raised ValueError"}
-    )
+    scene.cells[CELL + 1] = Cell(CELL + 1, (0, 1), state=CellState.RUNNING, running={0}, answers={1: ""})
     scene.ranks[0].cell = CELL + 1
-    scene.waits(0, 5, cell=CELL + 1)
-    assert of(act.SendAbort, scene.look()) == []
-    assert of(act.SendAbort, scene.look(GRACE)) != []
+    scene.waits(0, 5)
+    assert of(act.TellPerson, scene.look()) == []
+    assert of(act.TellPerson, scene.look(WARN_AFTER)) != []
 
 
 def test_while_something_runs_all_living_ranks_are_asked_and_the_next_look_is_set():

@@ -221,13 +221,16 @@ class Case:
     world: int
     fault: Fault
     holdings: tuple[str, ...]
+    chosen: int | None = None
 
     def __str__(self) -> str:
         return f"{self.world} ranks-{'+'.join(self.holdings)}-{self.fault.name}"
 
     @property
     def culprit(self) -> int:
-        """Another one in each fault, so that each rank has its turn."""
+        """Another one in each fault, so that each rank has its turn, unless one was `chosen`."""
+        if self.chosen is not None:
+            return self.chosen
         return (FAULTS.index(self.fault) + list(HOLDINGS).index(self.holdings[0])) % self.world
 
 

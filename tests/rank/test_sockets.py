@@ -34,6 +34,11 @@ def connected(stack: ExitStack, listener: socket.socket) -> Pair:
     return one, other
 
 
+def held() -> int:
+    """How many descriptors this process has."""
+    return len([*Path("/dev/fd").iterdir()])
+
+
 def usable(pair: Pair) -> bool:
     pair[0].sendall(b"x")
     return pair[1].recv(1) == b"x"
@@ -108,7 +113,9 @@ def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
     gone.close()
     os.dup2(kept[0].fileno(), number)
     try:
+        before = held()
         shut_down(opened)
+        assert held() == before
         assert usable(kept)
     finally:
         os.close(number)
@@ -127,9 +134,6 @@ def test_a_descriptor_that_is_closed_or_has_lost_its_peer_is_no_error(stack):
 
 
 def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
-    def held() -> int:
-        return len([*Path("/dev/fd").iterdir()])
-
     listener = listening(stack)
     before = held()
     with watch_opened() as opened:
