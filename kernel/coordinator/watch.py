@@ -87,11 +87,12 @@ def _doom_of(rank: int, own: Told, ended: Mapping[int, Out], told: Mapping[int, 
     for group in own.report.groups:
         for launch in group.pending:
             members = group.ranks if launch.peer is None else (launch.peer,)
+            others = [member for member in members if member != rank]
             missing = [
-                member
-                for member in members
-                if member != rank and member in ended and not _has_begun(told.get(member), group.name, launch)
+                member for member in others if member in ended and not _has_begun(told.get(member), group.name, launch)
             ]
+            if not launch.number and len(missing) < len(others):
+                continue  # a receive from anybody: there still is somebody
             if missing:
                 worst = min(missing, key=lambda each: (_RANK[ended[each].how], ended[each].since))
                 who = ended[worst]
@@ -102,7 +103,7 @@ def _doom_of(rank: int, own: Told, ended: Mapping[int, Out], told: Mapping[int, 
 
 def _has_begun(other: Told | None, group: str, launch: Launch) -> bool:
     """Whether a rank has begun that collective; then it may still end. A send or receive nobody can count."""
-    if other is None or launch.peer is not None:
+    if other is None or not launch.number:
         return False
     view = other.group(group)
     return view is not None and view.count >= launch.number and not view.broken

@@ -16,6 +16,7 @@ tracebacks.py     errors, short and for people
 outbox.py         what a kept rank has sent and nobody has seen
 capture.py        stdout and stderr, of the process and its children
 process_group.py  torch's process groups: made, aborted, formed anew
+backends.py       torch's gloo and nccl, made
 recoverable.py    a group that outlives its connections
 collectives.py    what a group was asked for, and what has not ended
 heal.py           what a rank hands to one that takes a dead one's place

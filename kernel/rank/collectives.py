@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from rankbook.telemetry import GroupReport, Launch
@@ -22,13 +21,15 @@ class Op(NamedTuple):
     """One method of a process group.
 
     `word` is torch.distributed's name of it, `tensors` the argument that has this rank's data; `alike`: whether its
-    shape has to be the same on every rank; `peer`: the argument that names the one other rank that takes part.
+    shape has to be the same on every rank; `peer`: the argument that names the one other rank that takes part. `alone`:
+    whether gloo ends it with nobody waiting; the others must be waited for in one piece.
     """
 
     word: str
     tensors: int | None
     alike: bool = True
     peer: int | None = None
+    alone: bool = True
 
 
 OPS: dict[str, Op] = {
@@ -44,25 +45,22 @@ OPS: dict[str, Op] = {
     "all_gather_single_coalesced": Op("all_gather_into_tensor_coalesced", 1),
     "gather": Op("gather", 1),
     "scatter": Op("scatter", 0),
-    "reduce_scatter": Op("reduce_scatter", 0),
-    "_reduce_scatter_base": Op("reduce_scatter_tensor", 0),
-    "reduce_scatter_single": Op("reduce_scatter_tensor", 0),
-    "reduce_scatter_tensor_coalesced": Op("reduce_scatter_tensor_coalesced", 0),
-    "reduce_scatter_single_coalesced": Op("reduce_scatter_tensor_coalesced", 0),
+    "reduce_scatter": Op("reduce_scatter", 0, alone=False),
+    "_reduce_scatter_base": Op("reduce_scatter_tensor", 0, alone=False),
+    "reduce_scatter_single": Op("reduce_scatter_tensor", 0, alone=False),
+    "reduce_scatter_tensor_coalesced": Op("reduce_scatter_tensor_coalesced", 0, alone=False),
+    "reduce_scatter_single_coalesced": Op("reduce_scatter_tensor_coalesced", 0, alone=False),
     "alltoall": Op("all_to_all", 1, alike=False),
     "alltoall_base": Op("all_to_all_single", 1, alike=False),
     "all_to_all_single": Op("all_to_all_single", 1, alike=False),
     "barrier": Op("barrier", None),
     "monitored_barrier": Op("monitored_barrier", None),
-    "send": Op("send", 0, alike=False, peer=1),
-    "recv": Op("recv", 0, alike=False, peer=1),
-    "recv_anysource": Op("recv", 0, alike=False),
+    "send": Op("send", 0, alike=False, peer=1, alone=False),
+    "recv": Op("recv", 0, alike=False, peer=1, alone=False),
+    "recv_anysource": Op("recv", 0, alike=False, alone=False),
 }
 """The methods of torch's ProcessGroup that launch something (2.11 to 2.13; each version has most of them)."""
 
-
-_MOST_OPEN = 8
-"""How many collectives may be open before those that have ended are looked for."""
 
 _Data = tuple[object, tuple[int, ...], int]
 """dtype, shape of the first tensor, and how many more there are."""
@@ -75,10 +73,28 @@ class Work(Protocol):
         """Whether it has."""
 
 
+class Promised:
+    """A work of which C++ keeps no more than the future: DDP's backward does so with its collectives."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+
+    def __call__(self) -> Promised:
+        """As a weak reference to a work gives it."""
+        return self
+
+    def is_completed(self) -> bool:
+        """Whether it has ended. Then the work and its tensors are let go."""
+        work = self._work
+        if work is not None and work.is_completed():
+            self._work = None
+        return self._work is None
+
+
 class Launched:
     """One collective of this rank. `number` counts those of its group; 0 for what only two ranks take part in."""
 
-    __slots__ = ("__weakref__", "alike", "began", "data", "kept", "number", "op", "peer", "root", "work")
+    __slots__ = ("__weakref__", "alike", "alone", "began", "data", "number", "op", "peer", "root", "work")
 
     def __init__(
         self, number: int, op: str, data: _Data | None, root: int | None, peer: int | None, *, alike: bool
@@ -89,9 +105,9 @@ class Launched:
         self.root = root
         self.peer = peer
         self.alike = alike
+        self.alone = True
         self.began = time.monotonic()
-        self.work: weakref.ref[Work] | None = None
-        self.kept: Work | None = None
+        self.work: Callable[[], Work | None] | None = None
 
     def __str__(self) -> str:
         """As in `all_reduce #41 (float32[4, 4])`."""
@@ -134,6 +150,7 @@ class Ledger:
 
     def launch(self, op: Op, args: tuple[Any, ...]) -> tuple[int, Launched]:
         """This rank begins `op`. Gives the key for `end`."""
+        self._forget_kept()
         self.total += 1
         peer: int | None = None
         number = 0
@@ -145,12 +162,19 @@ class Ledger:
         root = getattr(args[-1], "rootRank", None) if len(args) > 1 else None
         data = None if op.tensors is None or len(args) <= op.tensors else _shape_of(args[op.tensors])
         launched = Launched(number, op.word, data, None if root is None else self.ranks[root], peer, alike=op.alike)
+        launched.alone = op.alone
         key = next(self._keys)
         self._open[key] = launched
         self._recent.append(launched)
-        if len(self._open) > _MOST_OPEN:  # a work that is kept keeps its tensors
-            deque(self.pending(), maxlen=0)
         return key, launched
+
+    def _forget_kept(self) -> None:
+        """Drop the works, and with them the tensors, of what has ended: nobody waits for these by name."""
+        while (key := next(iter(self._open), None)) is not None:
+            launched = self._open.get(key)
+            if launched is None or not isinstance(launched.work, Promised) or not launched.work.is_completed():
+                return
+            self.end(key)
 
     def withdraw(self, key: int) -> None:
         """It was refused before anything was sent: its arguments made no sense."""
@@ -177,7 +201,7 @@ class Ledger:
             if launched.work is None:
                 yield launched  # it is being begun
                 continue
-            work = launched.kept or launched.work()
+            work = launched.work()
             if work is None or work.is_completed():
                 self.end(key)
             else:

@@ -1,13 +1,12 @@
 """Models that an error left half way through a step.
 
-Owns: which models there are, and how each kind is made ready for its next step. Refuses: weights and gradients; what a
-step that failed has added to gradients stays, as it does in plain PyTorch.
+Owns: which models there are, and how each kind is made ready for its next step. Refuses: weights, gradients that were
+reduced, and groups; `process_group.py` makes those anew at the same moment.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 def remember_models() -> None:
@@ -50,8 +49,7 @@ def make_ready() -> None:
     """End the steps that failed: what waits in a bucket or an all-gather is dropped, what was gathered is freed."""
     for model in tuple(_models):
         model.reducer._reset_state()
-    if _FSDP_STATE in sys.modules:
-        _reset_fsdp(sys.modules[_FSDP_STATE].FSDPState)
+    _reset_sharded()
 
 
 def start_over() -> None:
@@ -64,38 +62,55 @@ def start_over() -> None:
             model.reducer._set_static_graph()
 
 
-def _reset_fsdp(kind: type[Any]) -> None:
-    """As `FSDPModule.reset_iter_state` of torch 2.13, for every root there is, and in the versions before."""
-    states: list[Any] = [each for each in gc.get_objects() if type(each) is kind]
-    for state in states:
-        for group in _groups_of(state):
-            group._all_gather_result = None  # it was aborted: to wait for it would raise
-    for state in states:
-        if state._is_root and hasattr(state, "_reset_iter_state"):
-            state._reset_iter_state()
-        elif state._is_root:
-            _reset_root(state)
+def _reset_sharded() -> None:
+    """Let every FSDP2 model of this process begin its next step as if the failed one had not been.
+
+    A rank that raised between the forward and the end of the backward holds whole parameters where the others hold
+    shards, and would take part in other collectives than they. Gradients of this rank that have not been reduced are
+    dropped with a backward that failed, or the next one would add to them.
+    """
+    module = sys.modules.get(_STATES)
+    if module is None:  # no model is sharded, and the import is slow
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    found = [reference() for reference in tuple(_module_state_mapping.values())]
+    roots = {id(each): each for each in found if isinstance(each, module.FSDPState) and each._is_root}
+    for root in roots.values():
+        _reset(root)
+
+
+def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
+    groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
+    in_backward = any(group._training_state.name in {"PRE_BACKWARD", "POST_BACKWARD"} for group in groups)
+    for group in groups:
+        group._all_gather_result = None  # broken off: nobody can wait for it
+        if in_backward:
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+    if hasattr(root, "_reset_iter_state"):  # torch 2.13
+        root._reset_iter_state()
+        return
+    root._comm_ctx.all_gather_state = None
+    root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    idle = type(root._training_state).IDLE
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+    for group in groups:
+        group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = idle
+        group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def _groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [each for each in (state._fsdp_param_group,) if each is not None]
-
-
-def _reset_root(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState, before 2.13
-    shared, comm = root._state_ctx, root._comm_ctx
-    comm.all_gather_state = None
-    if hasattr(comm, "reduce_scatter_state"):
-        comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    for state in shared.all_states:
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        for group in _groups_of(state):
-            group._post_reduce_event = group._all_reduce_state = group._partial_reduce_output = None
-            group._reshard_after_forward_event = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group._to_sharded()
-    shared.iter_forward_root = None
-    shared.post_backward_final_callback_queued = False
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -13,6 +13,7 @@ torch's own store would listen on every interface, and it answers whoever asks.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import json
 import os
@@ -31,7 +32,8 @@ from torch.distributed import distributed_c10d as c10d
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
 from rankbook.rank import models
-from rankbook.rank.collectives import Launched, Ledger, Op
+from rankbook.rank.backends import backends_of, make_backend
+from rankbook.rank.collectives import Launched, Ledger, Op, Promised
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import Opened, shut_down, watch_opened
 from rankbook.telemetry import GroupReport
@@ -202,7 +204,10 @@ class GroupMember:
     def rescue(self) -> bool:
         """Gloo's thread has given up. Whether this rank can go on: not if C++ itself waits for what is under way."""
         members = tuple(self._members.values())
-        if any(launched.kept is not None for each in members for launched in each.group.ledger.pending()):
+        pending = [launched for each in members for launched in each.group.ledger.pending()]
+        if any(isinstance(launched.work, Promised) or not launched.alone for launched in pending):
+            return False
+        if not all(each.group.waits_in_steps for each in members):
             return False
         for each in members:
             if next(each.group.ledger.pending(), None) is not None:  # no other group's thread had anything to read
@@ -242,6 +247,9 @@ class GroupMember:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
+            # A child, as a loader's worker is, shares gloo's sockets and what watches them. If it collected what is
+            # left of former connections, it would take the rank's down, and wait there for threads that it has not.
+            os.register_at_fork(after_in_child=gc.freeze)
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             models.remember_models()
@@ -250,7 +258,7 @@ class GroupMember:
     def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
         """As torch's `_new_process_group_helper`, with a group of ours."""
         backend = str(bound.arguments["backend"])
-        backends = _backends_of(backend)
+        backends = backends_of(backend)
         if not set(backends.values()) <= _MANAGED:
             return original(*bound.args, **bound.kwargs)
         bound.arguments.update(backend=_NAME, device_id=None)
@@ -311,7 +319,9 @@ class GroupMember:
         for device, backend in member.backends.items():
             kind = dist.Backend.backend_type_map[backend]
             if backend not in made:
-                made[backend] = _make_backend(backend, dist.PrefixStore(backend, store), name, ranks, member)
+                made[backend] = make_backend(
+                    backend, dist.PrefixStore(backend, store), name, ranks, member.rank, member.timeout
+                )
                 group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[backend])
         group._set_group_name(c10d.GroupName(name))
@@ -372,25 +382,3 @@ def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
         return _creators[-1].new_group(original, signature.bind(*args, **kwargs))
 
     return new_process_group
-
-
-def _backends_of(backend: str) -> dict[str, str]:
-    """The backend of each kind of device."""
-    if backend == "undefined":
-        return {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
-    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
-
-
-def _make_backend(backend: str, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> Any:  # noqa: ANN401
-    if backend == "gloo":
-        made: Any = dist.ProcessGroupGloo(store, member.rank, len(ranks), timeout=member.timeout)
-        made.options.global_ranks_in_group = list(ranks)
-        made.options.group_name = c10d.GroupName(name)
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = member.timeout
-        options.global_ranks_in_group = list(ranks)
-        options.group_name = c10d.GroupName(name)
-        made = dist.ProcessGroupNCCL(store, member.rank, len(ranks), options)
-    made._set_sequence_number_for_group()
-    return made

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
-from rankbook.rank.collectives import OPS, Launched, Ledger, Op
+from rankbook.rank.collectives import OPS, Launched, Ledger, Op, Promised
 from rankbook.rank.sockets import Opened, shut_down
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
@@ -213,7 +213,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """As torch's. Raises `CollectiveAborted`."""
         try:
-            if not timeout and self._launched.number and self._group.waits_in_steps:
+            if not timeout and self._launched.alone and self._group.waits_in_steps:
                 self._wait_in_steps()
             return bool(self._work.wait(*timeout))
         except RuntimeError as error:
@@ -225,7 +225,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             self._group.ledger.end(self._key)
 
     def _wait_in_steps(self) -> None:
-        """Wait until it has ended, or nobody is left to end it. Not for a receive: gloo would close the pair."""
+        """Wait until it has ended, or nobody is left to end it. Not for what does not end alone, see `Op`."""
         while not self._work.is_completed():
             if self._group.sunk:
                 raise RuntimeError("the transport has given up")
@@ -247,7 +247,7 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's
         """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
-        self._launched.kept = self._work  # C++ keeps the future alone, in DDP's backward for one
+        self._launched.work = Promised(self._work)  # it outlives this object
         return self._work.get_future()
 
 

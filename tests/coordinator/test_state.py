@@ -17,7 +17,10 @@ from rankbook.coordinator.state import (
     RankState,
     RankStep,
 )
+from rankbook.coordinator.watch import Told
 from rankbook.errors import IllegalTransition
+from rankbook.messages import Collectives
+from rankbook.telemetry import GroupReport, Launch
 
 
 def only(actions: list[act.Action], kind: type) -> list[act.Action]:
@@ -309,3 +312,211 @@ def test_whatever_happens_every_cell_ends_and_no_rank_is_lost_track_of(world_siz
         expected = RankState.IDLE if rank.rank in model.alive else RankState.DEAD
         assert rank.state is expected
         assert rank.cell is None
+
+
+# Collectives that are broken off, and the group that is formed anew
+
+
+def grouping(state: ClusterState) -> list[int]:
+    """The internal cells that wait or run."""
+    return [cell.cell for cell in state.cells.values() if cell.internal]
+
+
+def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: float = 0.0) -> ev.CollectivesTold:
+    """The rank tells that it has begun a collective of these ranks, and that it has not ended."""
+    pending = (Launch(number=number, op="all_reduce", data="", alike=True, peer=None, seconds=0.0),) if number else ()
+    report = GroupReport(name="0", ranks=ranks, count=number, pending=pending, recent=pending)
+    return ev.CollectivesTold(rank, 1, Told(Collectives(token=0, cell=cell, line=3, groups=(report,)), at))
+
+
+def test_a_wait_for_a_rank_that_raised_is_broken_off_and_the_group_formed_anew_before_the_next_cell():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    actions = state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
+    assert decided(actions) == []
+    assert only(actions, act.AskCollectives) == [act.AskCollectives((0, 1))]
+    assert only(actions, act.LookSoon), "somebody looks after those that still run"
+    state.handle(waits(0, cell, (0, 1)))
+    assert decided(state.handle(ev.Look(1.0))) == []
+    assert decided(state.handle(ev.Look(2.5))) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
+    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
+    told, ended, regroup, task = actions
+    assert isinstance(told, act.TellPerson)
+    assert ended == act.EndCell(cell, (), interrupted=False)
+    assert regroup.generation == 2
+    assert task == act.SendTask(regroup.cell, (0, 1))
+    following, actions = submit(state, 0, 1)
+    assert decided(actions) == [act.TellQueued(following, ())], "forming the group is nothing a person waits for"
+    state.handle(ev.CellDone(0, 1, regroup.cell))
+    assert act.SendTask(following, (0, 1)) in state.handle(ev.CellDone(1, 1, regroup.cell))
+
+
+def test_a_cell_that_went_well_leaves_the_group_alone():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, collectives=5))
+    assert decided(state.handle(ev.CellDone(1, 1, cell, collectives=5))) == [act.EndCell(cell, (), interrupted=False)]
+
+
+def test_an_error_in_a_cell_without_collectives_leaves_the_group_alone():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError"))
+    state.handle(ev.CellDone(1, 1, cell))
+    assert grouping(state) == []
+
+
+def test_an_error_in_a_cell_with_collectives_has_the_group_formed_anew():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=3))
+    actions = state.handle(ev.CellDone(1, 1, cell, collectives=4))
+    assert only(actions, act.Regroup)
+
+
+def test_the_group_is_formed_anew_only_once_all_ranks_are_idle_and_a_straggler_holds_up_no_cell():
+    state = started(3)
+    other, _ = submit(state, 2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=1))
+    assert only(state.handle(ev.CellDone(1, 1, cell, collectives=1)), act.Regroup) == []
+    following, actions = submit(state, 0, 1)
+    assert decided(actions) == [act.SendTask(following, (0, 1))]
+    state.handle(ev.CellDone(0, 1, following))
+    state.handle(ev.CellDone(1, 1, following))
+    assert grouping(state) == []
+    (regroup,) = only(state.handle(ev.CellDone(2, 1, other)), act.Regroup)
+    assert grouping(state) == [regroup.cell]
+
+
+def test_what_a_straggler_began_after_its_cells_end_makes_the_group_anew_too():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    state.handle(ev.CellDone(0, 1, cell))
+    state.handle(ev.GraceOver(cell, "release"))
+    assert grouping(state) == []
+    assert only(state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1)), act.Regroup)
+
+
+def test_the_group_is_formed_anew_once():
+    state = started(2)
+    cell, _ = submit(state, 0)
+    (regroup,) = only(state.handle(ev.CellDone(0, 1, cell, failed=True, words="x", collectives=1)), act.Regroup)
+    for rank in (0, 1):
+        state.handle(ev.CellDone(rank, 1, regroup.cell, collectives=7))
+    assert (grouping(state), state.grouped) == ([], True)
+    cell, _ = submit(state, 0)
+    assert only(state.handle(ev.CellDone(0, 1, cell, collectives=1)), act.Regroup) == []
+
+
+def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
+    state = started(3)
+    cell, _ = submit(state, 0, 1, 2)
+    actions = state.handle(ev.InterruptCell(cell))
+    assert actions == [
+        act.SendInterrupt(cell, (0, 1, 2)),
+        act.SetGrace(cell, 0.5, "abort"),
+        act.SetGrace(cell, 5.0, "release"),
+    ]
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
+    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == [act.SendAbort((1, 2), (), "the cell was interrupted")]
+    state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
+    actions = state.handle(ev.CellDone(2, 1, cell, failed=True, words="was interrupted", collectives=1))
+    assert only(actions, act.Regroup)
+    assert decided(state.handle(ev.GraceOver(cell, "release"))) == [], "it has ended"
+
+
+def test_what_was_broken_off_makes_the_group_anew_however_few_collectives_were_counted_and_the_person_is_told():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    state.handle(ev.GraceOver(cell, "abort"))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
+    told, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted"))
+    assert "formed anew" in told.text
+    assert ended == act.EndCell(cell, (), interrupted=True)
+    assert isinstance(regroup, act.Regroup)
+
+
+def test_an_interrupt_that_all_heeded_breaks_nothing_off():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    for rank in (0, 1):
+        actions = state.handle(ev.CellDone(rank, 1, cell, failed=True, words="was interrupted"))
+    assert decided(actions) == [act.EndCell(cell, (), interrupted=True)]
+    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == []
+    assert grouping(state) == []
+
+
+def test_a_death_is_told_to_the_living_which_are_asked_where_they_are():
+    state = started(3)
+    cell, _ = submit(state, 0, 1, 2)
+    actions = state.handle(ev.RankGone(2, 1, "was killed by signal 9"))
+    assert act.SendAbort((), (), "rank 2 was killed by signal 9", lost=2) in actions
+    assert act.AskCollectives((0, 1)) in actions
+    assert [(each.cell, each.step) for each in only(actions, act.SetGrace)] == [
+        (cell, "nudge"),
+        (cell, "abort"),
+        (cell, "release"),
+    ]
+
+
+def test_after_a_death_who_waits_for_the_dead_is_broken_off_and_the_others_are_interrupted():
+    state = started(4)
+    cell, _ = submit(state, 0, 1, 2, 3)
+    state.handle(ev.RankGone(3, 1, "died"))
+    state.handle(waits(0, cell, (0, 3)))
+    state.handle(waits(1, cell, (0, 1)))
+    assert decided(state.handle(ev.GraceOver(cell, "nudge"))) == [
+        act.SendAbort((0,), (), "rank 3 died"),
+        act.SendInterrupt(cell, (1, 2)),
+    ]
+    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
+    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == [act.SendAbort((1, 2), (), "rank 3 died")]
+    state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
+    assert decided(state.handle(ev.GraceOver(cell, "release"))) == [act.EndCell(cell, (2,), interrupted=False)]
+
+
+def test_a_death_forms_the_group_anew_only_when_the_rank_is_back_and_says_nothing_of_it_before():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.RankGone(1, 1, "died"))
+    state.handle(waits(0, cell, (0, 1)))
+    state.handle(ev.GraceOver(cell, "nudge"))
+    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
+    assert decided(actions) == [act.EndCell(cell, (), interrupted=False)]
+    state.handle(ev.Launch((1,)))
+    (regroup,) = only(state.handle(ev.SaidHello(1, 2)), act.Regroup)
+    for rank, incarnation in ((0, 1), (1, 2)):
+        state.handle(ev.CellDone(rank, incarnation, regroup.cell))
+    assert (grouping(state), state.grouped) == ([], True)
+
+
+def test_a_rank_that_dies_idle_ends_the_waits_of_the_others():
+    state = started(3)
+    cell, _ = submit(state, 0)
+    state.handle(ev.RankGone(2, 1, "died"))
+    state.handle(waits(0, cell, (0, 1, 2)))
+    state.handle(ev.Look(10.0))
+    assert decided(state.handle(ev.Look(11.5))) == [act.SendAbort((0,), ("0",), "rank 2 died")]
+
+
+def test_news_of_collectives_from_an_earlier_incarnation_change_nothing():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
+    told = waits(0, cell, (0, 1))
+    state.handle(ev.CollectivesTold(0, 0, told.told))
+    state.handle(ev.Look(1.0))
+    assert decided(state.handle(ev.Look(3.0))) == []
+
+
+def test_looks_end_with_the_last_cell():
+    state = started(2)
+    cell, actions = submit(state, 0)
+    assert only(actions, act.LookSoon)
+    assert only(state.handle(ev.Look(1.0)), act.LookSoon)
+    state.handle(ev.CellDone(0, 1, cell))
+    assert state.handle(ev.Look(2.0)) == []

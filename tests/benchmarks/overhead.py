@@ -1,0 +1,140 @@
+"""What Rankbook's groups cost a training step in which nothing fails: `python tests/benchmarks/overhead.py`.
+
+Owns: the two models, the shuffled order of their steps, the ratio and the verdict. In the same two ranks, the same
+network is wrapped twice: by DDP over Rankbook's group, and by DDP over a group of torch's own gloo, on connections of
+its own. Steps come in pairs, one of each, in an order that both ranks draw from the same seed, so that whatever else
+the machine does hits both alike; each round has fresh ranks, and another model is built first. Refuses: a step so large
+that no cost could be seen in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+from tests.faults.scenes import stage
+
+LIMIT = 1.01
+"""The median of the ratios of all pairs."""
+
+SETUP = """%%distributed
+import gc, json, os, random, statistics, time
+from torch.nn.parallel import DistributedDataParallel
+from rankbook.rank import recoverable
+
+def plain_gloo():
+    \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and gloo.\"\"\"
+    store = dist.PrefixStore('plain-gloo', dist.group.WORLD.get_group_store())
+    backend = dist.ProcessGroupGloo(store, rank, world_size)
+    group = dist.ProcessGroup(store, rank, world_size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device('cpu'), kind, backend)
+    group._set_group_name(dist.distributed_c10d.GroupName('plain-gloo'))
+    dist.distributed_c10d._world.pg_map[group] = ('gloo', store)
+    dist.distributed_c10d._world.pg_names[group] = 'plain-gloo'
+    dist.distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+def model(group):
+    torch.manual_seed(3)
+    layers = [make() for _ in range(LAYERS) for make in (lambda: torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU)]
+    return DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+
+plain = plain_gloo()
+assert not isinstance(plain, recoverable.RecoverableGroup)
+assert isinstance(dist.group.WORLD, recoverable.RecoverableGroup)
+names = ['plain', 'rankbook'] if FIRST else ['rankbook', 'plain']
+models = {name: model(plain if name == 'plain' else None) for name in names}
+assert type(models['plain'].process_group) is dist.ProcessGroup
+optimizers = {name: torch.optim.SGD(each.parameters(), 1e-3) for name, each in models.items()}
+inputs = torch.randn(BATCH, WIDTH)
+
+def step(name):
+    began = time.perf_counter()
+    optimizers[name].zero_grad()
+    models[name](inputs).square().mean().backward()
+    optimizers[name].step()
+    return time.perf_counter() - began
+
+for _ in range(10):
+    for name in models:
+        step(name)"""
+
+MEASURE = """%%distributed
+chance = random.Random(SEED)
+order = [name for _ in range(PAIRS) for name in chance.sample(['plain', 'rankbook'], 2)]
+seconds = {name: [] for name in models}
+gc.collect(); gc.disable()
+for name in order:
+    seconds[name].append(step(name))
+gc.enable()
+print('measured', json.dumps(seconds))"""
+
+
+def main() -> int:
+    options = _options()
+    seed = random.randrange(1_000_000) if options.seed is None else options.seed
+    values = {"LAYERS": options.layers, "WIDTH": options.width, "BATCH": options.batch, "PAIRS": options.pairs}
+    seconds: dict[str, list[float]] = {"plain": [], "rankbook": []}
+    for number in range(options.rounds):
+        with stage(2) as scene:
+            scene.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2}), timeout=300)
+            said = scene.notebook.ok(_filled(MEASURE, {**values, "SEED": seed + number}), timeout=600).stdout
+        found = next(line for line in said.splitlines() if line.startswith("[0] measured "))
+        taken: dict[str, list[float]] = json.loads(found.removeprefix("[0] measured "))
+        for name, own in taken.items():
+            seconds[name] += own
+        print(f"round {number + 1}: {statistics.median(_ratios(taken)):.4f}", file=sys.stderr, flush=True)
+    for name, own in seconds.items():
+        quartiles = statistics.quantiles(own, n=4)
+        print(f"{name}: median {1e3 * quartiles[1]:.2f} ms, middle half {_range(quartiles)} ms, {len(own)} steps")
+    ratios = _ratios(seconds)
+    ratio = statistics.median(ratios)
+    low, high = _interval(ratios, random.Random(seed))
+    held = ratio <= LIMIT
+    spread = f"95 % interval {low:.4f} to {high:.4f}, {len(ratios)} pairs, seed {seed}"
+    print(f"{'held  ' if held else 'BROKEN'} a DDP step, rankbook / plain gloo: {ratio:.4f} <= {LIMIT:g} ({spread})")
+    return 0 if held else 1
+
+
+def _ratios(seconds: dict[str, list[float]]) -> list[float]:
+    return [ours / plain for ours, plain in zip(seconds["rankbook"], seconds["plain"], strict=True)]
+
+
+def _interval(ratios: list[float], chance: random.Random) -> tuple[float, float]:
+    """Where the median lies with 95 % (bootstrap)."""
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return medians[25], medians[974]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="with fresh ranks each; 4")
+    parser.add_argument("--pairs", type=int, default=400, metavar="N", help="of steps, in a round; 400")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="of the network; 12")
+    parser.add_argument("--width", type=int, default=512, metavar="N", help="of each layer; 512")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="few, so that communication matters; 8")
+    parser.add_argument("--seed", type=int, help="of the order of steps; a random one, printed")
+    return parser.parse_args()
+
+
+def _filled(code: str, values: dict[str, int]) -> str:
+    for name, value in values.items():
+        code = code.replace(name, str(value))
+    return code
+
+
+def _range(quartiles: list[float]) -> str:
+    return f"{1e3 * quartiles[0]:.2f} to {1e3 * quartiles[2]:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

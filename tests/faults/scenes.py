@@ -1,0 +1,434 @@
+"""Faults, the moments they come at, what the ranks hold meanwhile, and how long each one takes from a person.
+
+Owns: the cells, the clocks' beginnings and ends, the checks that the ranks are whole afterwards, the table. Refuses: to
+judge a time; a test only tells "recovered" from "hung", and `tests/benchmarks/faults.py` holds them against limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import statistics
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import psutil
+
+from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+
+HUNG = 10.0
+"""Seconds after which a fault has not been recovered from; what is required is less, and the benchmark's business."""
+
+Kind = Literal["raise", "mismatch", "kill", "interrupt"]
+Victim = Literal["the one", "another", "idle"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank, `CULPRIT` in the code, does `one`, the rest do `others`. The fault comes when it has called `now()`.
+
+    `victim` is who is killed, if somebody is: the one, one of the others in the midst of theirs, or the one while idle.
+    `needs` names what the ranks have to hold for it to make sense; `workers`: loaders' workers take part; `told`: the
+    cell says that the ranks disagree, and only then is it interrupted.
+    """
+
+    name: str
+    kind: Kind
+    one: str = ""
+    others: str = ""
+    victim: Victim = "the one"
+    needs: str = ""
+    workers: bool = False
+    told: bool = False
+
+
+RAISES = "now()\nraise ValueError('of the culprit')"
+RAISES_INSIDE = """def stop(_):
+    now()
+    raise ValueError('in the midst of it')
+layer = list(MODEL.modules())[-7]
+hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+try:
+    loss_of(MODEL).backward()
+finally:
+    hook.remove()"""
+SLOW_LOADER = """class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        time.sleep(60)
+NOW
+for batch in DataLoader(Slow(), num_workers=2): pass"""
+
+
+def raised(name: str, others: str, one: str = RAISES, *, needs: str = "", workers: bool = False) -> Fault:
+    return Fault(f"raises, others in {name}", "raise", one, others, needs=needs, workers=workers)
+
+
+def interrupted(name: str, code: str, *, workers: bool = False) -> Fault:
+    return Fault(
+        f"interrupt in {name}", "interrupt", code.replace("NOW", "now()"), code.replace("NOW\n", ""), workers=workers
+    )
+
+
+FAULTS = (
+    raised("all_reduce", "dist.all_reduce(torch.ones(4))"),
+    raised("barrier", "dist.barrier()"),
+    raised("recv", "dist.recv(torch.ones(4), src=CULPRIT)"),
+    raised("send", "dist.send(torch.ones(1 << 23), dst=CULPRIT)"),
+    raised(
+        "a loader's broadcast",
+        "while True:\n    dist.broadcast(torch.empty(8, 4), src=CULPRIT)",
+        "for (batch,) in make_loader():\n    dist.broadcast(batch, src=CULPRIT)\n    now()\n    raise ValueError('it')",
+        workers=True,
+    ),
+    raised("a sub-group's all_reduce", "dist.all_reduce(torch.ones(4), group=sub if rank in ENDS else None)"),
+    raised("new_group", "dist.new_group(list(range(world_size)))"),
+    raised("the wait for async work", "work = dist.all_reduce(torch.ones(4), async_op=True)\nwork.wait()"),
+    raised("DDP backward", "loss_of(ddp).backward()", "loss = loss_of(ddp)\n" + RAISES, needs="DDP"),
+    raised("FSDP2 forward", "loss_of(fsdp)", needs="FSDP2"),
+    raised("FSDP2 backward", "loss_of(fsdp).backward()", "loss = loss_of(fsdp)\n" + RAISES, needs="FSDP2"),
+    raised("DDP backward, in its midst", "loss_of(ddp).backward()", RAISES_INSIDE.replace("MODEL", "ddp"), needs="DDP"),
+    raised("FSDP2 backward, in its midst", "loss_of(fsdp).backward()", RAISES_INSIDE.replace("MODEL", "fsdp"),
+           needs="FSDP2"),
+    Fault("all_reduce against barrier", "mismatch", "now()\ndist.barrier()", "dist.all_reduce(torch.ones(4))",
+          told=True),
+    Fault("recv against all_reduce", "mismatch", "now()\ndist.all_reduce(torch.ones(4))",
+          "dist.recv(torch.ones(4), src=CULPRIT)"),
+    Fault("broadcasts from two roots", "mismatch",
+          "now()\ndist.broadcast(torch.ones(4), src=NEXT)\ndist.barrier()",
+          "dist.broadcast(torch.ones(4), src=CULPRIT)", told=True),
+    Fault("SIGKILL in a cell", "kill", "now()\ntime.sleep(60)", "time.sleep(60)"),
+    Fault("SIGKILL, others in all_reduce", "kill", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))"),
+    Fault("SIGKILL of one in all_reduce", "kill", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))",
+          victim="another"),
+    Fault("SIGKILL while idle", "kill", victim="idle"),
+    interrupted("a sleep", "NOW\ntime.sleep(60)"),
+    interrupted("a Python loop", "NOW\nwhile True: rank + 1"),
+    interrupted("a matrix product", "a = torch.rand(700, 700)\nNOW\nwhile True: a = (a @ a) / 700"),
+    interrupted("a loader with workers", SLOW_LOADER, workers=True),
+    interrupted("a subprocess", "NOW\nsubprocess.run(['sleep', '60'])"),
+    Fault("interrupt in all_reduce", "interrupt", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))"),
+)  # fmt: skip
+
+BASE = """
+import os, subprocess, time
+from torch.utils.data import DataLoader, TensorDataset
+kept, tensor = rank * 10, torch.arange(1000.0) + rank
+for _old in [sub] if 'sub' in globals() and sub is not dist.GroupMember.NON_GROUP_MEMBER else []:
+    dist.destroy_process_group(_old)
+sub = dist.new_group([0, world_size - 1])
+holds, checks = {'kept': kept, 'tensor': tensor, 'sub': sub}, []
+
+def now():
+    time.sleep(0.15)
+    print('now', time.time())
+
+def make_loader():
+    return DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=8, num_workers=2)
+
+def loss_of(model):
+    return model(inputs).square().sum()
+
+def network():
+    torch.manual_seed(7)
+    ends = lambda: torch.nn.Linear(16, 16)
+    return torch.nn.Sequential(*[torch.nn.Sequential(ends(), torch.nn.Tanh(), ends()) for _ in range(3)])
+
+def train(model, optimizer, twin, twins):
+    for each, its in ((model, optimizer), (twin, twins)):
+        its.zero_grad()
+        loss_of(each).backward()
+        its.step()
+
+def alike(weights, twin):
+    for mine, its in zip(weights, twin.parameters()):
+        all_of = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(all_of, mine)
+        assert all(torch.equal(each, mine) for each in all_of), 'the ranks have different weights'
+        assert torch.allclose(mine, its, atol=1e-5), 'a step was not what it is on one process'
+
+def check():
+    assert kept == rank * 10 and tensor[0] == rank
+    for name, value in holds.items():
+        assert globals()[name] is value, name
+    total = torch.ones(1)
+    if sub is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.all_reduce(total, group=sub)
+        assert total == 2
+    for each in checks:
+        each()
+    return 'whole'
+
+inputs = torch.linspace(-1, 1, 64).reshape(4, 16)
+"""
+
+HOLDINGS = {
+    "tensors": "",
+    "DDP": """
+ddp, ddp_twin = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.001), network()
+ddp_optimizer, ddp_twins = (torch.optim.SGD(each.parameters(), 1e-2, momentum=0.9) for each in (ddp, ddp_twin))
+def check_ddp():
+    train(ddp, ddp_optimizer, ddp_twin, ddp_twins)
+    alike([each.detach() for each in ddp.parameters()], ddp_twin)
+check_ddp()
+holds.update(ddp=ddp, ddp_optimizer=ddp_optimizer)
+checks.append(check_ddp)
+""",
+    "FSDP2": """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh('cpu', (world_size,))
+fsdp, fsdp_twin = network(), network()
+for _block in fsdp:
+    fully_shard(_block, mesh=mesh)
+fully_shard(fsdp, mesh=mesh)
+fsdp_optimizer, fsdp_twins = (torch.optim.SGD(each.parameters(), 1e-2, momentum=0.9) for each in (fsdp, fsdp_twin))
+def check_fsdp():
+    train(fsdp, fsdp_optimizer, fsdp_twin, fsdp_twins)
+    alike([each.detach().full_tensor() for each in fsdp.parameters()], fsdp_twin)
+check_fsdp()
+holds.update(mesh=mesh, fsdp=fsdp, fsdp_optimizer=fsdp_optimizer)
+checks.append(check_fsdp)
+""",
+    "a loader": """
+loader = make_loader()
+def make_loader():
+    return loader
+def check_loader():
+    assert sum(batch.sum().item() for (batch,) in loader) == 256
+check_loader()
+holds.update(loader=loader)
+checks.append(check_loader)
+""",
+}
+
+REDUCE = """%%distributed
+total = torch.tensor(rank)
+dist.all_reduce(total)
+print('sum', total.item())"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a world, with what its ranks hold."""
+
+    world: int
+    fault: Fault
+    holdings: tuple[str, ...]
+    chosen: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks-{'+'.join(self.holdings)}-{self.fault.name}"
+
+    @property
+    def culprit(self) -> int:
+        """Another one in each fault, so that each rank has its turn, unless one was `chosen`."""
+        if self.chosen is not None:
+            return self.chosen
+        return (FAULTS.index(self.fault) + list(HOLDINGS).index(self.holdings[0])) % self.world
+
+
+def cases(worlds: Iterable[int] = (2, 3, 4)) -> Iterator[Case]:
+    """The whole matrix. What a fault does is the same whatever else is held, but it may do something to that."""
+    for world in worlds:
+        for holding in HOLDINGS:
+            for fault in FAULTS:
+                if fault.needs in ("", holding):
+                    yield Case(world, fault, (holding,))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds from the fault until the cell's reply, and until a collective has worked in a next cell.
+
+    After a kill the second one has `%distributed restart` in it.
+    """
+
+    case: Case
+    control: float
+    works: float
+
+
+@dataclass
+class Stage:
+    """A kernel with ranks that hold something."""
+
+    world: int
+    notebook: Notebook
+    pids: dict[int, int] = field(default_factory=dict)
+    holdings: tuple[str, ...] = ()
+    sound: bool = True
+
+    def hold(self, holdings: tuple[str, ...]) -> None:
+        """Make it on all ranks, unless they have it."""
+        if holdings == self.holdings:
+            return
+        made = "".join(HOLDINGS[each] for each in holdings)
+        said = self.notebook.ok(f"%%distributed\n{BASE}{made}\nprint('pid', os.getpid())").stdout
+        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", said)}
+        assert sorted(self.pids) == list(range(self.world)), said
+        self.holdings = holdings
+
+    def strike(self, case: Case) -> Times:
+        """Let the fault happen, check that all is as it should be afterwards, and give the times."""
+        self.hold(case.holdings)
+        assert sorted(self.pids.values()) == sorted(set(self.pids.values()))
+        known = set(self.notebook.processes())
+        times = self._kill(case) if case.fault.kind == "kill" else self._survive(case)
+        self.check_processes(known, workers=case.fault.workers)
+        return times
+
+    def _survive(self, case: Case) -> Times:
+        struck, outcome = self._run(case, self.notebook.interrupt)
+        control = time.time() - struck
+        words = outcome.evalue + outcome.traceback
+        assert outcome.status == "error", outcome.text
+        if case.fault.kind == "raise":
+            assert "ValueError" in words, words
+            assert f"rank {case.culprit}" in words, words
+        else:
+            assert outcome.ename in ("KeyboardInterrupt", "CollectiveAborted"), words
+        self.check_works()
+        works = time.time() - struck
+        self.check_whole()
+        return Times(case, control, works)
+
+    def _kill(self, case: Case) -> Times:
+        victim = (case.culprit + 1) % self.world if case.fault.victim == "another" else case.culprit
+        process = psutil.Process(self.pids[victim])
+        if case.fault.victim == "idle":
+            struck = time.time()
+            process.send_signal(signal.SIGKILL)
+            outcome = self.notebook.run(REDUCE, timeout=HUNG)
+        else:
+            struck, outcome = self._run(case, lambda: process.send_signal(signal.SIGKILL))
+        control = time.time() - struck
+        assert outcome.status == "error", outcome.text
+        assert f"rank {victim} was killed by signal 9" in outcome.text + outcome.evalue + outcome.traceback
+        others = ",".join(str(rank) for rank in self.pids if rank != victim)
+        before = time.time()
+        self.notebook.ok(f"%distributed restart {victim}", timeout=HUNG)
+        self.check_works()
+        works = control + time.time() - before
+        if others:
+            code = "for name, value in holds.items(): assert globals()[name] is value, name\nprint(kept, os.getpid())"
+            said = self.notebook.ok(f"%%distributed --ranks {others}\n{code}").stdout
+            for rank, pid in self.pids.items():
+                assert rank == victim or f"[{rank}] {rank * 10} {pid}" in said, said
+        kept, self.holdings = self.holdings, ()
+        self.hold(kept)  # what needed the lost rank's state is made again; the rest was there
+        self.check_whole()
+        return Times(case, control, works)
+
+    def _run(self, case: Case, strike: object) -> tuple[float, Outcome]:
+        """Run the fault's cell; when it came, and what became of the cell."""
+        struck: list[float] = []
+
+        def look(outcome: Outcome) -> None:
+            found = re.search(rf"\[{case.culprit}\] now ([\d.]+)", outcome.stdout)
+            if found is None or struck:
+                return
+            if case.fault.kind == "raise":
+                struck.append(float(found[1]))
+            elif not case.fault.told or "disagree" in outcome.stderr:
+                struck.append(time.time())
+                strike()  # type: ignore[operator]
+
+        outcome = self.notebook.finish(self.notebook.send(self._cell(case)), timeout=2 * HUNG, seen=look)
+        assert struck, outcome.text + outcome.traceback
+        assert time.time() - struck[0] < HUNG
+        return struck[0], outcome
+
+    def _cell(self, case: Case) -> str:
+        ends = {0, self.world - 1}
+        code = "\n".join(
+            [
+                "%%distributed",
+                f"if rank == {case.culprit}:",
+                textwrap.indent(case.fault.one, "    "),
+                "else:",
+                textwrap.indent(case.fault.others, "    "),
+            ]
+        )
+        following = (case.culprit + 1) % self.world
+        return code.replace("CULPRIT", str(case.culprit)).replace("NEXT", str(following)).replace("ENDS", str(ends))
+
+    def check_works(self) -> None:
+        """A collective of all ranks, in the very next cell."""
+        total = self.world * (self.world - 1) // 2
+        assert f"[0-{self.world - 1}] sum {total}" in self.notebook.ok(REDUCE, timeout=HUNG).stdout
+
+    def check_whole(self) -> None:
+        """All that the ranks hold is there and works: models learn as one process would, groups and loaders go on."""
+        outcome = self.notebook.run("%%distributed\nprint(check(), os.getpid())", timeout=2 * HUNG)
+        assert outcome.status == "ok", outcome.text + outcome.traceback
+        for rank, pid in self.pids.items():
+            assert f"[{rank}] whole {pid}" in outcome.stdout, outcome.stdout
+
+    def check_processes(self, known: set[int], *, workers: bool) -> None:
+        """No loader's worker and no subprocess stays, but for those that the last error's own traceback still holds."""
+        mine = set(self.pids.values())
+        allowed = 2 * self.world if workers else 0
+
+        def more() -> set[int]:
+            return set(self.notebook.processes()) - known - mine
+
+        wait_until(lambda: len(more()) <= allowed, timeout=5, what="workers and subprocesses gone")
+
+
+@contextlib.contextmanager
+def stage(world: int) -> Iterator[Stage]:
+    """A kernel with that many ranks; nothing of it may be left."""
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok(f"%distributed start -n {world}")
+        yield Stage(world, notebook)
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before, timeout=5)
+
+
+def table(measured: Iterable[Times]) -> str:
+    """Markdown: for each fault the median and the longest, over what was held, for each number of ranks."""
+    of: dict[str, dict[int, list[Times]]] = defaultdict(lambda: defaultdict(list))
+    for each in measured:
+        of[each.case.fault.name][each.case.world].append(each)
+    worlds = sorted({world for row in of.values() for world in row})
+    lines = [
+        "| fault | " + " | ".join(f"{world} ranks: control back | next collective" for world in worlds) + " |",
+        "|---" * (1 + 2 * len(worlds)) + "|",
+    ]
+    for name, row in of.items():
+        cells = [
+            _brief([getattr(each, column) for each in row[world]])
+            for world in worlds
+            for column in ("control", "works")
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Seconds from the fault: median (longest) over what the ranks held. After SIGKILL the next collective ",
+    ]
+    lines[-1] += "has `%distributed restart` in it, and no waiting in between."
+    return "\n".join(lines)
+
+
+def _brief(seconds: list[float]) -> str:
+    if not seconds:
+        return "–"
+    return f"{statistics.median(seconds):.2f}" + (f" ({max(seconds):.2f})" if len(seconds) > 1 else "")
+
+
+def write_table(measured: list[Times]) -> None:
+    """To the file that RANKBOOK_FAULTS_TABLE names, if it is set."""
+    if measured and (path := os.environ.get("RANKBOOK_FAULTS_TABLE")):
+        with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123 - as short as it gets
+            file.write(table(measured) + "\n")
