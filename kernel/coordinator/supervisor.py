@@ -25,6 +25,9 @@ _LOOK_AGAIN = 0.2
 _DISAGREE_FOR = 0.5
 """Seconds that ranks must have waited in different collectives before it is said: the slower one may be on its way."""
 
+_DEADLOCKED_FOR = 2.0
+"""The same for ranks that wait for one another: one may compute beside what it has begun, and wait for it later."""
+
 
 class Supervisor:
     """What is known of the ranks' collectives. `grace` is in seconds."""
@@ -68,7 +71,7 @@ class Supervisor:
         actions = self._judge(now, told, out, ranks, cells)
         for each in disagreements(told, patience=_DISAGREE_FOR):
             actions += self._say(running[0], each.text, each.group, each.number)
-        if (text := deadlock(told, patience=_DISAGREE_FOR)) is not None:
+        if (text := deadlock(told, patience=_DEADLOCKED_FOR)) is not None:
             actions += self._say(running[0], text, "deadlock")
         alive = tuple(rank for rank, each in ranks.items() if each.state in (RankState.IDLE, RankState.BUSY))
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)

@@ -148,7 +148,12 @@ def _waits_for(
     """Whether `other`, which waits itself, has not begun what `rank` waits in."""
     for group, launch in waiting[rank]:
         if launch.peer is None:
-            if other != rank and other in group.ranks and not _has_begun(told[other], group.name, launch):
+            if (
+                launch.number
+                and other != rank
+                and other in group.ranks
+                and not _has_begun(told[other], group.name, launch)
+            ):
                 return True
         elif launch.peer == other:
             answers = {"send": "recv", "recv": "send"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.watch import Disagreement, Doomed, Out, Told, disagreements, doomed, warning
+from rankbook.coordinator.watch import Disagreement, Doomed, Out, Told, deadlock, disagreements, doomed, warning
 from rankbook.messages import Collectives
 from rankbook.telemetry import GroupReport, Launch
 
@@ -231,3 +231,58 @@ def test_the_warning_says_who_waits_where_for_whom_and_what_to_do():
     )
     bare = Doomed(2, "0", launch(0, "recv", data=""), None, 1, "finished", "has not begun this cell", 6.0)
     assert warning(bare).startswith("rank 2 waits in recv for rank 1, which has not begun this cell; ")
+
+
+def test_ranks_that_wait_for_one_another_in_several_groups_are_all_named():
+    told_by = {
+        0: told(group((0, 1), 1, launch(1), name="a"), line=3),
+        1: told(group((0, 1), 0, name="a"), group((1, 2), 1, launch(1, "barrier", data=""), name="b"), line=5),
+        2: told(group((1, 2), 0, name="b"), group(TRIO, 1, launch(1), name="0"), line=7),
+    }
+    text = deadlock(told_by, patience=0.5)
+    assert text is not None
+    assert "rank 0: all_reduce #1 float32[4] of the group of ranks 0-1, waiting at line 3" in text
+    assert "rank 1: barrier #1 of the group of ranks 1-2, waiting at line 5" in text
+    assert "rank 2: all_reduce #1 float32[4] of the group of ranks 0-2, waiting at line 7" in text
+    assert "interrupt the cell" in text
+
+
+def test_a_chain_that_ends_at_a_rank_that_computes_is_no_deadlock():
+    told_by = {
+        0: told(group(PAIR, 1, launch(1), name="a")),
+        1: told(group(PAIR, 0, name="a"), group((1, 2), 1, launch(1), name="b")),
+        2: told(group((1, 2), 0, name="b")),
+    }
+    assert deadlock(told_by, patience=0.5) is None
+
+
+def test_a_collective_that_all_have_begun_is_slow_and_no_deadlock():
+    told_by = {rank: told(group(TRIO, 4, launch(4))) for rank in TRIO}
+    assert deadlock(told_by, patience=0.5) is None
+
+
+def test_a_wait_that_has_just_begun_is_none_yet():
+    told_by = {
+        0: told(group(PAIR, 1, launch(1, seconds=0.1), name="a")),
+        1: told(group(PAIR, 0, name="a"), group(PAIR, 1, launch(1, seconds=0.1), name="b")),
+    }
+    assert deadlock(told_by, patience=0.5) is None
+
+
+def test_ranks_that_all_receive_from_their_neighbour_wait_for_one_another():
+    told_by = {rank: told(group(TRIO, 0, launch(0, "recv", peer=(rank + 1) % 3, alike=False))) for rank in TRIO}
+    assert "recv float32[4] of the group" in (deadlock(told_by, patience=0.5) or "")
+
+
+def test_a_send_and_its_receive_are_on_their_way():
+    told_by = {
+        0: told(group(PAIR, 0, launch(0, "send", peer=1, alike=False))),
+        1: told(group(PAIR, 0, launch(0, "recv", peer=0, alike=False))),
+    }
+    assert deadlock(told_by, patience=0.5) is None
+
+
+def test_one_whose_connections_broke_cannot_end_its_part_of_what_it_has_begun():
+    broken = GroupReport(name="0", ranks=PAIR, count=5, pending=(), recent=(), broken=True)
+    (verdict,) = doomed({0: told(group(PAIR, 5, launch(5))), 1: told(broken)}, {1: failed(1)}, NOW)
+    assert (verdict.rank, verdict.missing) == (0, 1)
