@@ -142,14 +142,14 @@ class AskCollectives(Message, frozen=True):
 class Abort(Message, frozen=True):
     """Collectives of these groups cannot end any more (of all groups, if none is named); `cause` says why.
 
-    `shut`: break them off. Without it the cause is only what a wait tells that breaks by itself. `lost`: a rank that is
-    gone; only groups that it is a member of are meant.
+    `shut`: break them off. Without it the cause is only what a wait tells that breaks by itself. Only groups are meant
+    that one of `ranks` is a member of: those that are broken off, or gone.
     """
 
     groups: tuple[str, ...]
     cause: str
     shut: bool
-    lost: int | None = None
+    ranks: tuple[int, ...]
 
 
 class Leave(Message, frozen=True):

@@ -185,9 +185,9 @@ class Driver:
                 for rank in ranks:
                     self._hub.send(rank, AskCollectives(token=0))
             case act.SendAbort(ranks, groups, cause, lost):
-                for rank, each in self.state.ranks.items():
-                    if each.state in (RankState.IDLE, RankState.BUSY):
-                        self._hub.send(rank, Abort(groups=groups, cause=cause, shut=rank in ranks, lost=lost))
+                whose = ranks if lost is None else (lost,)
+                for rank in self.answering():
+                    self._hub.send(rank, Abort(groups=groups, cause=cause, shut=rank in ranks, ranks=whose))
 
     def _tell_loss(self, rank: int, words: str, number: int | None) -> None:
         if (cell := self._cells.get(number or 0)) is not None:

@@ -188,7 +188,7 @@ class GroupMember:
         self._cause = self._cause or message.cause
         for name, member in tuple(self._members.items()):
             named = not message.groups or name in message.groups
-            if named and (message.lost is None or message.lost in member.group.ledger.ranks):
+            if named and not set(message.ranks).isdisjoint(member.group.ledger.ranks):
                 if message.shut:
                     member.group.break_off(message.cause)
                 else:

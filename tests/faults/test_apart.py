@@ -1,0 +1,46 @@
+"""Ranks that have nothing to do with a fault go on as if there had been none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Notebook, check_nothing_left, leftovers
+
+TRAIN = """import threading
+for _ in range(60):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=pair)
+    assert total.item() == 2
+    threading.Event().wait(0.05)
+print("trained")"""
+
+DEAF = """%%distributed --ranks 0 --timeout 0.3
+import ctypes
+ctypes.CDLL(None).usleep(900_000)
+ctypes.CDLL(None).usleep(900_000)"""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Notebook]:
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok("%distributed start -n 3")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+def test_an_interrupt_of_one_ranks_cell_breaks_no_group_that_it_is_no_member_of(three):
+    three.ok("%%distributed\npair = dist.new_group([1, 2])")
+    magic = "get_ipython().run_cell_magic('distributed', '--ranks 1-2 --background', "
+    three.ok(f"handle = {magic}{TRAIN!r})")
+    interrupted = three.run(DEAF, timeout=20)
+    assert interrupted.status == "error"
+    trained = three.ok("handle.wait(); handle.result.stdout", timeout=20)
+    assert trained.text.count("trained") == 2
+    assert "3.0" in three.ok("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()", timeout=20).text
