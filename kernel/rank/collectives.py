@@ -109,6 +109,11 @@ class Launched:
         self.began = time.monotonic()
         self.work: Callable[[], Work | None] | None = None
 
+    @property
+    def from_anybody(self) -> bool:
+        """Whether it is a receive that does not say from whom."""
+        return self.op == "recv" and self.peer is None
+
     def __str__(self) -> str:
         """As in `all_reduce #41 (float32[4, 4])`."""
         number = f" #{self.number}" if self.number else ""

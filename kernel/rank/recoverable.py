@@ -101,6 +101,10 @@ class RecoverableGroup(dist.ProcessGroup):
         self._inner.sunk = True
         self.break_off(cause)
 
+    def leave_behind(self) -> None:
+        """Something will wait in the inner group for good, so it is kept when it is replaced."""
+        self._inner.sunk = True
+
     @property
     def sunk(self) -> bool:
         """Whether nobody will end a wait in C++ any more."""
@@ -213,8 +217,11 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """As torch's. Raises `CollectiveAborted`."""
         try:
-            if not timeout and self._launched.alone and self._group.waits_in_steps:
-                self._wait_in_steps()
+            if not timeout and self._group.waits_in_steps:
+                if self._launched.alone:
+                    self._wait_in_steps()
+                elif self._launched.from_anybody:
+                    return self._wait_apart()
             return bool(self._work.wait(*timeout))
         except RuntimeError as error:
             other = self._group.error_for(error, self._launched)
@@ -234,6 +241,30 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             except RuntimeError:
                 if self._work.is_completed():
                     return  # it has failed, which the wait after this one tells
+
+    def _wait_apart(self) -> bool:
+        """Wait on a thread of its own: gloo ends a receive from anybody for nothing but a message."""
+        ended = threading.Event()
+        result: list[bool | RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                result.append(bool(self._work.wait()))
+            except RuntimeError as error:
+                result.append(error)
+            ended.set()
+
+        threading.Thread(target=wait, name="rankbook-receive", daemon=True).start()
+        try:
+            while not ended.wait(_LOOK_EVERY.total_seconds()):
+                if self._group.ledger.broken:
+                    raise RuntimeError("the transport is gone")
+        finally:
+            if not ended.is_set():
+                self._group.leave_behind()
+        if isinstance(result[0], RuntimeError):
+            raise result[0]
+        return result[0]
 
     def synchronize(self) -> None:
         """As torch's. Raises `CollectiveAborted`."""

@@ -1,4 +1,4 @@
-"""Ranks that have nothing to do with a fault go on as if there had been none."""
+"""Waits that are apart: of ranks that have nothing to do with a fault, and for nobody in particular."""
 
 from __future__ import annotations
 
@@ -43,3 +43,19 @@ def test_an_interrupt_of_one_ranks_cell_breaks_no_group_that_it_is_no_member_of(
     trained = three.ok("handle.wait(); handle.result.stdout", timeout=20)
     assert trained.text.count("trained") == 2
     assert "3.0" in three.ok("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()", timeout=20).text
+
+
+def test_a_receive_from_anybody_ends_when_nobody_can_send_any_more(three):
+    code = "if rank == 0:\n    raise ValueError('no')\nif rank == 1:\n    dist.recv(torch.ones(1))\ndist.barrier()"
+    failed = three.run(f"%%distributed\n{code}", timeout=20)
+    told = failed.traceback + failed.text
+    assert "rank 0 raised ValueError at cell [" in told
+    assert "while this rank waited in recv (float32[1]) at line" in told
+    assert failed.seconds < 5
+    interrupted = three.run("%%distributed --timeout 1\ndist.recv(torch.ones(1))", timeout=20)
+    assert "KeyboardInterrupt" in interrupted.traceback + interrupted.text
+    assert interrupted.seconds < 4
+    sent = (
+        "if rank == 1:\n    print('from', dist.recv(torch.ones(1)))\nelif rank == 0:\n    dist.send(torch.ones(1), 1)"
+    )
+    assert "[1] from 0" in three.ok(f"%%distributed\n{sent}", timeout=20).stdout
