@@ -1,6 +1,6 @@
 """A fault costs the cell that it came in and nothing else: each fault, at each moment, with each thing in ranks' hands.
 
-A few cases are in the suite, all of them run with `-m slow`. What each took is printed in the end.
+A few cases are in the suite, all of them run with `-m exhaustive`. What each took is printed in the end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_the_cell_is_lost_and_nothing_else(on_stage, measured, case):
     strike(on_stage, measured, case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [*cases()], ids=str)
 def test_the_whole_matrix(on_stage, measured, case):
     strike(on_stage, measured, case)

@@ -88,7 +88,7 @@ def describe(process: psutil.Process) -> list[str]:
     return sorted(f"{names.count(name)} {name}" for name in set(names))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_random_faults_leave_nothing_behind(scene):
     seed = int(os.environ.get("RANKBOOK_SOAK_SEED") or random.randrange(1_000_000))
