@@ -124,7 +124,7 @@ class Driver:
             self._hub.wake()
 
     def answering(self) -> tuple[int, ...]:
-        """The ranks whose processes can be asked something."""
+        """The ranks that can be asked something."""
         return tuple(each.rank for each in self.state.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
@@ -179,8 +179,8 @@ class Driver:
             case act.SetGrace(ending, seconds, step):
                 self.after(seconds, lambda: self.post(ev.GraceOver(ending, step)))
             case act.LookSoon(seconds):
-                at = time.monotonic() + seconds
-                self._look_at = at if self._look_at is None else min(at, self._look_at)
+                now, before = time.monotonic(), self._look_at or 0.0
+                self._look_at = before if now <= before <= now + seconds else now + seconds
             case act.AskCollectives(ranks):
                 for rank in ranks:
                     self._hub.send(rank, AskCollectives(token=0))

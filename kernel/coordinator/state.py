@@ -200,7 +200,7 @@ class ClusterState:
                 self.grouped = False
             actions += self._end_if_complete(cell)
             if cell.running and not cell.internal:
-                actions += [act.AskCollectives(self._alive()), act.LookSoon(LOOK_AFTER_END)]
+                actions.append(act.LookSoon(LOOK_AFTER_END))
         elif event.collectives:  # it came after the cell's end, from where nobody knows
             self._stale = True
         if self._stale:
