@@ -24,25 +24,16 @@ def remember_models() -> None:
     if not hasattr(original, "__wrapped__"):
         DistributedDataParallel.__init__ = _remembered(original)  # type: ignore[method-assign]
         restore = DistributedDataParallel.__setstate__
-        DistributedDataParallel.__setstate__ = _remembered_too(restore)  # type: ignore[method-assign]
+        DistributedDataParallel.__setstate__ = _remembered(restore)  # type: ignore[method-assign]
 
 
 def _remembered(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def construct(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+    def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
         original(self, *args, **kwargs)
         _models.add(self)
 
-    return construct
-
-
-def _remembered_too(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def restore(self: DistributedDataParallel, state: Any) -> None:  # noqa: ANN401 - as torch's
-        original(self, state)
-        _models.add(self)
-
-    return restore
+    return make
 
 
 def make_ready() -> None:
