@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import uuid
@@ -127,7 +129,8 @@ class Notebook:
         while not idle:
             left = timeout - (time.monotonic() - began)
             if left <= 0:
-                pytest.fail(f"the cell did not end within {timeout} s; so far: {outcome.text[-2000:]}")
+                stacks = stacks_of(self.processes())
+                pytest.fail(f"the cell did not end within {timeout} s; so far: {outcome.text[-2000:]}\n{stacks}")
             if answers is not None:
                 with contextlib.suppress(queue.Empty):
                     request = self.client.get_stdin_msg(timeout=0.02)
@@ -228,6 +231,21 @@ def marked_processes(mark: str) -> dict[int, str]:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = " ".join(process.cmdline())
     return found
+
+
+def stacks_of(processes: dict[int, str]) -> str:
+    """Where every thread of these processes is, so that a hang that comes once in a thousand times tells its cause."""
+    said = []
+    for pid, command in processes.items():
+        looks = [["py-spy", "dump", "--pid", str(pid)]]
+        if shutil.which("gdb"):  # it knows the threads of C++ too
+            looks.append(["gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all backtrace 14"])
+        said.append(f"--- {pid}: {command[:100]}")
+        for look in looks:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                dump = subprocess.run(look, capture_output=True, text=True, timeout=60, check=False)
+                said.append(dump.stdout + (dump.stderr if dump.returncode else ""))
+    return "\n".join(said)
 
 
 def leftovers() -> set[str]:

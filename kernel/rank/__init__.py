@@ -18,6 +18,7 @@ capture.py        stdout and stderr, of the process and its children
 process_group.py  torch's process groups: made, aborted, formed anew
 backends.py       torch's gloo and nccl, made
 recoverable.py    a group that outlives its connections
+waits.py          waits for a collective, so that the wait ends
 collectives.py    what a group was asked for, and what has not ended
 heal.py           what a rank hands to one that takes a dead one's place
 lifeboat.py       survives gloo's giving up

@@ -5,6 +5,7 @@ Owns: the record, and the words for it. Refuses: torch's groups, and to decide w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -73,11 +74,22 @@ class Work(Protocol):
         """Whether it has."""
 
 
+class Future(Protocol):
+    """torch's."""
+
+    def set_result(self, result: object) -> None:
+        """End it. Raises RuntimeError if it has ended."""
+
+
 class Promised:
     """A work of which C++ keeps no more than the future: DDP's backward does so with its collectives."""
 
-    def __init__(self, work: Work) -> None:
+    any_forsaken = False
+    """Whether one was ended that gloo may end once more, which ends its thread."""
+
+    def __init__(self, work: Work, future: Future) -> None:
         self._work: Work | None = work
+        self._future: Future | None = future
 
     def __call__(self) -> Promised:
         """As a weak reference to a work gives it."""
@@ -87,8 +99,18 @@ class Promised:
         """Whether it has ended. Then the work and its tensors are let go."""
         work = self._work
         if work is not None and work.is_completed():
-            self._work = None
+            self._work = self._future = None
         return self._work is None
+
+    def forsake(self, value: object) -> bool:
+        """End it with `value`, if it has not ended: C++ waits where nothing else reaches it. Any thread."""
+        future = self._future
+        if self.is_completed() or future is None:
+            return False
+        Promised.any_forsaken = True
+        with contextlib.suppress(RuntimeError):  # it has just ended by itself
+            future.set_result(value)
+        return True
 
 
 class Launched:

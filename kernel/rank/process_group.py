@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
-from rankbook.rank import models
+from rankbook.rank import lifeboat, models
 from rankbook.rank.backends import backends_of, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
 from rankbook.rank.recoverable import Inner, RecoverableGroup
@@ -201,12 +201,11 @@ class GroupMember:
             self._give_up.set()
             shut_down(self._connection_sockets)
 
-    def rescue(self) -> bool:
-        """Gloo's thread has given up. Whether this rank can go on: not if C++ itself waits for what is under way."""
+    def rescue(self, thread: str) -> bool:
+        """A thread of torch's has given up. Whether this rank can go on without it."""
+        if not thread.startswith(lifeboat.GLOO):  # one that carries out collectives
+            return Promised.any_forsaken
         members = tuple(self._members.values())
-        pending = [launched for each in members for launched in each.group.ledger.pending()]
-        if any(isinstance(launched.work, Promised) or not launched.alone for launched in pending):
-            return False
         if not all(each.group.waits_in_steps for each in members):
             return False
         for each in members:

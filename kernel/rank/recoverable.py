@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.collectives import OPS, Launched, Ledger, Op, Promised
 from rankbook.rank.sockets import Opened, shut_down
+from rankbook.rank.waits import ENDS_WITHIN, Wait
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
 """What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
+_EMPTY = re.compile(r"size \(?0\b")
+"""What torch says of an empty tensor that is given to it for a bucket of gradients."""
 _CAUSE_WITHIN = 1.0
 """Seconds that the notebook has to tell why a peer is gone."""
-_LOOK_EVERY = timedelta(seconds=0.25)
-"""How long a wait stays in C++ before it looks whether there still is somebody to end it."""
 
 
 class Inner:
@@ -48,9 +49,28 @@ class Inner:
         for abort in self._aborts:
             abort()
 
+    def leave_behind(self) -> None:
+        """Keep it for good: one of its threads will never end, and its own end would wait for that."""
+        if self not in _wrecks:
+            _wrecks.append(self)
+
+    def end(self) -> None:
+        """Abort it and let it go.
+
+        torch waits there for the group's threads, and one of them may wait for what gloo has forgotten, so this is
+        done on a thread of its own.
+        """
+        self.abort()
+        if self in _wrecks:
+            return
+        last = [self.group]
+        del self.group
+        thread = threading.Thread(target=last.clear, name="rankbook-end", daemon=True)
+        thread.start()
+        thread.join(ENDS_WITHIN / 2)  # so that it mostly is gone before anything is made anew
+
 
 _wrecks: list[Inner] = []
-"""Those whose thread sleeps for good: their end would wait for it."""
 
 
 class RecoverableGroup(dist.ProcessGroup):
@@ -71,17 +91,19 @@ class RecoverableGroup(dist.ProcessGroup):
         self._inner: Inner = inner
         self._where = where
         self._cause: str | None = None
+        self._broken_at: float | None = None
+        self._forsaken = False
         self._told = threading.Event()
 
     # What befalls it
 
     def renew(self, inner: Inner) -> None:
         """Go on with fresh connections."""
-        self._inner.abort()  # what still waits in there would hold up its end
-        if self._inner.sunk:
-            _wrecks.append(self._inner)
+        self._inner.end()
         self._inner = inner
         self._cause = None
+        self._broken_at = None
+        self._forsaken = False
         self._told = threading.Event()
         self.ledger.restart()
 
@@ -93,22 +115,44 @@ class RecoverableGroup(dist.ProcessGroup):
     def break_off(self, cause: str) -> None:
         """Make every call that waits raise, for this reason. Any thread."""
         self.explain(cause)
-        self.ledger.broken = True
+        self._note_broken()
         self._inner.abort()
+        promised = [each.work for each in self.ledger.pending() if isinstance(each.work, Promised)]
+        if promised and self.waits_in_steps:
+            timer = threading.Timer(ENDS_WITHIN, self._forsake, (self._inner, promised))
+            timer.daemon = True
+            timer.start()
+
+    def _forsake(self, inner: Inner, promised: list[Promised]) -> None:
+        """End what C++ still waits for, with a value for which it raises."""
+        for each in promised:
+            if each.forsake([torch.empty(0)]):
+                self._forsaken = True
+                inner.leave_behind()
+
+    def _note_broken(self) -> None:
+        self._broken_at = self._broken_at or time.monotonic()
+        self.ledger.broken = True
 
     def sink(self, cause: str) -> None:
         """Gloo's thread has given up: whoever waits in Python raises, and so do the peers. Any thread."""
         self._inner.sunk = True
+        self._inner.leave_behind()
         self.break_off(cause)
 
     def leave_behind(self) -> None:
-        """Something will wait in the inner group for good, so it is kept when it is replaced."""
-        self._inner.sunk = True
+        """Something will wait in the inner group for good."""
+        self._inner.leave_behind()
 
     @property
     def sunk(self) -> bool:
         """Whether nobody will end a wait in C++ any more."""
         return self._inner.sunk
+
+    @property
+    def broken_for(self) -> float:
+        """Seconds since it was broken off; 0 while it is whole."""
+        return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
     @property
     def cause(self) -> str | None:
@@ -117,9 +161,9 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def error_for(self, error: BaseException, launched: Launched) -> BaseException:
         """What to raise where `launched` failed with `error`."""
-        if not _BROKEN_LINK.search(str(error)):
+        if not _BROKEN_LINK.search(str(error)) and not (self._forsaken and _EMPTY.search(str(error))):
             return error
-        self.ledger.broken = True
+        self._note_broken()
         self._told.wait(_CAUSE_WITHIN)
         if self._cause is None:
             self._cause = "another rank broke off, for a reason that its own error tells,"
@@ -201,97 +245,3 @@ def _method(name: str, op: Op) -> Callable[..., Any]:
 for _name, _op in OPS.items():
     if hasattr(dist.ProcessGroup, _name):
         setattr(RecoverableGroup, _name, _method(_name, _op))
-
-
-class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
-    """A collective that was launched. Its `wait` raises `CollectiveAborted` where the inner group was aborted."""
-
-    def __init__(self, work: Any, group: RecoverableGroup, key: int, launched: Launched) -> None:  # noqa: ANN401 - torch's
-        super().__init__()
-        self._work = work
-        self._group = group
-        self._key = key
-        self._launched = launched
-        launched.work = weakref.ref(self)
-
-    def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
-        """As torch's. Raises `CollectiveAborted`."""
-        try:
-            if not timeout and self._group.waits_in_steps:
-                if self._launched.alone:
-                    self._wait_in_steps()
-                elif self._launched.from_anybody:
-                    return self._wait_apart()
-            return bool(self._work.wait(*timeout))
-        except RuntimeError as error:
-            other = self._group.error_for(error, self._launched)
-            if other is error:
-                raise
-            raise other from None  # gloo's words would only hide it
-        finally:
-            self._group.ledger.end(self._key)
-
-    def _wait_in_steps(self) -> None:
-        """Wait until it has ended, or nobody is left to end it. Not for what does not end alone, see `Op`."""
-        while not self._work.is_completed():
-            if self._group.sunk:
-                raise RuntimeError("the transport has given up")
-            try:
-                self._work.wait(_LOOK_EVERY)
-            except RuntimeError:
-                if self._work.is_completed():
-                    return  # it has failed, which the wait after this one tells
-
-    def _wait_apart(self) -> bool:
-        """Wait on a thread of its own: gloo ends a receive from anybody for nothing but a message."""
-        ended = threading.Event()
-        result: list[bool | RuntimeError] = []
-
-        def wait() -> None:
-            try:
-                result.append(bool(self._work.wait()))
-            except RuntimeError as error:
-                result.append(error)
-            ended.set()
-
-        threading.Thread(target=wait, name="rankbook-receive", daemon=True).start()
-        try:
-            while not ended.wait(_LOOK_EVERY.total_seconds()):
-                if self._group.ledger.broken:
-                    raise RuntimeError("the transport is gone")
-        finally:
-            if not ended.is_set():
-                self._group.leave_behind()
-        if isinstance(result[0], RuntimeError):
-            raise result[0]
-        return result[0]
-
-    def synchronize(self) -> None:
-        """As torch's. Raises `CollectiveAborted`."""
-        try:
-            self._work.synchronize()
-        except RuntimeError as error:
-            other = self._group.error_for(error, self._launched)
-            if other is error:
-                raise
-            raise other from None
-
-    def get_future(self) -> Any:  # noqa: ANN401 - torch's
-        """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
-        self._launched.work = Promised(self._work)  # it outlives this object
-        return self._work.get_future()
-
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    def call(self: Wait, *args: Any) -> Any:  # noqa: ANN401 - as torch's
-        return getattr(self._work, name)(*args)
-
-    call.__name__ = name
-    return call
-
-
-for _name in ("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result"):
-    setattr(Wait, _name, _passed_on(_name))
-for _name in ("block_current_stream", "get_future_result", "_get_op_type", "_get_duration"):
-    if hasattr(dist._Work, _name):  # type: ignore[attr-defined, unused-ignore]
-        setattr(Wait, _name, _passed_on(_name))

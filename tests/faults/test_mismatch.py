@@ -17,6 +17,8 @@ total = torch.tensor(rank)
 dist.all_reduce(total)
 print("sum", total.item())"""
 
+BACKWARD = "DDP(torch.nn.Linear(64, 64))(torch.ones(1, 64)).sum().backward()"
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request) -> Iterator[Notebook]:
@@ -25,7 +27,7 @@ def ranks(request) -> Iterator[Notebook]:
     try:
         notebook.ok("%load_ext rankbook")
         notebook.ok(f"%distributed start -n {request.param}")
-        notebook.ok("%%distributed\nkept = rank * 10")
+        notebook.ok("%%distributed\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nkept = rank * 10")
         yield notebook
     finally:
         notebook.close()
@@ -40,6 +42,10 @@ def ranks(request) -> Iterator[Notebook]:
         "dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))",
         "dist.all_gather([torch.ones(4 + rank) for _ in range(world_size)], torch.ones(4 + rank))",
         "work = dist.all_reduce(torch.ones(4 + 1000 * rank), async_op=True)\nsum(range(300_000))\nwork.wait()",
+        "dist.send(torch.ones(1000), 1) if rank == 0 else dist.recv(torch.ones(4), 0) if rank == 1 else None",
+        f"{BACKWARD} if rank else dist.all_reduce(torch.ones(1_000_000))",
+        f"{BACKWARD} if rank else dist.all_reduce(torch.ones(3))",
+        "dist.reduce_scatter_tensor(torch.ones(1 + 1000 * rank), torch.ones(world_size * (1 + 1000 * rank)))",
     ],
 )
 def test_tensors_that_differ_from_rank_to_rank_end_the_cell_and_no_process(ranks, code):

@@ -96,7 +96,7 @@ def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(ledger):
 def test_a_promised_work_is_waited_for_when_nobody_else_has_it(ledger):
     _, launched = begin(ledger)
     work = Work()
-    launched.work = Promised(work)
+    launched.work = Promised(work, work)
     gc.collect()
     assert [*ledger.pending()] == [launched]
     work.completed = True
@@ -108,7 +108,7 @@ def test_promised_works_that_are_done_are_not_kept_until_somebody_asks(ledger):
     for _ in range(3):
         _, launched = begin(ledger)
         works.append(Work())
-        launched.work = Promised(works[-1])
+        launched.work = Promised(works[-1], works[-1])
     watched = [weakref.ref(each) for each in works]
     works[0].completed = works[1].completed = True
     begin(ledger)
