@@ -4,6 +4,7 @@ Owns: what happens inside the forkserver and a rank. Refuses: to know the notebo
 
 forkserver.py     imports torch once, forks ranks, reaps them
 owner.py          which notebook it serves, and who may claim a kept cluster
+forks.py          a rank's forks: loaders' workers
 host.py           what the operating system is asked for: sessions, parent death, pipes
 control_groups.py whom the kernel's OOM killer ended
 main.py           a rank's life, and its main thread's loop

@@ -13,7 +13,6 @@ torch's own store would listen on every interface, and it answers whoever asks.
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import json
 import os
@@ -31,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
-from rankbook.rank import lifeboat, models
+from rankbook.rank import forks, lifeboat, models
 from rankbook.rank.backends import backends_of, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
 from rankbook.rank.recoverable import Inner, RecoverableGroup
@@ -246,9 +245,7 @@ class GroupMember:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
-            # A child, as a loader's worker is, shares gloo's sockets and what watches them. If it collected what is
-            # left of former connections, it would take the rank's down, and wait there for threads that it has not.
-            os.register_at_fork(after_in_child=gc.freeze)
+            forks.make_safe()
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             models.remember_models()

@@ -101,7 +101,6 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             if waiter.ended.is_set():
                 _idle.append(waiter)
             else:
-                self._group.leave_behind()
                 waiter.dismiss()
         return waiter.result()
 
@@ -109,8 +108,10 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
         """Raise, in words that `error_for` knows, if nothing will end this wait."""
         if self._group.sunk:
             raise RuntimeError("the transport has given up")
-        # A receive from anybody ends for nothing but a message.
-        if self._group.broken_for > (0 if self._launched.from_anybody else ENDS_WITHIN):
+        if self._launched.from_anybody:
+            if self._group.broken_for > 0:  # gloo ends it for nothing but a message
+                raise RuntimeError("the transport is gone")
+        elif self._group.broken_for > ENDS_WITHIN:
             self._group.leave_behind()
             raise RuntimeError("the transport is gone")
 
