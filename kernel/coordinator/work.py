@@ -33,6 +33,7 @@ class Workplace:
         self._state = self._crew.state
         self._segments = self._crew.segments
         self._place = self._crew.placement
+        self._everyone = tuple(range(len(self._place.devices)))
         self.key = self._crew.key
 
     @property
@@ -47,8 +48,8 @@ class Workplace:
 
     def select(self, ranks: RankSelection) -> tuple[int, ...]:
         """The ranks that a selection means; None means all. Raises `BadRequest`."""
-        if ranks is None:
-            return tuple(range(self.world_size))
+        if ranks is None or ranks == self._everyone:
+            return self._everyone
         text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
         return parse_ranks(text, self.world_size)
 

@@ -21,6 +21,7 @@ import zmq
 from rankbook.errors import StartError
 from rankbook.messages import FromRank, Message, ToRank, decode_from_rank, decode_to_rank, encode
 from rankbook.transport.link import Frames, Sender
+from rankbook.transport.quick_send import send_quickly
 from rankbook.transport.watch import Watch
 
 _SENDER = struct.Struct("<II")
@@ -110,6 +111,13 @@ class _Inbox:
         os.close(self._wake_write)
 
 
+def _send(socket: zmq.Socket[bytes], head: bytes, frames: Frames, flags: int = 0) -> None:
+    if frames:
+        socket.send_multipart([head, *frames], flags, copy=False)
+    elif not send_quickly(socket.underlying, head):
+        socket.send(head, flags)
+
+
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -166,7 +174,7 @@ class ZmqHub:
                 return False
             try:
                 flags = zmq.NOBLOCK if down.used else 0
-                down.socket.send_multipart([encode(message), *frames], flags, copy=not frames)
+                _send(down.socket, encode(message), frames, flags)
             except zmq.Again:
                 return False
             down.used = True
@@ -241,9 +249,9 @@ class ZmqRank:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
-        parts = [self._sender + encode(message), *frames]
+        head = self._sender + encode(message)
         with self._lock:
-            self._up.send_multipart(parts, copy=not frames)
+            _send(self._up, head, frames)
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
         """See `rank.outbox.PatientLink`."""
