@@ -84,9 +84,17 @@ class CellError(RankbookError):
         return self.message
 
 
+def is_consequence(error: ErrorReport | None) -> bool:
+    """Whether it only tells that another rank's failure ended a wait: what that rank raised is told before it."""
+    return error is not None and error.name == CollectiveAborted.__name__
+
+
 def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:
-    """A `CellError` that is also of the first failed rank's exception type, where that is built in or Rankbook's."""
-    first = errors[min(errors)].name
+    """A `CellError` that is also of the first failed rank's exception type, where that is built in or Rankbook's.
+
+    A rank that merely waited for one that failed comes after it.
+    """
+    first = errors[min(errors, key=lambda rank: (is_consequence(errors[rank]), rank))].name
     return _cell_error_type(first)(message, errors)
 
 

@@ -25,6 +25,8 @@ _RECORD, _RECORD_ENTRIES = 256 << 10, 200
 """Characters and entries of the cell's output that are kept in case some ranks clear theirs."""
 _ENTRY = 16 << 10
 """Characters after which lines go to a new entry, so that little is forgotten at a time."""
+_LABEL_STYLE = "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px)"
+"""Of a label before HTML: that of the labels before text."""
 
 
 @dataclass(frozen=True)
@@ -353,5 +355,5 @@ def _label_bundle(data: Mapping[str, Any], label: str) -> dict[str, Any]:
     if isinstance(text, str):
         labelled["text/plain"] = f"{label} " + text.replace("\n", "\n" + " " * (len(label) + 1))
     if isinstance(html, str):
-        labelled["text/html"] = f"<div><small>{label}</small></div>{html}"
+        labelled["text/html"] = f'<div style="{_LABEL_STYLE}">{label}</div>{html}'
     return labelled

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rankbook.errors import BadRequest, CellError, LostRank, cell_error
+from rankbook.errors import BadRequest, CellError, LostRank, cell_error, is_consequence
 from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
 from rankbook.ranks import name_ranks
 
@@ -270,7 +270,7 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
     for outcome in outcomes:
         if outcome.status == "error":
             groups.setdefault(_likeness(outcome.error.plain) if outcome.error else "", []).append(outcome)
-    for group in groups.values():
+    for group in sorted(groups.values(), key=lambda group: is_consequence(group[0].error)):
         who, error = name_ranks(outcome.rank for outcome in group), group[0].error
         if error is None:
             yield _red(f"{who}: failed, and did not say how", plain)

@@ -140,7 +140,7 @@ class DistributedMagics(Magics):
             (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", each.loss or "")
             for each in running.status()
         ]
-        self._show(table(("rank", "state", "device", "pid", "runs", ""), rows))
+        self._show(table(("rank", "state", "device", "pid", "runs", "note"), rows))
         for cell in running.cells():
             if cell.started is None:
                 self._say(_queued(cell).rstrip())
@@ -233,7 +233,7 @@ def _short_errors() -> Iterator[None]:
     try:
         yield
     except BadRequest as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error).replace(f": {BadRequest.__name__}: ", ": ")) from None  # a rank's has its name too
     except RankbookError as error:
         if not hasattr(error, "_render_traceback_"):
             lines = f"{type(error).__name__}: {error}".splitlines()

@@ -10,15 +10,26 @@ import shlex
 import threading
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rankbook.errors import BadRequest
 
 COMMANDS = ("start", "attach", "status", "interrupt", "heal", "restart", "stop", "stacks", "push", "pull", "auto")
 
 
+class _Help(argparse.HelpFormatter):
+    """Equally wide everywhere, and without a break behind the longest command."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+        self._action_max_length = 14
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse that raises one line instead of printing many and exiting."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.errors import BadRequest, CellError, CollectiveAborted, LostRank
 from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
 from rankbook.results import CellResult, RankOutcome, ResultBuilder, describe_errors
 
@@ -226,6 +226,16 @@ def test_a_lost_rank_comes_before_the_errors_that_it_may_have_caused():
         result(done("error", VALUE), "rank 1 was killed", "rank 2 was killed").raise_for_status()
     assert caught.value.ranks == (1, 2)
     assert "ValueError: bad" in str(caught.value)
+
+
+def test_what_a_rank_raised_comes_before_what_that_broke_off_elsewhere():
+    aborted = ErrorReport(name="CollectiveAborted", value="rank 1 raised", traceback="Trace", plain="Trace")
+    found = result(done("error", aborted), done("error", VALUE))
+    assert plain(found).splitlines()[::2] == ["rank 1: ValueError: bad", "rank 0: CollectiveAborted: rank 1 raised"]
+    with pytest.raises(ValueError, match="bad"):
+        found.raise_for_status()
+    with pytest.raises(CollectiveAborted):
+        result(done("error", aborted), done("error", aborted)).raise_for_status()
 
 
 def test_an_interrupt_is_an_interrupt():

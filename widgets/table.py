@@ -10,7 +10,9 @@ from html import escape
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
-    """A small table as a mime bundle, in HTML and in aligned text."""
+    """A small table as a mime bundle, in HTML and in aligned text. Columns with nothing in them are left out."""
+    filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    headings, *rows = [[row[column] for column in filled] for row in (headings, *rows)]
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

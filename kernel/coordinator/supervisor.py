@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
-from rankbook.coordinator.watch import How, Out, Told, deadlock, disagreements, doomed, warning
+from rankbook.coordinator.watch import Doomed, How, Out, Told, deadlock, disagreements, doomed, warning
 
 GRACE = 1.0
 """Seconds that a rank may wait for one that raised before the wait is broken off, unless it is said otherwise."""
@@ -105,17 +105,23 @@ class Supervisor:
     ) -> list[act.Action]:
         actions: list[act.Action] = []
         broken: dict[str, list[tuple[int, str]]] = {}
+        late: dict[tuple[int, str], list[Doomed]] = {}
         for doom in doomed(told, out, now):
             number = ranks[doom.rank].cell
             cell = cells.get(number) if number is not None else None
             if cell is None:
                 continue
             if doom.how == "finished":
-                if doom.seconds >= WARN_AFTER:
-                    actions += self._say(cell, warning(doom), doom.rank, doom.group, doom.launch.number)
+                what = (doom.rank, doom.group, doom.launch.number)
+                if doom.seconds >= WARN_AFTER and (cell.cell, *what) not in self._said:
+                    self._said.add((cell.cell, *what))
+                    same = warning(doom, [doom.missing])  # but for who waits
+                    late.setdefault((cell.cell, same), []).append(doom)
             elif doom.seconds >= self._grace:
                 cell.aborted = True
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
+        for (key, _), dooms in late.items():
+            actions.append(act.TellPerson(key, warning(dooms[0], [doom.rank for doom in dooms])))
         for words, where in broken.items():
             who = tuple(sorted({rank for rank, _ in where}))
             actions.append(act.SendAbort(who, tuple(sorted({group for _, group in where})), words))

@@ -6,12 +6,12 @@ comes in. A collective that is merely slow is never condemned: the verdict rests
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from rankbook.messages import Collectives
-from rankbook.ranks import format_ranks, name_ranks
+from rankbook.ranks import name_ranks
 from rankbook.telemetry import GroupReport, Launch
 
 How = Literal["failed", "dead", "finished"]
@@ -198,12 +198,14 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | 
     return "\n".join([head, *lines, _WAY_OUT]) + "\n"
 
 
-def warning(doom: Doomed) -> str:
-    """What the cell says of a wait for a rank that merely has finished."""
+def warning(doom: Doomed, ranks: Iterable[int]) -> str:
+    """What the cell says of the wait of `ranks`, as in `doom`, for a rank that merely has finished."""
+    who = tuple(ranks)
     where = f" at line {doom.line}" if doom.line is not None else ""
     number = f" #{doom.launch.number}" if doom.launch.number else ""
     data = f" ({doom.launch.data})" if doom.launch.data else ""
     return (
-        f"rank {doom.rank} waits in {doom.launch.op}{number}{data}{where} for rank {format_ranks([doom.missing])}, "
+        f"{name_ranks(who)} {'waits' if len(who) == 1 else 'wait'} in {doom.launch.op}{number}{data}{where} "
+        f"for rank {doom.missing}, "
         f"which {doom.words}; {_WAY_OUT}\n"
     )

@@ -29,6 +29,10 @@ from rankbook.rank import host
 
 PACE_STEP = 0.05
 """Seconds between two looks at whether the pace allows more."""
+_WINDOW = 3.2
+"""Seconds over which Jupyter's server counts, and some to spare."""
+_DRAIN_PACE = 0.005
+"""Seconds in which a flood on stderr is sent once: no child starts and prints sooner."""
 StreamName = Literal["stdout", "stderr"]
 
 SHOWN = 4 << 20
@@ -102,25 +106,36 @@ class Capture:
         with self._shield(), self.lock:
             self._take(SHOWN)
 
-    def _take(self, most: int) -> None:
-        if not self._poll.poll(0):  # one call to the system where two reads would find nothing
+    def drain_if_room(self) -> None:
+        """As `drain`, unless the pace allows nothing now. Any thread."""
+        if self._forked:
             return
+        with self._shield(), self.lock:
+            if self._pace.room() != 0:
+                self._take(SHOWN)
+
+    def _take(self, most: int) -> bool:
+        """Send up to `most` bytes of each pipe; whether there may be more."""
+        if not self._poll.poll(0):  # one call to the system where two reads would find nothing
+            return False
+        more = False
         for descriptor, name in zip(self.files, self._names, strict=True):
             data = host.read_available(descriptor, most=most)
+            more = more or len(data) >= most
             if data:
                 self._pace.spend(len(data))
                 for message in self._quota.admit(name, data):
                     self._send(message)
+        return more
 
     def drain_at_pace(self) -> float:
         """As `drain`, but no more than the pace allows; the seconds after which there is more to take, 0 for now."""
-        room = self._pace.room() if self._quota.open else None
-        if room is None:
-            self.drain()
-            return 0.0
         with self.lock:
-            self._take(max(0, room))
-        return 0.0 if self._pace.room() else PACE_STEP
+            room = self._pace.room() if self._quota.open else None
+            if room is not None:
+                return PACE_STEP if self._take(room) else 0.0
+        self.drain()
+        return 0.0
 
     def end(self) -> None:
         """The cell ends: send what is left, and what was cut."""
@@ -137,12 +152,16 @@ class Pace:
     """How fast text may go to a front end that drops what comes faster. `rate` None: as fast as it likes.
 
     Jupyter's server drops messages beyond 1,000,000 bytes/s over 3 s (`iopub_data_rate_limit`). Not reading the pipe
-    makes the printer wait instead, which loses nothing.
+    makes the printer wait instead, which loses nothing. A burst and what comes after it share those 3 s: `window` is
+    how many bytes may go in them.
     """
 
-    def __init__(self, *, rate: float | None, burst: int) -> None:
+    def __init__(self, *, rate: float | None, burst: int, window: int | None = None) -> None:
         self.rate = rate
         self._burst = burst
+        self._window = burst if window is None else window
+        self._went: deque[tuple[float, int]] = deque()
+        self._recent = 0
         self._room = float(burst)
         self._last = time.monotonic()
 
@@ -153,11 +172,18 @@ class Pace:
         now = time.monotonic()
         self._room = min(self._burst, self._room + (now - self._last) * self.rate)
         self._last = now
-        return max(0, int(self._room))
+        if not self._went:
+            self._recent = 0
+        while self._went and now - self._went[0][0] > _WINDOW:
+            self._recent -= self._went.popleft()[1]
+        return max(0, min(int(self._room), self._window - self._recent))
 
     def spend(self, size: int) -> None:
         """`size` bytes went. More than there was room for is owed."""
         self._room -= size
+        if self.rate is not None:
+            self._went.append((time.monotonic(), size))
+            self._recent += size
 
 
 class _Quota:
@@ -272,6 +298,8 @@ class TurnTakingStream(io.TextIOWrapper):
             io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
         self._capture = capture
+        self._drains = descriptor == 2
+        self._due = 0.0
 
     def write(self, text: str, /) -> int:
         """Write `text`; the other stream's text that came before is sent before."""
@@ -285,6 +313,9 @@ class TurnTakingStream(io.TextIOWrapper):
         written = super().write(text)
         if "\n" not in text and "\r" not in text:
             self.flush()  # half a line shows at once too, and is not lost when the process dies of the next statement
+        if self._drains and time.monotonic() > self._due:  # else a child's stdout, which is read first, overtakes it
+            self._capture.drain_if_room()
+            self._due = time.monotonic() + _DRAIN_PACE
         return written
 
 

@@ -89,7 +89,7 @@ def _be_like_the_notebook(request: ForkRank) -> None:
 
 def _pace(world_size: int) -> Pace:
     """The ranks' shares of what the server lets through, less labels and JSON."""
-    return Pace(rate=650_000 / world_size, burst=1_800_000 // world_size)
+    return Pace(rate=650_000 / world_size, burst=1_800_000 // world_size, window=2_400_000 // world_size)
 
 
 def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> None:

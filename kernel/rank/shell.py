@@ -31,6 +31,7 @@ from traitlets.config import Config
 
 from rankbook.errors import TransferError
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -104,8 +105,15 @@ class RankDisplayHook(DisplayHook):
 
 
 def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """The bundle with bytes as base64, checked to be plain data. Raises `TransferError`, in the user's cell."""
-    plain = {key: b64encode(value).decode() if isinstance(value, bytes) else value for key, value in bundle.items()}
+    """The bundle with bytes as base64, checked to be plain data. Raises `TransferError`, in the user's cell.
+
+    Without the view of a widget, whose model the front end does not have: it would show an error and not the text.
+    """
+    plain = {
+        key: b64encode(value).decode() if isinstance(value, bytes) else value
+        for key, value in bundle.items()
+        if key != _WIDGET
+    }
     for key, value in plain.items():
         if not isinstance(value, str):
             try:

@@ -45,7 +45,9 @@ def report(shell: InteractiveShell, error: BaseException, lines: dict[str, int])
         except Exception as failure:  # noqa: BLE001 - told below: an error must arrive whatever its repr does
             text = f"{type(error).__name__}: {value}\n(no traceback: {type(failure).__name__} while it was made)"
     if hidden:
-        text += f"\n({hidden} frames of libraries are left out)"
+        text += (
+            "\n(1 frame of a library is left out)" if hidden == 1 else f"\n({hidden} frames of libraries are left out)"
+        )
     return ErrorReport(
         name=type(error).__name__,
         value=value,

@@ -110,6 +110,20 @@ def test_who_merely_finished_ends_no_wait_but_the_person_is_told_once():
     assert of(act.SendAbort, scene.look(1000)) == []
 
 
+def test_ranks_that_wait_for_the_same_one_in_the_same_place_are_told_of_in_one_line():
+    scene = Scene(0, 2, 3, finished=(1,))
+    for rank in (0, 2):
+        scene.waits(rank, 5)
+    scene.waits(3, 5, "barrier")
+    scene.tells(1, 4)
+    scene.look()
+    told = [each.text for each in of(act.TellPerson, scene.look(WARN_AFTER)) if "finished" in each.text]
+    assert [text.partition(" for rank 1")[0] for text in told] == [
+        "ranks 0,2 wait in all_reduce #5 at line 2",
+        "rank 3 waits in barrier #5 at line 2",
+    ]
+
+
 def test_ranks_that_disagree_are_told_of_once():
     scene = Scene(0, 1)
     scene.now = 51.0

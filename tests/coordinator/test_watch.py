@@ -225,12 +225,13 @@ def test_each_disagreement_is_found_once_and_other_groups_have_their_own():
 
 def test_the_warning_says_who_waits_where_for_whom_and_what_to_do():
     doom = Doomed(2, "0", launch(5), 7, 1, "finished", "has finished this cell", 6.0)
-    assert warning(doom) == (
+    assert warning(doom, [2]) == (
         "rank 2 waits in all_reduce #5 (float32[4]) at line 7 for rank 1, which has finished this cell; "
         "interrupt the cell (■, or %distributed interrupt) to end the wait\n"
     )
     bare = Doomed(2, "0", launch(0, "recv", data=""), None, 1, "finished", "has not begun this cell", 6.0)
-    assert warning(bare).startswith("rank 2 waits in recv for rank 1, which has not begun this cell; ")
+    assert warning(bare, [2]).startswith("rank 2 waits in recv for rank 1, which has not begun this cell; ")
+    assert warning(bare, [0, 2, 3]).startswith("ranks 0,2-3 wait in recv for rank 1, which has not begun this cell; ")
 
 
 def test_ranks_that_wait_for_one_another_in_several_groups_are_all_named():

@@ -34,6 +34,7 @@ def test_a_question_mark_shows_the_options_and_the_commands(notebook, question):
         assert word in text
     for command in ("start", "status", "interrupt", "restart", "stop", "stacks", "push", "pull", "auto"):
         assert f"%distributed {command}" in text
+    assert re.search(r"^ +interrupt +interrupt what", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", ["", "bogus", "statsu", "--ranks 0"])
@@ -109,7 +110,7 @@ def test_stop_ends_the_ranks_and_a_second_time_says_that_none_run(notebook):
 def test_status_shows_each_rank_as_text_and_as_a_table(notebook):
     shown = notebook.ok("%distributed status").displays[-1]
     lines = shown["text/plain"].splitlines()
-    assert lines[0].split()[:4] == ["rank", "state", "device", "pid"]
+    assert lines[0].split() == ["rank", "state", "device", "pid"], "and no column with nothing in it"
     assert [line.split()[:3] for line in lines[1:]] == [["0", "idle", "cpu"], ["1", "idle", "cpu"]]
     assert shown["text/html"].count("<tr>") == 3
 
@@ -227,6 +228,7 @@ def test_names_that_are_not_there_are_one_line_with_near_matches(notebook):
     notebook.ok("%%distributed\nlosses = []")
     told = refused(notebook, "%distributed pull losse")
     assert "'losse'" in told and "near: losses" in told
+    assert told.startswith("UsageError: ranks 0-1: there is no variable")
     told = refused(notebook, "%distributed pull losses.appendd")
     assert "append" in told
 

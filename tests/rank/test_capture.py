@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rankbook.messages import Text, TextCut
-from rankbook.rank.capture import SHOWN, TAIL
+from rankbook.rank import capture
+from rankbook.rank.capture import SHOWN, TAIL, Pace
 
 BEFORE = """
 import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subprocess, sys, threading
@@ -77,6 +78,20 @@ capture.end()
 """,
     )
     assert streams(sent) == [(name, f"{name[3:]} {i}\n") for i in range(3) for name in ("stdout", "stderr")]
+
+
+def test_what_a_child_prints_does_not_overtake_what_python_wrote_to_stderr(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+print("before", file=sys.stderr)
+subprocess.run(["echo", "child"])
+print("after", file=sys.stderr)
+capture.end()
+""",
+    )
+    assert streams(sent) == [("stderr", "before\n"), ("stdout", "child\n"), ("stderr", "after\n")]
 
 
 def test_half_lines_and_their_order_are_kept_too(tmp_path):
@@ -314,3 +329,36 @@ told = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys
     assert log.stat().st_size == 64_000_000
     log.unlink()
     assert told < 32 << 20
+
+
+def test_the_end_of_a_cell_keeps_the_pace_too(tmp_path):
+    _, told = run(
+        tmp_path,
+        """
+from rankbook.rank.capture import Pace
+capture._pace = Pace(rate=400_000, burst=20_000, window=1 << 20)
+capture.begin(1)
+os.write(1, b"x" * 60_000)
+capture.end()
+told = [len(text.data) for text in sent]
+""",
+    )
+    assert isinstance(told, list)
+    assert sum(told) == 60_000
+    assert max(told) <= 20_000, "and nothing at once because a byte's worth of time had passed"
+
+
+def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(capture.time, "monotonic", lambda: now)
+    pace = Pace(rate=650.0, burst=1800, window=2400)
+    went = []
+    for _ in range(400):
+        room = pace.room()
+        assert room is not None
+        pace.spend(room)
+        went.append((now, room))
+        now += 0.05
+    assert went[0] == (100.0, 1800)
+    assert max(sum(size for at, size in went if start <= at < start + 3.0) for start, _ in went) <= 2400
+    assert sum(size for _, size in went) >= 0.9 * 650 * 20, "in the long run as fast as the rate"
