@@ -10,6 +10,7 @@ of a background cell that arrives after the cell ended still lands in that cell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import signal
@@ -33,6 +34,7 @@ from rankbook.errors import BadRequest
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
 INTERRUPT_GRACE = 5.0  # seconds that a cell that ran out of time gets to end by the interrupt
+LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, that mean: its last messages do not come any more
 _QUIET = 0.1  # seconds without a message that mean: the dead kernel has said everything
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of what a dead kernel wrote to its own stderr
@@ -98,6 +100,7 @@ class NotebookRun:
         self._current: _Run | None = None
         self._stopped: asyncio.Future[Outcome]
         self._ending = False
+        self._published = 0
         self._log = b""
         self._signalling: set[asyncio.Task[None]] = set()
 
@@ -160,6 +163,7 @@ class NotebookRun:
         finally:
             os.close(log_end)
         client = self._client = self._document.kc = self._manager.client()
+        client.context.rcvhwm = 0  # any number of messages may wait for us: ZeroMQ drops what is over its default
         client.start_channels(hb=False, stdin=False)
         try:
             await client.wait_for_ready(timeout=STARTUP_TIMEOUT)
@@ -260,7 +264,7 @@ class NotebookRun:
         except TimeoutError:
             await self._interrupt_late(request, run)
             return Outcome(1, f"cell [{run.number}] did not end in {self._timeout:g} s")
-        await run.idle.wait()
+        await self._wait_idle(run)
         self._console.finish(run.number)
         self._current = None
         if reply["status"] == "ok" or may_fail:
@@ -277,6 +281,16 @@ class NotebookRun:
             if message["parent_header"].get("msg_id") == request:
                 content: dict[str, Any] = message["content"]
                 return content
+
+    async def _wait_idle(self, run: _Run) -> None:
+        """Wait for the last of what the kernel publishes of the cell, whose reply has come, or until it is lost."""
+        while not run.idle.is_set():
+            published = self._published
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.idle.wait(), LOST_AFTER)
+            if not run.idle.is_set() and self._published == published:
+                self._console.note(f"the end of what cell [{run.number}] printed was lost on its way from the kernel")
+                return
 
     async def _interrupt_late(self, request: str, run: _Run) -> None:
         """Interrupts a cell that took too long, so that its traceback says where it was."""
@@ -299,6 +313,7 @@ class NotebookRun:
                 if until_quiet:
                     return
             else:
+                self._published += 1
                 run = self._runs.get(message["parent_header"].get("msg_id", ""), self._current)
                 if run is not None:
                     self._show(run, message["msg_type"], message["content"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,6 +71,7 @@ class Cell:
         self.timed_out: float | None = None
         self.waiting_behind: tuple[int, ...] = ()
         self.on_change: list[Callable[[], None]] = []
+        self.heard: Counter[tuple[int, str]] = Counter()
         self._open = set(self.ranks)
         self._sink = sink
         self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key)
@@ -100,6 +102,8 @@ class Cell:
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
         """A rank has printed or shown something."""
+        if isinstance(message, Text):
+            self.heard[rank, message.stream] += len(message.data)
         if not isinstance(message, Clear):
             self._builder.feed(rank, message)
         if not self._quiet:

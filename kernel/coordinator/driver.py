@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed
-from rankbook.coordinator.exits import describe_exit, describe_failure
+from rankbook.coordinator.exits import describe_exit, describe_failure, feed_last, sent_last
 from rankbook.coordinator.presence import Presence, RankInfo
 from rankbook.coordinator.silence import describe_straggler
 from rankbook.coordinator.state import ClusterState
@@ -47,7 +47,6 @@ from rankbook.messages import (
     Regroup,
     Stack,
     StartFailed,
-    Text,
 )
 from rankbook.transport.link import HubLink, Sender
 
@@ -198,7 +197,9 @@ class Driver:
 
     def _fork(self, rank: int, incarnation: int) -> None:
         try:
-            self._launcher.fork(self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation)))
+            request = self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation))
+            self.infos[rank].segments = request.segments
+            self._launcher.fork(request)
         except (RankbookError, OSError) as error:  # the folder is full or gone, the forkserver has ended
             words = f"could not be started: {error}"
             self.start_errors[rank] = f"rank {rank} {words}"
@@ -362,15 +363,13 @@ class Driver:
 
     def _bury(self, message: RankExited) -> None:
         rank = self.state.ranks[message.rank]
+        sent = sent_last(message, self.infos[message.rank].segments)
         if message.incarnation != rank.incarnation:
             return
         self.presence.forget(message.rank)
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
-        if cell is not None:
-            for stream, data in (("stdout", message.stdout), ("stderr", message.stderr)):
-                if data:
-                    cell.feed(message.rank, Text(cell=cell.cell, stream=stream, data=data))  # type: ignore[arg-type]
+        feed_last(message, sent, self._cells, cell)
         forming = cell is not None and cell.number < 0 and cell.result is None
         if rank.state is RankState.STARTING or forming:
             during = "while the group was formed" if forming else "while it started"

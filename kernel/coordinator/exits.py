@@ -1,14 +1,34 @@
-"""How a rank's process ended, and how a cell ended on a rank, in words.
+"""How a rank's process ended, and how a cell ended on a rank: in words, and its last output.
 
-Owns: the words. Refuses: to find out.
+Owns: the words, and what of the output was still on its way. Refuses: to decide what follows.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 from rankbook.coordinator.cell import Cell
-from rankbook.messages import Done, RankExited
+from rankbook.messages import Done, RankExited, Text
+from rankbook.transport.last_words import Said, take_last_words, words_of
+
+
+def sent_last(message: RankExited, segments: str) -> list[Said]:
+    """What the rank has taken out of its pipes last; its file is removed."""
+    return [*take_last_words(words_of(Path(segments), message.rank, message.incarnation))] if segments else []
+
+
+def feed_last(message: RankExited, sent: list[Said], cells: Mapping[int, Cell], running: Cell | None) -> None:
+    """Give the cells what the rank sent and never came, and then what it left in its pipes."""
+    for said in sent:
+        cell = cells.get(said.cell)
+        if cell is not None and (data := said.missing(cell.heard[message.rank, said.stream])):
+            cell.feed(message.rank, Text(cell=cell.cell, stream=said.stream, data=data))  # type: ignore[arg-type]
+    if running is not None:
+        for stream, data in (("stdout", message.stdout), ("stderr", message.stderr)):
+            if data:
+                running.feed(message.rank, Text(cell=running.cell, stream=stream, data=data))  # type: ignore[arg-type]
 
 
 def describe_exit(message: RankExited) -> str:

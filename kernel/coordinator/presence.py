@@ -29,6 +29,7 @@ class RankInfo:
     pid: int | None = None
     hello: Hello | None = None
     last_cell: int | None = None
+    segments: str = ""
 
 
 class Presence:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from rankbook.messages import Text, TextCut
 from rankbook.rank import host
+from rankbook.transport.last_words import LastWords
 
 PACE_STEP = 0.05
 """Seconds between two looks at whether the pace allows more."""
@@ -52,6 +53,7 @@ class Capture:
         logs: Path,
         rank: int,
         pace: Pace | None = None,
+        words: Path | None = None,
     ) -> None:
         out_read, out_write, err_read, err_write = outputs
         os.dup2(out_write, 1)
@@ -68,6 +70,7 @@ class Capture:
         self._logs = logs
         self._rank = rank
         self._pace = pace or Pace(rate=None, burst=0)
+        self._words = LastWords(words)
         self._elapsed = threading.Event()
         self.lock = threading.RLock()
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
@@ -125,6 +128,8 @@ class Capture:
             if data:
                 self._pace.spend(len(data))
                 for message in self._quota.admit(name, data):
+                    if isinstance(message, Text):
+                        self._words.note(message.cell, message.stream, message.data)
                     self._send(message)
         return more
 

@@ -24,6 +24,7 @@ from rankbook.rank.execute import Executor
 from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell, make_shell
+from rankbook.transport.last_words import words_of
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.zmq_link import ZmqRank
 
@@ -98,7 +99,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         torch.cuda.set_device(device)
     interrupts = Interrupts()
     pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
-    capture = Capture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace)
+    words = None if request.keep else words_of(Path(request.segments), request.rank, request.incarnation)
+    capture = Capture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, words)
     group = GroupMember(
         rank=request.rank,
         world_size=request.world_size,

@@ -11,4 +11,5 @@ stream.py     length-prefixed messages over a socket pair, for the forkserver
 payload.py    values to buffers and back
 tensors.py    torch tensors out of band
 segments.py   shared memory files
+last_words.py  what a rank sent last, in a file that outlives it
 """
