@@ -278,6 +278,7 @@ def test_an_interrupt_ends_the_cell_and_the_run(run: Run, tmp_path: Path) -> Non
     assert stored_text(tmp_path / "out.ipynb", 0) == "go\n"
 
 
+@pytest.mark.slow
 def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_run(run: Run) -> None:
     again = "except KeyboardInterrupt:\n    print('caught')\n    time.sleep(600)"
     caught = f"try:\n    print('go')\n    time.sleep(600)\n{again}"
@@ -300,6 +301,7 @@ def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -
     assert command.wait_end(timeout=10) == 128 + number
 
 
+@pytest.mark.slow
 def test_a_stop_signal_while_the_kernel_starts_leaves_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +317,7 @@ def test_a_stop_signal_while_the_kernel_starts_leaves_nothing(
     assert command.out == ""
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ignores_every_request_is_killed(run: Run) -> None:
     deaf = (
         "import signal, time\nfor number in (signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, signal.SIG_IGN)"

@@ -20,7 +20,7 @@ print("sum", total.item())"""
 BACKWARD = "DDP(torch.nn.Linear(64, 64))(torch.ones(1, 64)).sum().backward()"
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request) -> Iterator[Notebook]:
     before = leftovers()
     notebook = Notebook()

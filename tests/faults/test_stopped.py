@@ -158,6 +158,7 @@ def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restar
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 @pytest.mark.parametrize("end", ["stop", "shutdown"])
+@pytest.mark.slow
 def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
     fresh_notebook.ok("%distributed start -n 2")
     if busy:
