@@ -84,9 +84,11 @@ def test_no_other_thread_gets_the_interpreter_in_between(ends):
         for _ in range(100):
             send_quickly(push.underlying, b"small")
         assert len(turns) == seen
-        for _ in range(100):
+        for _ in range(100_000):
             push.send(b"small")
-        assert len(turns) > seen
+            if len(turns) > seen:
+                break
+        assert len(turns) > seen  # as pyzmq sends, it does
     finally:
         over.set()
         sys.setswitchinterval(before)
