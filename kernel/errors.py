@@ -54,6 +54,14 @@ class CollectiveAborted(RankbookError, RuntimeError):
     """
 
 
+class PeerFailed(RankbookError, RuntimeError):
+    """Another rank failed where this one had to wait for it. `rank` is that other one, and its error the cause."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class ProtocolError(RankbookError):
     """A peer sent what is not in the vocabulary."""
 
@@ -86,7 +94,7 @@ class CellError(RankbookError):
 
 def is_consequence(error: ErrorReport | None) -> bool:
     """Whether it only tells that another rank's failure ended a wait: what that rank raised is told before it."""
-    return error is not None and error.name == CollectiveAborted.__name__
+    return error is not None and error.name in (CollectiveAborted.__name__, PeerFailed.__name__)
 
 
 def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:

@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 MAY_IMPORT: dict[str, set[str]] = {
     # room: the rooms that it may import. The front door is "".
-    "": {"coordinator", "magics", "results", "errors"},
+    "": {"coordinator", "magics", "runtime", "results", "errors"},
     "errors": {"messages"},  # for annotations only, see FOR_TYPES_ONLY
     "telemetry": set(),
     "wire": set(),
@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ranks",
         "errors",
     },
-    "rank": {"transport", "messages", "keeping", "telemetry", "wire", "ranks", "errors"},
+    "rank": {"transport", "messages", "keeping", "telemetry", "wire", "ranks", "errors", "runtime"},
+    "runtime": {"telemetry", "errors"},
+    "launched": {"runtime"},
     "widgets": {"results", "ranks", "errors"},
     "magics": {
         "widgets",
@@ -60,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ranks",
         "errors",
         "launch",  # the forkserver starts as the extension loads
+        "launched",
     },
     "console": set(),
     "notebook_file": {"console", "errors"},
@@ -71,6 +74,7 @@ FOR_TYPES_ONLY = {
     ("errors", "messages"),  # a CellError carries reports; the vocabulary raises ProtocolError
     ("", "coordinator"),  # the front door's names are imported when they are used
     ("", "magics"),
+    ("", "runtime"),
     ("", "results"),
     ("", "errors"),
 }
@@ -78,6 +82,8 @@ FOR_TYPES_ONLY = {
 LATE_ONLY = {
     ("cli", "notebook_run"),  # needs the extra `notebook`; `rankbook --help` does not
     ("cli", "notebook_file"),
+    ("rank", "runtime"),  # a rank whose cells train without it pays nothing for it
+    ("launched", "runtime"),  # the notebook names it, and has no torch
 }
 
 NEVER_MEET = [
@@ -89,24 +95,29 @@ NEVER_MEET = [
     ("rank", "coordinator"),
     ("rank", "launch"),
     ("rank", "magics"),
+    ("runtime", "rank"),  # the same code runs under torchrun
+    ("runtime", "transport"),
 ]
 
 THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
     "IPython": {"rank", "magics"},
-    "cloudpickle": {"transport"},
+    "cloudpickle": {"transport", "rank.forks"},
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
     "msgspec": {"messages", "telemetry", "wire"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
-    "numpy": {"rank", "transport"},
+    "numpy": {"rank", "runtime", "transport"},
     "platformdirs": {"launch"},
     "psutil": {"launch", "rank", "transport"},
     "torch": {
         "rank",
+        "runtime",
         "transport.tensors",  # the one place where a tensor crosses; imported only once there is a tensor
     },
+    "torchdata": {"runtime.loader_options"},  # where it is installed; only once its loader is asked for
+    "tqdm": {"runtime.progress"},  # where it is installed; only once a bar is asked for
     "traitlets": {"rank", "magics"},
     "zmq": {"transport"},
 }
@@ -120,8 +131,11 @@ ASKED_FOR_AS = {
     "zmq": "pyzmq",
 }
 
+BROUGHT_BY_THE_PERSON = {"torchdata"}  # an option names it, and says so where it is missing
+
 MAY_IMPORT_BY_NAME = {
     "rankbook.__init__",  # public names, when they are used
+    "rankbook.runtime.__init__",  # public names, when they are used
     "rankbook.rank.forkserver",  # other people's packages, so that they are there before a rank is forked
     "rankbook.rank.heal",  # what the cells of the dead rank had imported
 }
@@ -370,7 +384,7 @@ def test_sources_that_keep_to_the_rules_are_let_through():
 def test_every_package_that_is_imported_is_asked_for():
     asked = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["notebook"]]
     names = {re.split(r"[<>=\[ ]", line)[0] for line in asked}
-    assert {ASKED_FOR_AS.get(package, package) for package in THIRD_PARTY} <= names
+    assert {ASKED_FOR_AS.get(package, package) for package in THIRD_PARTY.keys() - BROUGHT_BY_THE_PERSON} <= names
 
 
 def test_every_folder_of_the_package_is_packed():

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_RUNTIME = "rankbook.runtime.recovery"
 
 
 def remember_models() -> None:
@@ -38,19 +39,27 @@ def _remembered(original: Callable[..., None]) -> Callable[..., None]:
 
 def make_ready() -> None:
     """End the steps that failed: what waits in a bucket or an all-gather is dropped, what was gathered is freed."""
-    for model in tuple(_models):
+    for model in _with_reducers():
         model.reducer._reset_state()
     _reset_sharded()
+    runtime = sys.modules.get(_RUNTIME)
+    if runtime is not None:  # else no cell has used it
+        runtime.start_over()
 
 
 def start_over() -> None:
     """Have each DDP model agree with the other ranks about its buckets anew: one of them is a fresh process."""
-    for model in tuple(_models):
+    for model in _with_reducers():
         parameters, sparse = model._build_params_for_reducer()
         names = model._build_debug_param_to_name_mapping(parameters)
         model._ddp_init_helper(parameters, sparse, names, model.static_graph)
         if model.static_graph:
             model.reducer._set_static_graph()
+
+
+def _with_reducers() -> list[DistributedDataParallel]:
+    """Those that are in use: a model that was prepared again has left its reducer to the later wrapper."""
+    return [each for each in tuple(_models) if "reducer" in each.__dict__]
 
 
 def _reset_sharded() -> None:

@@ -1,0 +1,241 @@
+"""The shared-state runtime: one training script for one device and for many.
+
+Owns: its public names, imported when they are used. Refuses: to know notebooks, cells and clusters; the same code runs
+under torchrun, or alone.
+
+environment.py     which setup this process is part of, read from what its launcher set
+process_state.py   PartialState: this process among the others, its device, its turn
+gradient_state.py  GradientState: accumulation, and which loader is being read
+state.py           AcceleratorState: PartialState with the settings of training
+splitting.py       one process's share of a list, a dict or a tensor
+tree.py            nested containers of tensors: apply, move, concatenate, describe
+packing.py         small tensors that travel together
+agreement.py       all ranks learn that one of them cannot go on
+collectives.py     gather, broadcast, reduce and pad, over such containers
+memory.py          what holds memory let go; a batch size that fits on every rank
+logs.py            a logger that knows its rank
+progress.py        tqdm on one process
+trackers.py        where metrics go
+options.py         plugins, handlers and how the ranks are divided
+precision.py       bf16 and fp16: autocast, the scaler, a prepared model's forward
+strategies/        how a model is spread over the ranks, one class for each way
+prepare/           one module for each kind of object that is prepared
+optimizer.py       an optimizer that acts when gradients sync
+scheduler.py       a scheduler that steps with its optimizers
+accumulation.py    which batches make one optimizer step
+clipping.py        gradients within bounds, over shards too
+core.py            what an Accelerator is set to
+training.py        its steps of training
+communication.py   its collectives, and metrics over uneven data
+saved_state.py     what a checkpoint's files hold
+saving.py          its checkpoints
+tracking.py        its trackers
+recovery.py        what begins anew after a collective was broken off
+accelerator.py     the Accelerator
+global_streams.py  the random states of the process, set for one batch and put back
+streams.py         random streams: each batch draws from its own, derived by hashing
+seeding.py         one seed for a run; the same random state on all ranks
+samplers.py        which rank gets which samples
+tickets.py         what is to be read in one pass over the data
+fetch.py           reads one batch, in a worker or here
+position.py        where a loader is, and how a fresh process continues there
+loader_options.py  DataLoaderConfiguration
+loader_base.py     what every prepared loader does
+parcels.py         batches on their way from one rank to another
+dispatcher.py      DataLoaderDispatcher: rank 0 reads for all ranks
+loaders.py         DataLoaderShard: each rank reads its own part; prepare_data_loader
+skipping.py        a loader without its first batches
+trim.py            from what all ranks gathered to the dataset's own samples
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankbook.runtime.accelerator import Accelerator
+    from rankbook.runtime.collectives import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+    )
+    from rankbook.runtime.dispatcher import DataLoaderDispatcher
+    from rankbook.runtime.gradient_state import GradientState
+    from rankbook.runtime.loader_options import DataLoaderConfiguration
+    from rankbook.runtime.loaders import DataLoaderShard, prepare_data_loader
+    from rankbook.runtime.logs import get_logger
+    from rankbook.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from rankbook.runtime.optimizer import AcceleratedOptimizer
+    from rankbook.runtime.options import (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        DynamoBackend,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        ParallelismConfig,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+        TorchTensorParallelConfig,
+    )
+    from rankbook.runtime.process_state import DistributedType, PartialState
+    from rankbook.runtime.progress import tqdm
+    from rankbook.runtime.samplers import (
+        BatchSamplerShard,
+        IterableDatasetShard,
+        SeedableRandomSampler,
+        SkipBatchSampler,
+    )
+    from rankbook.runtime.scheduler import AcceleratedScheduler
+    from rankbook.runtime.seeding import set_seed, synchronize_rng_states
+    from rankbook.runtime.skipping import SkipDataLoader, skip_first_batches
+    from rankbook.runtime.state import AcceleratorState
+    from rankbook.runtime.trackers import (
+        GeneralTracker,
+        JSONLinesTracker,
+        TensorBoardTracker,
+        Tracker,
+        filter_trackers,
+    )
+    from rankbook.runtime.tree import (
+        concatenate,
+        convert_to_fp32,
+        find_batch_size,
+        honor_type,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
+    )
+    from rankbook.runtime.trim import trim
+
+_NAMES = {
+    "accelerator": ("Accelerator",),
+    "optimizer": ("AcceleratedOptimizer",),
+    "scheduler": ("AcceleratedScheduler",),
+    "options": (
+        "AutocastKwargs",
+        "DistributedDataParallelKwargs",
+        "DynamoBackend",
+        "FullyShardedDataParallelPlugin",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "KwargsHandler",
+        "ParallelismConfig",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "TorchDynamoPlugin",
+        "TorchTensorParallelConfig",
+    ),
+    "dispatcher": ("DataLoaderDispatcher",),
+    "loader_options": ("DataLoaderConfiguration",),
+    "loaders": ("DataLoaderShard", "prepare_data_loader"),
+    "samplers": ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler"),
+    "seeding": ("set_seed", "synchronize_rng_states"),
+    "skipping": ("SkipDataLoader", "skip_first_batches"),
+    "trim": ("trim",),
+    "collectives": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+    ),
+    "gradient_state": ("GradientState",),
+    "logs": ("get_logger",),
+    "memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+    "process_state": ("DistributedType", "PartialState"),
+    "progress": ("tqdm",),
+    "state": ("AcceleratorState",),
+    "trackers": ("GeneralTracker", "JSONLinesTracker", "TensorBoardTracker", "Tracker", "filter_trackers"),
+    "tree": (
+        "concatenate",
+        "convert_to_fp32",
+        "find_batch_size",
+        "honor_type",
+        "recursively_apply",
+        "send_to_device",
+        "slice_tensors",
+    ),
+}
+_HOMES = {name: f"rankbook.runtime.{module}" for module, names in _NAMES.items() for name in names}
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "AcceleratorState",
+    "AutocastKwargs",
+    "BatchSamplerShard",
+    "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
+    "GeneralTracker",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
+    "IterableDatasetShard",
+    "JSONLinesTracker",
+    "KwargsHandler",
+    "ParallelismConfig",
+    "PartialState",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "TensorBoardTracker",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "Tracker",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "concatenate",
+    "convert_to_fp32",
+    "filter_trackers",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "get_logger",
+    "honor_type",
+    "pad_across_processes",
+    "prepare_data_loader",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "skip_first_batches",
+    "slice_tensors",
+    "synchronize_rng_states",
+    "tqdm",
+    "trim",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rankbook.runtime' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,168 @@
+"""Which setup this process is part of, read from what its launcher set in the environment.
+
+Owns: the spellings of torchrun, PMI, Open MPI, MVAPICH and Slurm. Refuses: to import torch, to change the environment.
+
+Each launcher tells at least a rank and a world size. The first spelling that is there counts, in the order of
+`SPELLINGS`: torchrun's is the one that all of PyTorch reads, so it goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rankbook.errors import BadRequest
+
+DEFAULT_PORT = 29500
+"""torch's own, where nobody says another."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How one family of launchers names the four numbers."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+SPELLINGS = (
+    Spelling("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Spelling("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Spelling(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Spelling(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # The step's size, not the job's: a script that sbatch runs without srun is alone, whatever the job could hold.
+    Spelling("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """This process among the others of its launch. `master` is where rank 0 is met; None when nobody has to meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str | None = None
+    master: tuple[str, int] | None = None
+
+
+def read_setup(environment: Mapping[str, str] | None = None) -> Setup:
+    """The setup that the environment describes; one process alone where it describes none.
+
+    Raises `BadRequest` for a description that contradicts itself or that has a hole.
+    """
+    environment = os.environ if environment is None else environment
+    for spelling in SPELLINGS:
+        if spelling.rank in environment and spelling.world_size in environment:
+            return _read(environment, spelling)
+    torch = SPELLINGS[0]
+    if _number(environment, torch.world_size, 1) > 1:
+        raise BadRequest(f"{torch.world_size}={environment[torch.world_size]}, and no {torch.rank}: set both, or none")
+    if _number(environment, torch.rank, 0) > 0:
+        raise BadRequest(f"{torch.rank}={environment[torch.rank]}, and no {torch.world_size}: set both, or none")
+    return Setup()
+
+
+def local_rank_of(environment: Mapping[str, str] | None = None) -> int | None:
+    """The place among the processes of this host that the environment tells, if it does."""
+    environment = os.environ if environment is None else environment
+    for spelling in SPELLINGS:
+        if spelling.local_rank in environment:
+            return _number(environment, spelling.local_rank, 0)
+    return None
+
+
+def flag(*names: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the first of these variables that is set says yes."""
+    value = text(*names, environment=environment)
+    if value is None:
+        return False
+    if value.lower() in {"1", "true", "yes", "on", "y", "t"}:
+        return True
+    if value.lower() in {"", "0", "false", "no", "off", "n", "f"}:
+        return False
+    raise BadRequest(f"{' or '.join(names)} is {value!r}; it is either 1 or 0")
+
+
+def text(*names: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """The first of these variables that is set."""
+    environment = os.environ if environment is None else environment
+    return next((environment[name] for name in names if name in environment), None)
+
+
+def _read(environment: Mapping[str, str], spelling: Spelling) -> Setup:
+    rank = _number(environment, spelling.rank, 0)
+    world_size = _number(environment, spelling.world_size, 1)
+    if not 0 <= rank < world_size:
+        raise BadRequest(
+            f"{spelling.rank}={rank} is no rank of {spelling.world_size}={world_size}: ranks go from 0 to "
+            f"{world_size - 1}"
+        )
+    local_world_size = _local_world_size(environment, spelling, world_size)
+    local_rank = _number(environment, spelling.local_rank, rank if local_world_size == world_size else -1)
+    if local_rank < 0:
+        raise BadRequest(f"rank {rank} of {world_size}: {spelling.local_rank} is missing, and there are several hosts")
+    master = _master(environment, rank, world_size, local_world_size) if world_size > 1 else None
+    return Setup(rank, world_size, local_rank, local_world_size, spelling.launcher, master)
+
+
+def _local_world_size(environment: Mapping[str, str], spelling: Spelling, world_size: int) -> int:
+    if spelling.launcher != "Slurm":
+        return _number(environment, spelling.local_world_size, world_size)
+    sizes: list[int] = []
+    for part in environment.get(spelling.local_world_size, str(world_size)).split(","):  # "4(x2),3"
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise BadRequest(
+                f"{spelling.local_world_size}={environment[spelling.local_world_size]} is no list of sizes"
+            )
+        sizes += [int(match[1])] * int(match[2] or 1)
+    node = _number(environment, "SLURM_NODEID", 0)
+    return sizes[node] if node < len(sizes) else sizes[-1]
+
+
+def _master(environment: Mapping[str, str], rank: int, world_size: int, local_world_size: int) -> tuple[str, int]:
+    port = _number(environment, "MASTER_PORT", DEFAULT_PORT)
+    address = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    if address is None and local_world_size == world_size:
+        address = "127.0.0.1"
+    if address is None:
+        raise BadRequest(
+            f"rank {rank}: {world_size} ranks, {local_world_size} of them on this host, and MASTER_ADDR is not set; "
+            "set it to the name of rank 0's host on every rank"
+        )
+    return address, port
+
+
+def _first_host(nodes: str) -> str | None:
+    """`node[03-07,9],other` → `node03`."""
+    match = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise BadRequest(f"{name}={value} is no number") from None

@@ -1,0 +1,159 @@
+"""What holds memory let go, and a batch size that fits on every rank.
+
+Owns: which errors mean that memory ran out. Refuses: to hide any other error.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, overload
+
+import torch
+
+from rankbook.errors import BadRequest, CollectiveAborted
+from rankbook.runtime import agreement
+from rankbook.runtime.process_state import PartialState
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_log = logging.getLogger(__name__)
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "MPS backend out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give the accelerator's unused memory back; with `garbage_collection` what only cycles hold, too."""
+    if garbage_collection:
+        gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def release_memory(*objects: object) -> list[None]:
+    """Free memory that the caller lets go of: gives as many None as there are objects, to put in their place."""
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Whether it says that memory ran out."""
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and any(words in str(exception) for words in _OUT_OF_MEMORY)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[..., Any],
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[], int] | None = ...,
+) -> Callable[..., Any]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[], int] | None = ...,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Have `function(batch_size, ...)` run with the largest batch size that fits on every rank.
+
+    It is called with `starting_batch_size` samples; when memory runs out on any rank, all ranks leave it and call it
+    again with the same smaller size: 0.9 of it, or what `reduce_batch_size_fn()` gives. The ranks agree at the end of
+    each try, so each rank calls the decorated function. Where one runs out between collectives that the others are in
+    already, nobody can agree any more: the cell ends with the error of the collective, which notes that memory ran out.
+
+    Raises what `function` raises otherwise; `PeerFailed` on the other ranks then; `RuntimeError` when no size is left;
+    `BadRequest` when the caller gives a batch size of its own.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    return _shrinking(function, starting_batch_size, reduce_batch_size_fn)
+
+
+def _shrinking(function: _F, starting: int, shrink: Callable[[], int] | None) -> _F:
+    size = starting  # the next call starts with what fitted last
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's
+        nonlocal size
+        _check_call(function, args, kwargs)
+        state = PartialState()
+        size = _smallest(state, size)
+        while size > 0:
+            clear_device_cache(garbage_collection=True)
+            fits, result = _attempt(state, function, size, args, kwargs)
+            if fits:
+                return result
+            smaller = _smallest(state, int(size * 0.9) if shrink is None else int(shrink()))
+            if smaller >= size:
+                raise BadRequest(f"reduce_batch_size_fn gave {smaller} after {size}; it has to give less each time")
+            if state.is_main_process:
+                _log.warning("Memory ran out with batch size %d; trying %d on all ranks.", size, smaller)
+            size = smaller
+        raise RuntimeError(f"No executable batch size found: {starting} and all smaller ones ran out of memory")
+
+    return cast("_F", run)
+
+
+def _attempt(
+    state: PartialState,
+    function: Callable[..., Any],
+    size: int,
+    args: Any,  # noqa: ANN401 - the function's
+    kwargs: Any,  # noqa: ANN401 - the function's
+) -> tuple[bool, Any]:
+    """Whether it fitted on every rank, and this rank's result."""
+    ran_out, result = False, None
+    try:
+        result = function(size, *args, **kwargs)
+    except CollectiveAborted:
+        raise  # the others know: their wait was broken off too
+    except Exception as error:
+        ran_out = should_reduce_batch_size(error)
+        if not ran_out:
+            if state.use_distributed:
+                agreement.tell(error)
+            raise
+    if state.use_distributed:
+        try:
+            ran_out = agreement.agree(None, level=int(ran_out)) > 0
+        except Exception as error:
+            if ran_out:
+                error.add_note(f"Before that, memory ran out on rank {state.process_index} with batch size {size}.")
+            raise
+    return not ran_out, None if ran_out else result
+
+
+def _smallest(state: PartialState, size: int) -> int:
+    return agreement.smallest(size) if state.use_distributed else size
+
+
+def _check_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:  # noqa: ANN401 - the function's
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        raise TypeError(
+            f"{name} is called with a batch size first and then with what you give it, and that does not fit its "
+            f"parameters ({error}); leave the batch size out of the call"
+        ) from None

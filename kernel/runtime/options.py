@@ -1,0 +1,361 @@
+"""What a person can ask of the runtime, as plain objects.
+
+Owns: the plugins and handlers, their fields and defaults, and what of them makes no sense. Refuses: to apply any of it,
+and to import torch's distributed parts before they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rankbook.errors import BadRequest
+
+
+class KwargsHandler:
+    """Base of the handlers: each is a dataclass of keyword arguments for something of torch's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that are not at their default."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)  # type: ignore[arg-type]
+            if getattr(self, each.name) != _default_of(each)
+        }
+
+
+def _default_of(each: Any) -> Any:  # noqa: ANN401 - a dataclass field and its default
+    return each.default_factory() if each.default_factory is not MISSING else each.default
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Of `torch.autocast`. `cache_enabled` None means torch's own choice."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Of `torch.nn.parallel.DistributedDataParallel`. `comm_hook` may be "no", "fp16" or "bf16"."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: str = "no"
+
+    def __post_init__(self) -> None:
+        if self.comm_hook not in {"no", "fp16", "bf16"}:
+            raise BadRequest(f"comm_hook={self.comm_hook!r} is unknown: choose 'no', 'fp16' or 'bf16'")
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Of `torch.amp.GradScaler`, which fp16 needs."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Of `torch.distributed.init_process_group`; used only where no process group is there yet."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Of `torch.profiler.profile`. `output_trace_dir`: each rank writes its trace there, named by its rank.
+
+    `schedule_option` has the keywords of `torch.profiler.schedule`.
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> Any:  # noqa: ANN401 - torch.profiler.profile
+        """A `torch.profiler.profile` that has not begun."""
+        from torch import profiler
+
+        known = {each.name.lower(): each for each in profiler.supported_activities()}
+        unknown = sorted(set(self.activities or ()) - set(known))
+        if unknown:
+            raise BadRequest(f"this machine cannot profile {', '.join(unknown)}, only {', '.join(sorted(known))}")
+        return profiler.profile(
+            activities=[known[each] for each in self.activities] if self.activities is not None else None,
+            schedule=profiler.schedule(**self.schedule_option) if self.schedule_option is not None else None,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients gather up before a step.
+
+    `num_steps` batches make a window. `sync_with_dataloader`: the end of a loader ends its window, which then divides
+    by its own length. `sync_each_batch`: the ranks reduce at every batch, which saves memory with FSDP and costs time.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        given: Any = self.num_steps  # a notebook is not type-checked
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise BadRequest(f"gradient accumulation over {given!r} steps: it takes a whole number from 1 on")
+
+
+class DynamoBackend(StrEnum):
+    """Backends of `torch.compile` by the names that people know; any name that torch knows may be given instead."""
+
+    NO = "no"
+    EAGER = "eager"
+    AOT_EAGER = "aot_eager"
+    INDUCTOR = "inductor"
+    CUDAGRAPHS = "cudagraphs"
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Of `torch.compile`.
+
+    `backend` "no" compiles nothing. `use_regional_compilation` compiles repeated blocks alone.
+    """
+
+    backend: str = "no"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    def __post_init__(self) -> None:
+        self.backend = str(self.backend or "no").lower()
+        if self.backend != "no":
+            import torch._dynamo
+
+            known = {*torch._dynamo.list_backends(exclude_tags=()), "eager", "inductor"}
+            if self.backend not in known:
+                raise BadRequest(f"dynamo_backend={self.backend!r} is unknown here: choose from {sorted(known)}")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is to be compiled."""
+        return self.backend != "no" and not self.disable
+
+    def compile_kwargs(self) -> dict[str, Any]:
+        """What `torch.compile` is given."""
+        chosen = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return {"backend": self.backend, "fullgraph": self.fullgraph, **given}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(KwargsHandler):
+    """Of `torch.distributed.fsdp.fully_shard` (FSDP2).
+
+    `auto_wrap_policy` tells which modules below the model are gathered on their own: None or "no_wrap" for none,
+    "size_based_wrap" with `min_num_params`, "transformer_based_wrap" with `transformer_cls_names_to_wrap`, or a
+    function from a module to a bool. `mixed_precision_policy` is torch's, or "bf16" or "fp16" for parameters in that
+    type; without one the forward runs under autocast, as everywhere. `ignored_modules`: modules, or a regular
+    expression over names.
+    """
+
+    fsdp_version: int = 2
+    reshard_after_forward: bool | int = True
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[[Any], bool] | str | None = None
+    cpu_offload: Any = False
+    ignored_modules: Iterable[Any] | str | None = None
+    state_dict_type: str = "FULL_STATE_DICT"
+    activation_checkpointing: bool = False
+    transformer_cls_names_to_wrap: Sequence[str] | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fsdp_version != 2:
+            raise BadRequest(
+                f"fsdp_version={self.fsdp_version} is not offered: Rankbook shards with fully_shard, that is version "
+                "2; leave fsdp_version out"
+            )
+        named = {None, "no_wrap", "size_based_wrap", "transformer_based_wrap"}
+        if not callable(self.auto_wrap_policy) and self.auto_wrap_policy not in named:
+            raise BadRequest(f"auto_wrap_policy={self.auto_wrap_policy!r} is unknown: {sorted(map(str, named))}")
+        if self.auto_wrap_policy == "transformer_based_wrap" and not self.transformer_cls_names_to_wrap:
+            raise BadRequest(
+                "transformer_based_wrap needs transformer_cls_names_to_wrap: the names of the block classes"
+            )
+        if self.state_dict_type != "FULL_STATE_DICT":
+            raise BadRequest(
+                f"state_dict_type={self.state_dict_type!r} is not offered by save_state, which writes whole tensors"
+            )
+
+    def set_reshard_after_forward(self, value: bool | int) -> None:
+        """As the field."""
+        self.reshard_after_forward = value
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """The tensor-parallel plan: names of modules (with `*`) to "colwise", "rowwise", or a ParallelStyle of torch's.
+
+    Without a plan the model's own `tp_plan` is used.
+    """
+
+    plan: dict[str, Any] | None = None
+
+
+@dataclass
+class ParallelismConfig:
+    """How the ranks are divided: `dp_replicate_size * dp_shard_size * tp_size` must be the world size.
+
+    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            size = 1 if getattr(self, name) is None else getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise BadRequest(f"{name}={size!r}: the size of a mesh axis is a whole number from 1 on")
+            setattr(self, name, size)
+        for name in ("cp_size", "sp_size"):
+            if getattr(self, name) != 1:
+                raise BadRequest(
+                    f"{name}={getattr(self, name)}: this axis is not offered; dp_replicate, dp_shard, tp are"
+                )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh's axes, outermost first."""
+        return {
+            "dp_replicate": self.dp_replicate_size or 1,
+            "dp_shard": self.dp_shard_size or 1,
+            "tp": self.tp_size or 1,
+        }
+
+    @property
+    def total_size(self) -> int:
+        """How many ranks it is for."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1) * (self.tp_size or 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many ranks the batches are divided."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    def check(self, world_size: int) -> None:
+        """Raise `BadRequest` with the arithmetic unless the axes multiply to `world_size`."""
+        if self.total_size != world_size:
+            product = " * ".join(f"{name}({size})" for name, size in self.sizes.items())
+            raise BadRequest(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project's files go. `total_limit`: how many numbered checkpoints are kept."""
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Put the project, and its logs unless they have their own place, into `project_dir`."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of numbered checkpoints."""
+        return Path(self.project_dir or ".") / "checkpoints"
+
+
+HANDLERS: tuple[type[KwargsHandler], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+@dataclass
+class Handlers:
+    """The handlers that an `Accelerator` was given, one per class."""
+
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+
+    @classmethod
+    def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
+        """From `kwargs_handlers`.
+
+        Raises `BadRequest` for a second one of a class, or one of a class that is unknown.
+        """
+        places: dict[type, str] = {
+            AutocastKwargs: "autocast",
+            DistributedDataParallelKwargs: "ddp",
+            GradScalerKwargs: "scaler",
+            InitProcessGroupKwargs: "init",
+            ProfileKwargs: "profile",
+        }
+        found: dict[str, Any] = {}
+        for each in given or ():
+            place = places.get(type(each))
+            names = ", ".join(kind.__name__ for kind in HANDLERS)
+            if place is None:
+                raise BadRequest(f"kwargs_handlers has a {type(each).__name__}; it takes one each of {names}")
+            if place in found:
+                raise BadRequest(f"kwargs_handlers has two {type(each).__name__}; it takes one of a class")
+            found[place] = each
+        return cls(**found)

@@ -1,0 +1,101 @@
+"""What begins anew after a collective was broken off, and what the open window knows of the prepared.
+
+Owns: the ties between the window, the models and the optimizers of this process. Refuses: process groups; whoever owns
+them calls `start_over` once they work again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rankbook import telemetry
+from rankbook.runtime.accumulation import window
+from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.prepare import generations, optimizers
+from rankbook.runtime.strategies.ddp import DataParallel
+
+_log = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Have the window find what is prepared, and a snapshot find the window."""
+    window.parameters = _parameters
+    window.drop = _drop
+    window.agree = _agree
+    telemetry.offer("training", _training)
+
+
+def known() -> tuple[list[Any], list[Any]]:
+    """The models and optimizers that are prepared here, by any `Accelerator`, and whole on each rank."""
+    models = [wrapped for strategy, wrapped in generations.living() if not strategy.shards]
+    wrappers = [
+        each
+        for each in optimizers.living()
+        if not any(isinstance(one, DTensor) for group in each.param_groups for one in group["params"])
+    ]
+    return models, wrappers
+
+
+def start_over() -> None:
+    """The next batch begins a new window on this rank, as on all: the ranks may have failed at different batches."""
+    if GradientState._shared_state:
+        window.abandon(GradientState())
+        window.was_broken_off = True
+
+
+def _parameters() -> list[torch.Tensor]:
+    return [each for wrapper in optimizers.living() for group in wrapper.param_groups for each in group["params"]]
+
+
+def _drop() -> None:
+    for wrapper in optimizers.living():
+        wrapper.optimizer.zero_grad()
+    for strategy, wrapped in generations.living():
+        strategy.drop_gradients(wrapped)
+
+
+def _agree() -> None:
+    """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
+    copies = [wrapped for strategy, wrapped in generations.living() if isinstance(strategy, DataParallel)]
+    wrappers = optimizers.living()
+    if not dist.is_initialized():
+        return
+    # Before anything is looked at: a rank that took a lost one's place may know fewer of them.
+    own = [each.steps for each in wrappers]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (len(copies), own))
+    told = [steps for _, steps in rows]
+    if all(each == told[0] for each in told) or any(
+        (count, len(each)) != (len(copies), len(own)) for count, each in rows
+    ):
+        return
+    for model in copies:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+    for place, wrapper in enumerate(wrappers):
+        box = [wrapper.state_dict()]
+        dist.broadcast_object_list(box, 0)
+        wrapper.load_state_dict(box[0])
+        wrapper.steps = told[0][place]
+    if dist.get_rank() == 0:
+        steps = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+        _log.warning("The ranks had taken different numbers of steps (%s); all go on from rank 0's weights.", steps)
+
+
+class _Rate:
+    steps = 0
+    seconds = 0.0
+
+
+def _training() -> telemetry.TrainingStep:
+    import time
+
+    steps, now = sum(each.steps for each in optimizers.living()), time.monotonic()
+    rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
+    _Rate.steps, _Rate.seconds = steps, now
+    return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

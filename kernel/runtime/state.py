@@ -1,0 +1,200 @@
+"""The settings of training, beside what `PartialState` knows of this process.
+
+Owns: `AcceleratorState`; names the other two states, so that all are found here. Refuses: what one of them holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.environment import text
+from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.process_state import DistributedType, PartialState, missing
+
+__all__ = ["PRECISIONS", "AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+
+PRECISIONS = ("no", "fp16", "bf16")
+_NOT_HERE = ("deepspeed_plugin", "megatron_lm_plugin")
+_D = TypeVar("_D")
+_log = logging.getLogger(__name__)
+
+
+class AcceleratorState:
+    """The settings of training. All instances in a process share what the first one was given, and may change it.
+
+    `mixed_precision`: "no", "fp16" or "bf16"; the first time its default comes from the environment
+    (RANKBOOK_MIXED_PRECISION), else it is "no". Another value later changes it for all that is prepared from then on,
+    and says so. `cpu`, and `options` for the process group, as for `PartialState`. The plugins are kept as they are.
+
+    Everything of `PartialState` can be read here too. Raises `BadRequest` for a precision that is not there, for the
+    CPU where the processes work on another device already, and for plugins of engines that Rankbook has no part in.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    device_mesh: Any
+    dynamo_plugin: Any
+    fsdp_plugin: Any
+    parallelism_config: Any
+    torch_tp_plugin: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: object | None = None,
+        deepspeed_plugin: object | None = None,
+        fsdp_plugin: object | None = None,
+        torch_tp_plugin: object | None = None,
+        megatron_lm_plugin: object | None = None,
+        parallelism_config: object | None = None,
+        _from_accelerator: bool = False,
+        **options: Any,  # noqa: ANN401 - torch's
+    ) -> None:
+        given = {
+            "dynamo_plugin": dynamo_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        for name, value in zip(_NOT_HERE, (deepspeed_plugin, megatron_lm_plugin), strict=True):
+            if value is not None:
+                raise BadRequest(f"{name}: Rankbook shards by DDP, FSDP2 or tensor parallelism; leave it out")
+        wanted = None if mixed_precision is None else _precision(mixed_precision)
+        first = not AcceleratorState._shared_state
+        default = _precision(text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION") or "no") if first else ""
+        process = PartialState(cpu, **options)
+        self.__dict__ = AcceleratorState._shared_state
+        if cpu and process.device.type != "cpu":
+            _move_to_cpu(process)
+        if first:
+            AcceleratorState._shared_state.update({"_mixed_precision": wanted or default, "device_mesh": None, **given})
+        else:
+            if wanted is not None and wanted != self._mixed_precision:
+                self._change_precision(wanted, process)
+            AcceleratorState._shared_state.update({name: value for name, value in given.items() if value is not None})
+
+    def __repr__(self) -> str:
+        return f"{PartialState()!r}Mixed precision type: {self.mixed_precision}\n"
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as PartialState's attribute
+        if not AcceleratorState._shared_state and not name.startswith("__"):
+            known = any(
+                name in each.__annotations__ or hasattr(each, name) for each in (AcceleratorState, PartialState)
+            )
+            raise AttributeError(missing("AcceleratorState", name, known=known))
+        if name in PartialState.__annotations__ or hasattr(PartialState, name):
+            return getattr(_process(name), name)
+        raise AttributeError(missing("AcceleratorState", name, known=False))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On another rank it is that rank's own; one that is fresh takes the settings over."""
+        shared = AcceleratorState._shared_state
+        plugins = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "parallelism_config")
+        return _arrive, (shared.get("_mixed_precision"), {name: shared.get(name) for name in plugins})
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the settings, and on request what `PartialState` found."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an instance was made since the last reset."""
+        return bool(AcceleratorState._shared_state)
+
+    @property
+    def mixed_precision(self) -> str:
+        """What a model computes in: "no", "fp16" or "bf16"."""
+        return self._mixed_precision
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together: FSDP where there is a plugin for it, else as `PartialState` says."""
+        process = _process("distributed_type")
+        sharded = self.fsdp_plugin is not None and process.use_distributed
+        return DistributedType.FSDP if sharded else process.distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self.distributed_type == DistributedType.FSDP
+
+    # What a type checker shall see of PartialState's
+
+    def wait_for_everyone(self) -> None:
+        """As `PartialState.wait_for_everyone`."""
+        _process("wait_for_everyone").wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """As `PartialState.main_process_first`."""
+        return _process("main_process_first").main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """As `PartialState.local_main_process_first`."""
+        return _process("local_main_process_first").local_main_process_first()
+
+    def split_between_processes(self, inputs: _D, apply_padding: bool = False) -> AbstractContextManager[_D]:
+        """As `PartialState.split_between_processes`."""
+        return _process("split_between_processes").split_between_processes(inputs, apply_padding)
+
+    def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
+        """As `PartialState.print`."""
+        _process("print").print(*values, **options)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """As `PartialState.destroy_process_group`."""
+        _process("destroy_process_group").destroy_process_group(group)
+
+    def _change_precision(self, wanted: str, process: PartialState) -> None:
+        before, self._mixed_precision = self._mixed_precision, wanted
+        if process.is_main_process:
+            _log.warning(
+                "mixed_precision is %r now, it was %r. What was prepared before keeps it until it is prepared again.",
+                wanted,
+                before,
+            )
+
+
+def _arrive(precision: str | None, plugins: dict[str, Any]) -> AcceleratorState:
+    if AcceleratorState._shared_state:
+        return AcceleratorState()
+    state = AcceleratorState(precision, **plugins)
+    AcceleratorState._shared_state["_arrived"] = True
+    return state
+
+
+def _process(name: str) -> PartialState:
+    """What the process knows; not built anew here, where nobody says with which options."""
+    if not PartialState._shared_state:
+        raise AttributeError(missing("PartialState", name, known=True))
+    return PartialState()
+
+
+def _precision(name: str) -> str:
+    lower = str(name).lower()
+    if lower not in PRECISIONS:
+        raise BadRequest(f"mixed_precision={name!r} is not there; use one of {', '.join(map(repr, PRECISIONS))}")
+    return lower
+
+
+def _move_to_cpu(process: PartialState) -> None:
+    """One process alone may change its device; several have a group for the one they have."""
+    if process.use_distributed:
+        raise BadRequest(
+            f"rank {process.process_index} works on {process.device} already, with a process group for it; start the "
+            "ranks on the CPU instead"
+        )
+    _log.warning("The device is the CPU now, it was %s. What was prepared before stays there.", process.device)
+    process.device = torch.device("cpu")
+    process._cpu = True

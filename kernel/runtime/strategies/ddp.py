@@ -1,0 +1,65 @@
+"""Whole copies of a model that average their gradients.
+
+Owns: DistributedDataParallel, made and taken apart. Refuses: process groups of its own; it uses the default one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.strategies.strategy import Setup, Strategy
+
+_HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}
+
+
+class DataParallel(Strategy):
+    """torch's DDP over all ranks."""
+
+    name = "MULTI"
+    wrapper = "DistributedDataParallel"
+
+    @classmethod
+    def fits(cls, setup: Setup) -> bool:
+        """More than one rank, and neither shards nor a plan are asked for."""
+        sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
+        return setup.num_processes > 1 and setup.fsdp is None and sizes["dp_shard"] == sizes["tp"] == 1
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """See `Strategy`."""
+        return (*super().signature, *self.setup.handlers.ddp.to_dict().values())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """A model of which nothing is trained is left as it is: DDP would refuse it."""
+        if not any(each.requires_grad for each in model.parameters()):
+            return model
+        options = self.setup.handlers.ddp.to_kwargs()
+        hook = options.pop("comm_hook", "no")
+        device = self.setup.device
+        wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+        if hook != "no":
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            wrapped.register_comm_hook(state=None, hook=getattr(default_hooks, _HOOKS[hook]))
+        return wrapped
+
+    def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
+        """Take the reducer off the parameters: a second one would reduce every gradient twice."""
+        if isinstance(wrapped, DistributedDataParallel) and "reducer" in wrapped.__dict__:
+            wrapped.reducer._remove_autograd_hooks()
+            wrapped.logger = None
+            del wrapped.reducer
+            wrapped.forward = _released  # type: ignore[method-assign]
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """See `Strategy`."""
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.require_backward_grad_sync = sync
+
+
+def _released(*_: object, **__: object) -> NoReturn:
+    raise BadRequest("this model was prepared again since: call the one that the later prepare() returned")

@@ -1,0 +1,171 @@
+"""Shards of parameters, gradients and optimizer state.
+
+Owns: what `fully_shard` is given, and which modules below the model are gathered on their own. Refuses: optimizers:
+`prepare/optimizers.py` has them follow the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.options import FullyShardedDataParallelPlugin
+from rankbook.runtime.strategies.meshes import mesh_for
+from rankbook.runtime.strategies.strategy import Setup, Strategy
+from rankbook.runtime.strategies.unshard import drop_unreduced, unshard_module
+
+_NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ENOUGH = 100_000_000
+"""Parameters from which "size_based_wrap" gathers a module on its own, where nothing else is said."""
+
+
+class FullyShardedDataParallel(Strategy):
+    """torch's `fully_shard`, over all ranks or over the axes of a mesh."""
+
+    name = "FSDP"
+    wrapper = "fully_shard"
+    shards = True
+
+    @classmethod
+    def fits(cls, setup: Setup) -> bool:
+        """Shards are asked for, by a plugin or by the mesh."""
+        sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
+        return sizes["tp"] == 1 and (setup.fsdp is not None or sizes["dp_shard"] > 1)
+
+    @property
+    def plugin(self) -> FullyShardedDataParallelPlugin:
+        """The one that was given, or the defaults."""
+        return self.setup.fsdp or FullyShardedDataParallelPlugin()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's."""
+        sizes = self.setup.parallelism.sizes if self.setup.parallelism is not None else {}
+        if sizes.get("dp_replicate", 1) > 1:
+            return {"dp_replicate": sizes["dp_replicate"], "dp_shard": sizes["dp_shard"]}
+        return {"dp_shard": self.setup.num_processes}
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """See `Strategy`."""
+        return (*super().signature, *self.axes.items(), *map(repr, self.plugin.to_dict().values()))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The same model, whose parameters are DTensors from now on."""
+        mesh = mesh_for(self.setup.device.type, self.axes)
+        copy_from_first(model)
+        shard(model, mesh, self.plugin)
+        return model
+
+    def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
+        """Gather every parameter, on every rank: a collective."""
+        unshard_module(model)
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """See `Strategy`."""
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_requires_gradient_sync(sync)
+
+    def drop_gradients(self, wrapped: nn.Module) -> None:
+        """See `Strategy`."""
+        drop_unreduced(wrapped)
+
+
+def copy_from_first(model: nn.Module) -> None:
+    """Have every rank start with rank 0's weights, as under DDP: each keeps its own shard of what it has."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for each in (*model.parameters(), *model.buffers()):
+            if each.device.type != "meta" and not isinstance(each, DTensor):
+                dist.broadcast(each.detach(), 0)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Shard `model` over `mesh`, the modules that are gathered on their own first."""
+    ignored = _ignored_parameters(model, plugin)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": _policy(plugin),
+        "offload_policy": _offload(plugin),
+        "ignored_params": ignored or None,
+    }
+    units = list(_units(model, plugin))
+    if plugin.activation_checkpointing:
+        _checkpoint_activations(units)
+    for each in units:
+        fully_shard(each, **options)
+    fully_shard(model, **options)
+
+
+def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
+    """The modules that are gathered on their own, innermost first."""
+    wanted = _wanted(plugin)
+    if wanted is None:
+        return
+    below = [each for each in model.modules() if each is not model and not isinstance(each, FSDPModule)]
+    for each in reversed(below):
+        if wanted(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict):
+            yield each
+
+
+def _wanted(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool] | None:
+    policy = plugin.auto_wrap_policy
+    if policy is None or policy == "no_wrap":
+        return None
+    if policy == "size_based_wrap":
+        enough = plugin.min_num_params or _ENOUGH
+        return lambda module: sum(each.numel() for each in module.parameters()) >= enough
+    if policy == "transformer_based_wrap":
+        names = set(plugin.transformer_cls_names_to_wrap or ())
+        return lambda module: type(module).__name__ in names
+    assert callable(policy)
+    return policy
+
+
+def _checkpoint_activations(units: list[nn.Module]) -> None:
+    if not units:
+        raise BadRequest("activation_checkpointing needs an auto_wrap_policy: it says which blocks are run again")
+    from torch.distributed._composable import checkpoint
+
+    for each in units:
+        checkpoint(each)
+
+
+def _ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
+    ignored = plugin.ignored_modules
+    if ignored is None:
+        return set()
+    if isinstance(ignored, str):
+        modules = [each for name, each in model.named_modules() if re.fullmatch(ignored, name)]
+    else:
+        modules = list(ignored)
+    return {parameter for each in modules for parameter in each.parameters()}
+
+
+def _policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:
+    given = plugin.mixed_precision_policy
+    if given is None:
+        return MixedPrecisionPolicy()
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if isinstance(given, dict):
+        return MixedPrecisionPolicy(**given)
+    if given not in _NAMED_TYPES:
+        raise BadRequest(f"mixed_precision_policy={given!r} is unknown: give a MixedPrecisionPolicy, 'bf16' or 'fp16'")
+    kind = _NAMED_TYPES[given]
+    return MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=kind, output_dtype=torch.float32)
+
+
+def _offload(plugin: FullyShardedDataParallelPlugin) -> OffloadPolicy:
+    if isinstance(plugin.cpu_offload, OffloadPolicy):
+        return plugin.cpu_offload
+    return CPUOffloadPolicy() if plugin.cpu_offload else OffloadPolicy()

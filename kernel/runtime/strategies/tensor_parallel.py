@@ -1,0 +1,97 @@
+"""Each layer divided over some ranks by a plan, and shards of that over the others.
+
+Owns: the plan, in words or in torch's styles, and the mesh of both kinds of axes. Refuses: a plan that names no module
+of the model.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, copy_from_first, shard
+from rankbook.runtime.strategies.meshes import mesh_for
+from rankbook.runtime.strategies.strategy import Setup
+
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+class TensorParallel(FullyShardedDataParallel):
+    """torch's `parallelize_module` on the axis `tp`; the data-parallel axes are `fully_shard`'s."""
+
+    name = "TP"
+    wrapper = "parallelize_module"
+
+    @classmethod
+    def fits(cls, setup: Setup) -> bool:
+        """The mesh has a `tp` axis of more than one rank."""
+        return setup.parallelism is not None and setup.parallelism.sizes["tp"] > 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's, all three."""
+        assert self.setup.parallelism is not None
+        return self.setup.parallelism.sizes
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """See `Strategy`."""
+        assert self.setup.parallelism is not None
+        return (*super().signature, repr(self.setup.parallelism.tp_handler))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The same model; its hooks on the layers of the plan are gone when it is released."""
+        assert self.setup.parallelism is not None
+        handler = self.setup.parallelism.tp_handler
+        plan = read_plan(model, handler.plan if handler is not None else None)
+        mesh = mesh_for(self.setup.device.type, self.axes)
+        copy_from_first(model)
+        hooks = _hooks_of(model)
+        parallelize_module(model, mesh["tp"], plan)
+        model.__dict__["_rankbook_tp_hooks"] = _new_hooks(model, hooks)
+        if self.setup.data_parallel_size > 1:
+            shard(model, mesh["dp_replicate", "dp_shard"], self.plugin)
+        return model
+
+    def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:
+        """Gather every parameter, on every rank: a collective."""
+        super().release(model, wrapped)
+        for hooks, key in model.__dict__.pop("_rankbook_tp_hooks", ()):
+            hooks.pop(key, None)
+
+
+def read_plan(model: nn.Module, given: dict[str, Any] | None) -> dict[str, ParallelStyle]:
+    """From module names, of `model`, to torch's styles. Raises `BadRequest` for what is missing or unknown."""
+    chosen = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind = type(model).__name__
+    if not chosen:
+        raise BadRequest(
+            f"{kind} has no tensor-parallel plan: give ParallelismConfig(tp_handler=TorchTensorParallelConfig("
+            'plan={"layer.up": "colwise", "layer.down": "rowwise"})), or the model a tp_plan'
+        )
+    names = [name for name, _ in model.named_modules() if name]
+    plan: dict[str, ParallelStyle] = {}
+    for pattern, style in chosen.items():
+        if not isinstance(style, ParallelStyle) and style not in _STYLES:
+            raise BadRequest(f"the tensor-parallel plan has {style!r} for {pattern!r}; it knows {sorted(_STYLES)}")
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise BadRequest(f"the tensor-parallel plan names {pattern!r}, and {kind} has no such module")
+        plan |= {name: style if isinstance(style, ParallelStyle) else _STYLES[style]() for name in found}
+    return plan
+
+
+def _hooks_of(model: nn.Module) -> set[tuple[int, int]]:
+    return {(id(hooks), key) for hooks in _hook_tables(model) for key in hooks}
+
+
+def _new_hooks(model: nn.Module, old: set[tuple[int, int]]) -> list[tuple[dict[int, Any], int]]:
+    return [(hooks, key) for hooks in _hook_tables(model) for key in hooks if (id(hooks), key) not in old]
+
+
+def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
+    return [table for each in model.modules() for table in (each._forward_pre_hooks, each._forward_hooks)]

@@ -1,0 +1,166 @@
+"""Runs a function on several real processes with a gloo group, and checks that nothing is left of them.
+
+The processes are forked from a server that has imported torch: the first call takes a second, each later one some
+hundredths. The function travels by value (cloudpickle), so it may be a closure or stand in the test's module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a child executes; `exec` itself is the process's target, for it can be imported by every child.
+_CHILD = "import cloudpickle; cloudpickle.loads(payload)(connection)"
+_context = multiprocessing.get_context("forkserver")
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank: its traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int = 2,
+    *args: Any,
+    timeout: float = 60,
+    patience: float = 5,
+    group: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """What `function(*args)` gives on each rank, where the group is made and `RANK`, ... are set as torchrun does.
+
+    `group` False: no process group is made; `MASTER_ADDR` and `MASTER_PORT` are set, for the function to make one.
+    `environment`: more variables; "{rank}" in a value is the rank; with a `RANK` or "" in it torchrun's are not set.
+    Raises `RankFailed` when one raises, or when they do not end within `timeout` seconds, with where each one stood;
+    the others get `patience` seconds to fail as well.
+    """
+    for module in {sys.modules.get(function.__module__), sys.modules[__name__]} - {None}:
+        cloudpickle.register_pickle_by_value(module)
+    _context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "rankbook.runtime.state"])
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        port = free_port()
+        started = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            variables = _variables(rank, world_size, port, dict(environment or {}))
+            payload = cloudpickle.dumps(
+                _Child(function, args, rank, world_size, variables, f"file://{folder}/store" if group else None, folder)
+            )
+            process = _context.Process(target=exec, args=(_CHILD, {"payload": payload, "connection": theirs}))
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        try:
+            return _collect(started, Path(folder), timeout, patience)
+        finally:
+            for process, ours in started:
+                if process.is_alive():
+                    process.kill()
+                process.join(10)
+                assert process.exitcode is not None, "a rank could not be killed"
+                process.close()
+                ours.close()
+
+
+def _collect(started: list[Any], folder: Path, timeout: float, patience: float) -> list[Any]:
+    """Every rank's result, or the failures of those that have ended."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting.values():
+                failures[rank] = "it had not ended and was killed\n" + _stack(started[rank][0], folder, rank)
+            break
+        for each in ready:
+            rank = waiting.pop(each)
+            try:
+                good, value = each.recv()
+            except (EOFError, ConnectionError):
+                started[rank][0].join(10)
+                good, value = False, f"the process ended with {started[rank][0].exitcode} and said nothing"
+            (results if good else failures)[rank] = value
+        if failures:  # the others may be waiting for it: a little time for their own errors, then enough
+            deadline = min(deadline, time.monotonic() + patience)
+    if failures:
+        raise RankFailed("".join(f"\n--- rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+    return [pickle.loads(results[rank]) for rank in range(len(started))]
+
+
+def _stack(process: Any, folder: Path, rank: int) -> str:
+    """Where the rank stands, by a signal that makes it write its stacks."""
+    import signal
+
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    file = folder / f"stack-{rank}"
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not (file.exists() and file.stat().st_size):
+        process.join(0.05)
+    return file.read_text() if file.exists() else ""
+
+
+def _variables(rank: int, world_size: int, port: int, more: dict[str, str]) -> dict[str, str]:
+    told = {name: value.replace("{rank}", str(rank)) for name, value in more.items() if name}
+    if "RANK" not in told and "" not in more:
+        own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        told = {**{name: str(value) for name, value in own.items()}, **told}
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | told
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Child:
+    """What happens in a rank's process."""
+
+    def __init__(self, function, args, rank, world_size, variables, store, folder) -> None:
+        self.function, self.args, self.rank, self.world_size = function, args, rank, world_size
+        self.variables, self.store, self.folder = variables, store, folder
+
+    def __call__(self, connection: Any) -> None:
+        import faulthandler
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        with Path(self.folder, f"stack-{self.rank}").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, stacks)
+            os.environ.clear()  # the server has those of the test that was the first
+            os.environ.update(self.variables)
+            torch.set_num_threads(1)
+            try:
+                if self.store:
+                    dist.init_process_group("gloo", init_method=self.store, rank=self.rank, world_size=self.world_size)
+                    dist.barrier()  # one that is done at once must not leave while others still connect to it
+                answer = (True, cloudpickle.dumps(self.function(*self.args)))
+            except BaseException:  # noqa: BLE001 - the test fails with all of it
+                answer = (False, traceback.format_exc())
+            connection.send(answer)
+            if dist.is_initialized() and answer[0]:
+                dist.destroy_process_group()
+            connection.close()
+            os._exit(0)

@@ -1,0 +1,449 @@
+"""The `Accelerator` in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from rankbook import telemetry
+from rankbook.errors import BadRequest
+from rankbook.runtime import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from rankbook.runtime.accumulation import window
+from rankbook.runtime.optimizer import AcceleratedOptimizer
+from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.state import AcceleratorState, GradientState
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(telemetry, "listener", None)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    window.abandon(GradientState())
+    GradientState._reset_state()
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def one_weight():
+    """A model whose gradient is the sum of what it is given, divided as the loss is."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def run(accelerator, model, optimizer, loader, stop=None):
+    """Each real step's change of the weight, which is minus the gradient."""
+    changes = []
+    for number, batch in enumerate(loader):
+        if number == stop:
+            break
+        before = model.weight.item()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if model.weight.item() != before:
+            changes.append(round(before - model.weight.item(), 5))
+    return changes
+
+
+ROWS = torch.tensor([[1.0], [2.0], [3.0], [10.0], [20.0], [30.0], [100.0]])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
+@pytest.mark.parametrize(("count", "expected"), [(7, [2, 20, 100]), (5, [2, 15]), (6, [2, 20]), (2, [1.5])])
+def test_the_last_shorter_window_divides_by_its_own_length(known, count, expected):
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    data = TensorDataset(ROWS[:count]) if known else Stream(ROWS[:count])
+    loader = DataLoader(data, batch_size=1, collate_fn=(lambda rows: rows[0][0][None]) if known else None)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), loader)
+    assert run(accelerator, model, optimizer, loader) == pytest.approx(expected)
+    assert run(accelerator, model, optimizer, loader) == pytest.approx(expected)
+
+
+def test_clipping_sees_the_gradients_of_the_shorter_window_whole():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS[:5]), batch_size=1))
+    norms = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert norms == pytest.approx([2, 15])
+    assert model.weight.item() == pytest.approx(-2, abs=1e-4)
+
+
+def test_a_loader_that_goes_on_over_its_end_divides_by_the_whole_window():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS[:3]), batch_size=1))
+    assert run(accelerator, model, optimizer, loader) == [1.5]
+    assert run(accelerator, model, optimizer, loader) == [2.0, 2.5]
+
+
+def test_a_window_left_by_break_or_by_an_error_is_dropped():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    assert run(accelerator, model, optimizer, loader, stop=5) == [2]
+    assert run(accelerator, model, optimizer, loader) == pytest.approx([2, 20, 100])
+
+    def fail():
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                if number == 1:
+                    raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        fail()
+    assert accelerator.sync_gradients
+    assert not accelerator.gradient_state.in_dataloader
+    assert run(accelerator, model, optimizer, loader) == pytest.approx([2, 20, 100])
+
+
+def test_an_error_inside_a_loop_that_goes_on_begins_a_new_window():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    changes = []
+    for number, batch in enumerate(loader):
+        before = model.weight.item()
+        try:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                _ = 1 / (number - 1)
+                optimizer.step()
+                optimizer.zero_grad()
+        except ZeroDivisionError:
+            continue
+        if model.weight.item() != before:
+            changes.append(round(before - model.weight.item(), 5))
+    assert changes == [pytest.approx((3 + 10 + 20) / 3), pytest.approx((30 + 100) / 2)]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the second one does step before
+def test_the_scheduler_steps_once_per_real_step_or_as_the_option_says():
+    for options, expected in ({}, 2), ({"step_scheduler_with_optimizer": False}, 4):
+        accelerator = Accelerator(gradient_accumulation_steps=2, **options)
+        model, optimizer = one_weight()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+        loader = DataLoader(Stream(ROWS[:4]), batch_size=1)
+        scheduler, model, optimizer, loader = accelerator.prepare(scheduler, model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert scheduler.get_last_lr() == pytest.approx([0.1**expected])
+
+
+def test_prepare_keeps_the_order_and_lets_everything_else_through():
+    accelerator = Accelerator()
+    model, optimizer = one_weight()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare("a", scheduler, 3, optimizer, None, model, scheduler.step)
+    assert prepared[0] == "a"
+    assert prepared[2:5:2] == (3, None)
+    assert prepared[5] is model
+    assert isinstance(prepared[3], AcceleratedOptimizer)
+    assert prepared[1].optimizers == [prepared[3]]
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare("alone") == "alone"
+    assert accelerator.prepare() is None
+    assert accelerator.prepare(optimizer) is prepared[3], "one wrapper for an optimizer"
+
+
+def test_a_second_plain_accelerator_keeps_the_shared_settings_and_another_changes_them():
+    Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+    second = Accelerator()
+    assert (second.gradient_accumulation_steps, second.mixed_precision) == (4, "bf16")
+    Accelerator(gradient_accumulation_steps=1, mixed_precision="no")
+    assert (second.gradient_accumulation_steps, second.mixed_precision) == (1, "no")
+    second.gradient_accumulation_steps = 3
+    assert Accelerator().gradient_accumulation_steps == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+        {"mixed_precision": "fp16"},
+        {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
+        {"rng_types": ["dice"]},
+        {"log_with": "a tracker that is not there"},
+    ],
+    ids=str,
+)
+def test_an_accelerator_that_cannot_be_made_leaves_nothing_behind(options):
+    with pytest.raises(BadRequest):
+        Accelerator(gradient_accumulation_steps=5, **options)
+    assert not PartialState._shared_state
+    assert not AcceleratorState._shared_state
+    assert Accelerator().gradient_accumulation_steps == 1
+
+
+def test_mixed_precision_never_nests_and_goes_with_copies_and_pickles():
+    model, _ = one_weight()
+    depths = []
+
+    def see(_module, _inputs, output):
+        depths.append(output.dtype)
+
+    for _ in range(300):
+        Accelerator(mixed_precision="bf16").prepare(model)
+    assert not hasattr(model.forward.original, "original")
+    for made in model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert made(torch.ones(1, 1)).dtype is torch.float32
+        assert made.forward.original.__self__ is made
+    Accelerator(mixed_precision="no").prepare(model)
+    assert "forward" not in vars(model)
+
+
+def test_an_error_in_a_forward_leaves_autocast():
+    class Fails(nn.Module):
+        def forward(self, inputs):
+            raise ValueError(inputs)
+
+    model = Accelerator(mixed_precision="bf16").prepare(Fails())
+    with pytest.raises(ValueError, match="1"):
+        model(1)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_outputs_of_any_shape_come_in_fp32():
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: int
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            out = self.inner(inputs)
+            return {"a": [out], "b": Pair(out, 3), "c": (out, None, "x")}
+
+    out = Accelerator(mixed_precision="bf16").prepare(Many())(torch.ones(1, 2))
+    assert [out["a"][0].dtype, out["b"].left.dtype, out["c"][0].dtype] == [torch.float32] * 3
+    assert isinstance(out["b"], Pair)
+    assert out["c"][1:] == (None, "x")
+
+
+def test_a_model_is_compiled_in_place_and_again_not():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    prepared = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"), mixed_precision="bf16").prepare(model)
+    assert prepared._compiled_call_impl is not None
+    assert list(prepared.state_dict()) == ["0.weight", "0.bias"]
+    assert prepared(torch.ones(1, 2)).dtype is torch.float32
+    assert Accelerator(dynamo_backend="no").prepare(prepared)._compiled_call_impl is None
+    torch._dynamo.reset()
+
+
+def test_state_is_saved_numbered_limited_and_loaded(tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=project)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    called = []
+    handles = [
+        accelerator.register_save_state_pre_hook(lambda *passed: called.append(("save", len(passed[1])))),
+        accelerator.register_load_state_pre_hook(lambda *passed: called.append(("load", len(passed[0])))),
+    ]
+
+    class Counter:
+        value = 1
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.register_for_checkpointing(counter)
+    for counter.value in range(3):
+        accelerator.save_state()
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    drawn = torch.rand(1)
+    weight = model.weight.item()
+    run(accelerator, model, optimizer, loader)
+    counter.value = 99
+    accelerator.load_state()
+    assert (torch.rand(1), model.weight.item(), counter.value) == (drawn, weight, 2)
+    assert called == [("save", 1)] * 3 + [("load", 1)]
+    for each in handles:
+        each.remove()
+    assert not accelerator._save_hooks
+    assert not accelerator._load_hooks
+
+
+def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    def fresh():
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        return accelerator, *accelerator.prepare(*one_weight(), DataLoader(TensorDataset(ROWS), batch_size=1))
+
+    def train(accelerator, model, optimizer, loader, save_at=None):
+        for number, (batch,) in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == save_at:
+                accelerator.save_state(tmp_path / "state")
+        return model.weight.item()
+
+    whole = train(*fresh(), save_at=3)
+    later = fresh()
+    later[0].load_state(tmp_path / "state")
+    assert train(*later) == pytest.approx(whole)
+
+
+def test_trackers_triggers_profiles_and_the_rest(tmp_path):
+    class Kept:
+        name, main_process_only, tracker = "kept", True, "inner"
+
+        def __init__(self):
+            self.calls = []
+
+        def start(self):
+            self.calls.append("start")
+
+        def store_init_configuration(self, values):
+            self.calls.append(values)
+
+        def log(self, values, step=None, **kwargs):
+            self.calls.append((values, step, kwargs))
+
+        def finish(self):
+            self.calls.append("finish")
+
+    kept = Kept()
+    accelerator = Accelerator(log_with=kept, kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
+    accelerator.init_trackers("run", {"rate": 1})
+    accelerator.log({"loss": 2}, step=3, log_kwargs={"kept": {"more": 4}})
+    assert accelerator.get_tracker("kept", unwrap=True) == "inner"
+    accelerator.end_training()
+    assert kept.calls == ["start", {"rate": 1}, ({"loss": 2}, 3, {"more": 4}), "finish"]
+
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))):
+        torch.ones(3).sum()
+    assert (tmp_path / "profile_0.json").stat().st_size > 100
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    model, optimizer = accelerator.prepare(*one_weight())
+    assert accelerator.unwrap_model(model) is model
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert accelerator._models == []
+
+
+def test_what_is_prepared_is_told_and_what_counts_is_read_when_asked():
+    told = []
+    telemetry.listener = told.append
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    assert [(each.kind, each.class_name, each.parameters, each.bytes, each.dtypes) for each in told] == [
+        ("model", "Linear", 1, 4, ("float32",)),
+        ("optimizer", "SGD", 1, 0, ("float32",)),
+        ("loader", type(loader).__name__, 0, 0, ()),
+    ]
+    telemetry.snapshot()
+    before = len(told)
+    run(accelerator, model, optimizer, loader)
+    assert len(told) == before, "nothing is sent as training goes on"
+    said = {type(each): each for each in telemetry.snapshot()}
+    assert said[telemetry.TrainingStep].steps >= 7
+    assert said[telemetry.TrainingStep].rate > 0
+    assert said[telemetry.LoaderPosition].delivered == 7
+    del loader
+    import gc
+
+    gc.collect()
+    assert telemetry.LoaderPosition not in {type(each) for each in telemetry.snapshot()}
+
+
+def test_an_optimizer_behaves_as_its_own():
+    accelerator = Accelerator()
+    model, raw = one_weight()
+    optimizer = accelerator.prepare(raw)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is raw.param_groups
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # takes any Optimizer
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 2.0})
+    assert len(raw.param_groups) == 2
+    hooks = []
+    optimizer.register_step_post_hook(lambda *_: hooks.append(1))
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step(lambda: torch.tensor(3.0))
+    assert hooks == [1]
+    loaded = pickle.loads(pickle.dumps(accelerator.prepare(one_weight()[1])))
+    assert loaded.param_groups[0]["lr"] == 1.0
+
+
+def test_the_rule_of_many_processes_names_itself():
+    options = DataLoaderConfiguration()
+    accelerator = Accelerator(scheduler_steps_times_num_processes=True, dataloader_config=options)
+    _, optimizer = one_weight()
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(accelerator.prepare(optimizer), 1))
+    assert scheduler.repeats == 1
+    scheduler.repeats = 4  # as on four ranks
+    scheduler.optimizers[0].step()
+    scheduler.step()
+    assert scheduler.scheduler.last_epoch == 4
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # no optimizer of torch's takes that along
+def test_what_is_prepared_goes_on_in_another_process():
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(*one_weight())
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    sent = pickle.dumps({"a": accelerator, "m": model, "o": optimizer, "s": scheduler})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    there = pickle.loads(sent)
+    assert Accelerator().gradient_accumulation_steps == 2
+    assert there["a"]._models == [there["m"]]
+    assert there["a"].prepare(there["m"]) is there["m"]
+    assert there["m"](torch.ones(1, 1)).dtype is torch.float32
+    for number in range(2):
+        with there["a"].accumulate(there["m"]):
+            there["a"].backward(there["m"](torch.ones(1, 1)).mean())
+            there["o"].step()
+            there["s"].step()
+        assert there["o"].steps == number
+    assert there["m"].weight.item() == pytest.approx(-1)
+    assert there["s"].get_last_lr() == pytest.approx([0.1])

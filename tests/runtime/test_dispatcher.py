@@ -1,0 +1,243 @@
+"""Rank 0 reads for all: the same batches as if each had read its own, and its errors everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from rankbook.errors import PeerFailed
+from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
+from rankbook.runtime.parcels import FIRST_CAPACITY, LARGE, pack, unpack
+from tests.runtime.ranks import run_ranks
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: object
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    values: torch.Tensor
+
+
+def there_and_back(thing, capacity=FIRST_CAPACITY):
+    """Through a wire that is a list."""
+    wire = []
+    pack(thing).post(lambda each: wire.append(each.clone()), capacity)
+
+    def receive(into):
+        sent = wire.pop(0)
+        assert sent.numel() == into.numel()
+        into.copy_(sent)
+
+    back, _ = unpack(receive, capacity)
+    assert not wire
+    return back
+
+
+def test_any_picklable_leaf_passes_and_tensors_keep_shape_and_type():
+    shapes = [(), (0, 3), (3,), (2, 5), (LARGE, 2)]
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64):
+        for shape in shapes:
+            tensor = torch.randint(0, 2, shape).to(dtype)
+            back = there_and_back(tensor)
+            assert back.dtype == dtype and torch.equal(back, tensor)
+            back.add_(1) if dtype != torch.bool else back.logical_not_()
+    batch = {
+        "strings": ["a", "b" * 9000],
+        "point": Point(torch.arange(3), None),
+        "array": np.arange(6.0).reshape(2, 3),
+        "strided": torch.arange(12).reshape(3, 4).t()[::2],
+        "record": Record("r", torch.ones(2, requires_grad=True)),
+        "bytes": b"x" * (LARGE + 1),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    back = there_and_back(batch)
+    assert back["strings"] == batch["strings"] and type(back["point"]).__name__ == "Point"
+    assert torch.equal(back["point"].x, batch["point"].x) and np.array_equal(back["array"], batch["array"])
+    assert torch.equal(back["strided"], batch["strided"]) and back["bytes"] == batch["bytes"]
+    assert back["record"].name == "r" and torch.equal(back["record"].values, batch["record"].values)
+    assert torch.equal(back["sparse"].to_dense(), torch.eye(2))
+
+
+def test_a_frame_longer_or_shorter_than_expected_arrives():
+    for capacity in (FIRST_CAPACITY, 3 * FIRST_CAPACITY):
+        assert there_and_back("x" * 2 * FIRST_CAPACITY, capacity) == "x" * 2 * FIRST_CAPACITY
+
+
+class Words(Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return {"id": index, "word": f"w{index}", "draw": torch.rand(1), "large": torch.full((20_000,), index)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter({"id": i, "word": f"w{i}"} for i in range(self.n))
+
+
+class Tenfold(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            batch["id"] = batch["id"] * 10
+            yield batch
+
+
+class Bad(Words):
+    def __getitem__(self, index):
+        if index == 5:
+            raise LookupError("record 5 is broken")
+        return super().__getitem__(index)
+
+
+class Unsendable(Words):
+    def __getitem__(self, index):
+        return {"id": index, "what": (lambda: index) if index == 6 else None}
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+class OddlyBad(Words):
+    def __getitem__(self, index):
+        raise Unpicklable(1, 2)
+
+
+def keep(batch):
+    return batch
+
+
+def told(loader):
+    """What one rank gets: ids, words, draws, the end, the remainder."""
+    seen = []
+    for batch in loader:
+        draws = batch.get("draw", torch.zeros(0)).flatten().tolist()
+        seen.append((batch["id"].tolist(), batch["word"], draws, loader.end_of_dataloader, loader.share))
+    return seen, loader.remainder, GradientState().in_dataloader
+
+
+def same_as_read_by_each():
+    found = []
+    for options in (
+        {"split_batches": False},
+        {"split_batches": True},
+        {"even_batches": False},
+        {"even_batches": False, "split_batches": True},
+    ):
+        for source in (
+            DataLoader(Words(7), batch_size=2, shuffle=True),
+            DataLoader(Words(7), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+            DataLoader(Stream(7), batch_size=2),
+            DataLoader(Words(1), batch_size=2),
+            DataLoader(Words(0), batch_size=2),
+            DataLoader(Stream(0), batch_size=2),
+            Tenfold(Words(8), batch_size=2),
+        ):
+            both = [
+                prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, **options)
+                for dispatch in (True, False)
+            ]
+            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            for _ in range(2):
+                dispatched, own = (told(each) for each in both)
+                assert dispatched == own, (options, source, dispatched, own)
+            found.append(own)
+    skipping = skip_first_batches(prepare_data_loader(DataLoader(Words(8), 2), dispatch_batches=True), 1)
+    found.append([batch["id"].tolist() for batch in skipping])
+    for _ in skipping:
+        break  # on every rank; the next loop is whole
+    found.append([batch["id"].tolist() for batch in skipping])
+    return found
+
+
+def test_each_rank_gets_what_it_would_have_read():
+    first, second = run_ranks(same_as_read_by_each)
+    assert first[0][0][0][0] != second[0][0][0][0]
+    assert [first[-1], second[-1], first[-2]] == [[[4, 5]], [[6, 7]], [[4, 5]]]
+
+
+def bad_records():
+    found = []
+    for data in (Bad(8), Unsendable(8), OddlyBad(4)):
+        loader = prepare_data_loader(DataLoader(data, 2, collate_fn=collate_plain), dispatch_batches=True)
+        seen, error = [], None
+        try:
+            for batch in loader:
+                seen.append(batch["id"])  # noqa: PERF401 - what came before the error counts
+        except Exception as raised:  # noqa: BLE001 - which one it is, is what is asked
+            error = raised
+        found.append((seen, type(error).__name__, str(error), getattr(error, "__notes__", [])))
+        assert not GradientState().in_dataloader
+        assert gather_object([dist.get_rank()]) == [0, 1]  # nobody waits for anybody
+    return found
+
+
+def collate_plain(records):
+    return {name: [record[name] for record in records] for name in records[0]}
+
+
+def test_a_bad_record_raises_on_every_rank_and_nobody_is_left_waiting():
+    first, second = run_ranks(bad_records)
+    assert first[0][:3] == ([[0, 1]], "LookupError", "record 5 is broken")
+    assert second[0][1:3] == first[0][1:3] and "rank 0" in second[0][3][0]
+    assert (first[1][1] == second[1][1] != "NoneType") and first[1][0] == [[0, 1]] and second[1][0] == [[2, 3]]
+    assert first[2][1] == "Unpicklable" and second[2][1] == PeerFailed.__name__
+    assert "Unpicklable: 1 2" in second[2][2]
+
+
+def own_slices():
+    calls = []
+
+    def cut(batch, part, process_index, num_processes):
+        calls.append((part, process_index, num_processes))
+        return {"id": batch["id"][part] + 100 * process_index}
+
+    source = DataLoader([{"id": i} for i in range(6)], batch_size=2)
+    loader = prepare_data_loader(source, dispatch_batches=True, slice_fn_for_dispatch=cut)
+    return [batch["id"].tolist() for batch in loader], calls
+
+
+def test_a_slice_function_cuts_all_ranks_batches():
+    first, second = run_ranks(own_slices)
+    assert (first[0], second[0]) == ([[0, 1], [4, 5]], [[102, 103], [100, 101]])
+    assert first[1][:2] == [(slice(0, 2), 0, 2), (slice(2, 4), 1, 2)] and second[1] == []
+
+
+def test_streams_for_a_device_are_dispatched_unless_told_otherwise():
+    options = {"num_processes": 2, "process_index": 1, "put_on_device": True}
+    kinds = [
+        type(prepare_data_loader(DataLoader(data), dispatch_batches=dispatch, **options)).__name__
+        for data, dispatch in ((Stream(3), None), (Stream(3), False), (Words(3), None))
+    ]
+    assert kinds == ["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderShard"]
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_uneven_data_ends_for_each_rank_where_its_own_ends(world_size):
+    def read():
+        loader = prepare_data_loader(DataLoader(Words(5), 1), dispatch_batches=True, even_batches=False)
+        return [(batch["id"].tolist(), loader.end_of_dataloader) for batch in loader]
+
+    assert run_ranks(read, world_size) == [
+        [([0], False), ([3], True)],
+        [([1], False), ([4], True)],
+        [([2], True)],
+    ]

@@ -1,0 +1,136 @@
+"""Accumulation's settings, and which loader is active, however its loop ends."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+
+from rankbook.runtime.gradient_state import GradientState
+
+
+@dataclass
+class Plugin:
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+
+
+class Loader:
+    """As a prepared loader: a generator in an `iterating` block."""
+
+    def __init__(self, batches: int = 3, remainder: int = -1) -> None:
+        self.batches, self.remainder, self.end_of_dataloader = batches, remainder, False
+
+    def __iter__(self):
+        with GradientState().iterating(self):
+            for batch in range(self.batches):
+                self.end_of_dataloader = batch == self.batches - 1
+                yield batch
+
+
+def test_the_first_one_has_torchs_own_ways():
+    state = GradientState()
+    assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (1, False, True)
+    assert (state.sync_gradients, state.in_dataloader, state.end_of_dataloader, state.remainder) == (
+        True,
+        False,
+        False,
+        -1,
+    )
+    assert "Sync Gradients: True" in repr(state)
+
+
+def test_a_plugin_changes_the_settings_and_a_plain_instance_keeps_them():
+    first = GradientState()
+    GradientState(Plugin(num_steps=4))
+    assert (first.num_steps, GradientState().num_steps, first.adjust_scheduler) == (4, 4, True)
+    GradientState(Plugin(num_steps=2, sync_with_dataloader=False))
+    assert (first.num_steps, first.sync_with_dataloader) == (2, False)
+
+
+def test_a_plugin_without_steps_means_one():
+    assert GradientState(Plugin()).num_steps == 1
+
+
+def test_after_a_reset_an_attribute_says_to_build_it_first():
+    state = GradientState()
+    GradientState._reset_state()
+    assert not state.initialized
+    for name in ("sync_gradients", "num_steps", "active_dataloader", "in_dataloader"):
+        with pytest.raises(AttributeError, match="Build it first"):
+            getattr(state, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(state, "nonsense")  # noqa: B009 - it raises
+
+
+def test_the_innermost_loop_is_the_active_one():
+    state, outer, inner = GradientState(), Loader(), Loader(2, remainder=5)
+    seen = []
+    for _ in outer:
+        assert state.active_dataloader is outer
+        seen += [(state.active_dataloader is inner, state.end_of_dataloader, state.remainder) for _ in inner]
+        assert state.dataloader_references == [None, outer]
+    assert seen[:2] == [(True, False, 5), (True, True, 5)]
+    assert state.active_dataloader is None
+
+
+def test_a_loop_left_by_break_is_over():
+    state = GradientState()
+    for _ in Loader():
+        break
+    assert not state.in_dataloader
+    for _ in enumerate(zip(Loader(), range(9), strict=False)):
+        break
+    assert not state.in_dataloader
+
+
+def test_a_loop_left_by_an_exception_is_over_although_the_traceback_is_kept():
+    state, loader = GradientState(), Loader()
+
+    def cell() -> None:
+        for _ in loader:
+            raise KeyboardInterrupt
+
+    try:
+        cell()
+    except KeyboardInterrupt as error:
+        kept = error
+    assert kept.__traceback__ is not None
+    assert not state.in_dataloader
+
+
+def test_a_loader_that_starts_anew_has_left_its_earlier_loop():
+    state, loader = GradientState(), Loader()
+    abandoned = iter(loader)
+    next(abandoned)
+    for _ in loader:
+        assert state.dataloader_references == [None, loader]
+    assert not state.in_dataloader
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_over_with_it():
+    class Iterator:
+        pass
+
+    state, loader, iteration = GradientState(), Loader(), Iterator()
+    state._add_dataloader(loader, iteration)
+    assert state.active_dataloader is loader
+    del iteration
+    assert not state.in_dataloader
+
+
+def test_no_loader_is_kept_alive():
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    assert state.in_dataloader
+    del loader
+    gc.collect()
+    assert not state.in_dataloader
+
+
+def test_a_loop_that_outlives_a_reset_ends_quietly():
+    for _ in Loader():
+        GradientState._reset_state()
+    assert not GradientState().in_dataloader

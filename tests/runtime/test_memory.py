@@ -1,0 +1,142 @@
+"""One batch size for all ranks, whichever of them ran out of memory; and no other error taken for that."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from rankbook.errors import BadRequest, PeerFailed
+from rankbook.runtime.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
+from rankbook.runtime.process_state import PartialState
+from tests.runtime.ranks import run_ranks
+
+
+def fits_up_to(most: int, tried: list[int]):
+    def train(batch_size, name="run"):
+        tried.append(batch_size)
+        if batch_size > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return batch_size, name
+
+    return train
+
+
+def test_the_size_shrinks_until_it_fits_and_the_next_call_starts_there():
+    PartialState(cpu=True)
+    tried: list[int] = []
+    train = find_executable_batch_size(fits_up_to(80, tried), starting_batch_size=100)
+    assert train(name="x") == (72, "x")
+    assert tried == [100, 90, 81, 72]
+    train()
+    assert tried[4:] == [72]
+
+
+def test_the_decorator_takes_both_forms_and_another_way_to_shrink():
+    PartialState(cpu=True)
+    sizes = iter([50, 10])
+    train = find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: next(sizes))
+    assert train(fits_up_to(20, []))() == (10, "run")
+    stuck = find_executable_batch_size(fits_up_to(1, []), starting_batch_size=8, reduce_batch_size_fn=lambda: 8)
+    with pytest.raises(BadRequest, match="gave 8 after 8"):
+        stuck()
+
+
+def test_when_nothing_fits_it_says_so():
+    PartialState(cpu=True)
+    with pytest.raises(RuntimeError, match="No executable batch size found: 4 and all smaller ones"):
+        find_executable_batch_size(fits_up_to(0, []), starting_batch_size=4)()
+
+
+def test_a_batch_size_in_the_call_is_an_error_that_says_to_leave_it_out():
+    PartialState(cpu=True)
+    with pytest.raises(TypeError, match=r"train is called with a batch size first .* leave the batch size out"):
+        find_executable_batch_size(fits_up_to(9, []))(128, "name")
+
+
+def test_other_errors_are_raised_as_they_are():
+    PartialState(cpu=True)
+
+    @find_executable_batch_size
+    def train(batch_size):
+        raise ValueError(f"not about memory: {batch_size}")
+
+    with pytest.raises(ValueError, match="not about memory: 128"):
+        train()
+
+
+def test_what_says_that_memory_ran_out():
+    said = [
+        "CUDA out of memory.",
+        "DefaultCPUAllocator: can't allocate memory: you tried",
+        "MPS backend out of memory (M",
+    ]
+    assert all(should_reduce_batch_size(RuntimeError(each)) for each in said)
+    assert should_reduce_batch_size(MemoryError()) and should_reduce_batch_size(torch.OutOfMemoryError())
+    assert not should_reduce_batch_size(ValueError("CUDA out of memory"))
+    assert not should_reduce_batch_size(RuntimeError("shape mismatch"))
+
+
+def test_what_a_failed_try_held_is_free_before_the_next():
+    PartialState(cpu=True)
+    held: list[weakref.ref] = []
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size):
+        assert all(each() is None for each in held)
+        model = torch.nn.Linear(2, 2)
+        model.itself = [model]
+        held.append(weakref.ref(model))
+        if batch_size > 8:
+            raise MemoryError
+        return batch_size
+
+    assert train() == 8
+
+
+def test_release_memory_gives_nones_and_frees_cycles():
+    model = torch.nn.Linear(1, 1)
+    model.itself = [model]
+    gone = weakref.ref(model)
+    other = [1]
+    gc.disable()
+    try:
+        held = [model, other]
+        del model
+        assert gone() is not None
+        held[:] = release_memory(*held)
+        release_memory()
+    finally:
+        gc.enable()
+    assert held == [None, None]
+    assert gone() is None
+
+
+def _on_rank():
+    state = PartialState()
+    rank, tried = state.process_index, []
+    train = find_executable_batch_size(fits_up_to((80, 50, 100)[rank], tried), starting_batch_size=100 + rank)
+    result = train()
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def fails(batch_size):
+        if rank == 2:
+            raise KeyError(batch_size)
+        if rank == 0:
+            raise MemoryError
+        return batch_size
+
+    with pytest.raises(KeyError if rank == 2 else PeerFailed) as caught:
+        fails()
+    state.wait_for_everyone()
+    return result, tried, str(caught.value)
+
+
+def test_all_ranks_agree_on_the_size_and_an_error_of_one_is_an_error_of_all():
+    results = run_ranks(_on_rank, 3)
+    sizes = [100, 90, 81, 72, 64, 57, 51, 45]
+    assert [each[:2] for each in results] == [((45, "run"), sizes)] * 3
+    told = "rank 2 raised KeyError, and this rank waited for it: 8"
+    assert [each[2] for each in results] == [told, told, "8"]

@@ -1,0 +1,67 @@
+"""`gather_for_metrics` gives each sample of the dataset once and in order, whatever the loader adds or leaves out."""
+
+from __future__ import annotations
+
+from tests.runtime.ranks import run_ranks
+
+CASES = [
+    # samples, batch size, loader options
+    *[(n, b, {}) for n in (1, 5, 8, 9, 13) for b in (2, 4)],
+    *[(n, b, {"even_batches": False}) for n in (1, 2, 5, 9, 13) for b in (2, 4)],
+    *[(n, 6, {"split_batches": True}) for n in (5, 13, 14)],
+    *[(n, 6, {"split_batches": True, "even_batches": False}) for n in (13, 14)],
+    *[(n, 2, {"dispatch_batches": True}) for n in (5, 9)],
+    *[(n, 2, {"iterable": True}) for n in (5, 9)],
+    *[(n, 2, {"iterable": True, "dispatch_batches": False}) for n in (5, 9)],
+]
+
+
+def gather_all(cases):
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from rankbook.runtime import Accelerator, DataLoaderConfiguration
+    from rankbook.runtime.state import AcceleratorState
+
+    class Stream(IterableDataset):
+        def __init__(self, length):
+            self.length = length
+
+        def __iter__(self):
+            yield from range(self.length)
+
+    found = []
+    for samples, size, given in cases:
+        options = dict(given)
+        data = Stream(samples) if options.pop("iterable", False) else list(range(samples))
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+        loader = accelerator.prepare(DataLoader(data, batch_size=size))
+        seen, objects = [], []
+        for batch in loader:
+            got = accelerator.gather_for_metrics({"rows": (batch, batch * 2)})
+            assert got["rows"][1].tolist() == [2 * each for each in got["rows"][0].tolist()]
+            seen += got["rows"][0].tolist()
+            objects += accelerator.gather_for_metrics([str(each) for each in batch.tolist()])
+        accelerator.wait_for_everyone()
+        found.append((seen, objects))
+    return found
+
+
+def check(ranks):
+    for rank, found in enumerate(run_ranks(gather_all, ranks, CASES)):
+        for case, (seen, objects) in zip(CASES, found, strict=True):
+            samples, size, options = case
+            expected = list(range(samples))
+            if options.get("even_batches") is False and rank > 0:  # without a last batch it does not hear of that round
+                expected = expected[: len(seen)]
+                assert len(seen) >= samples // (size * ranks) * size * (1 if "split_batches" in options else ranks)
+            assert seen == expected, case
+            assert objects == [str(each) for each in expected], case
+
+
+def test_each_sample_comes_once_and_in_order_on_two_ranks():
+    check(2)
+
+
+def test_each_sample_comes_once_and_in_order_on_three_ranks():
+    check(3)

@@ -1,0 +1,94 @@
+"""Shared state and collectives in the ranks of a notebook: what one rank does wrong costs the others no wait.
+
+The same functions are tested without a notebook in the modules' own tests; here it is the group that is recoverable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import rankbook
+from rankbook import CellError, Cluster
+from rankbook.launch import local
+
+AFTER = """
+assert (s.process_index, s.num_processes, s.local_process_index) == (rank, world_size, rank)
+assert gather(torch.tensor(rank)).tolist() == [0, 1, 2]
+with s.main_process_first():
+    pass
+s.wait_for_everyone()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = rankbook.start(3)
+    try:
+        found.run("from rankbook.runtime import *\ns = PartialState()\ngroup = dist.group.WORLD")
+        yield found
+    finally:
+        found.stop()
+        local.cool_down()
+
+
+TRAIN = """
+@find_executable_batch_size(starting_batch_size=8)
+def train(size):
+    raise KeyError if rank == 2 else MemoryError
+train()
+"""
+FAULTS = [
+    (
+        "with s.main_process_first():\n    if s.is_main_process:\n        raise FileNotFoundError('data.csv')",
+        "FileNotFoundError",
+        "ranks 1-2: PeerFailed: rank 0 raised FileNotFoundError, and this rank waited for it: data.csv",
+    ),
+    (
+        "if rank == 0:\n    raise KeyError('zero')\nwith s.main_process_first():\n    pass",
+        "KeyError",
+        "ranks 1-2: Collect",
+    ),
+    ("if rank == 1:\n    raise KeyError('one')\ngather(torch.ones(3))", "KeyError", "rank 1: KeyError: 'one'"),
+    ("gather(torch.ones(rank + 1))", "BadRequest", "rank 2: float32[3]"),
+    ("gather([torch.ones(1), None][:1 + (rank == 2)])", "BadRequest", "rank 2: takes tensors"),
+    ("reduce(torch.ones(1), 'median' if rank == 1 else 'sum')", "BadRequest", "reduction='median' is not there"),
+    ("gather_object([(lambda: 1) if rank else 0])", "TransferError", "rank 1: cannot be pickled"),
+    (
+        TRAIN,
+        "KeyError",
+        "rank 2 raised KeyError",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "kind", "words"), FAULTS, ids=[each[1] for each in FAULTS])
+def test_a_fault_on_one_rank_ends_the_cell_on_all_and_the_state_goes_on(cluster, code, kind, words):
+    began = time.monotonic()
+    with pytest.raises(CellError) as caught:
+        cluster.run(code)
+    assert time.monotonic() - began < 20
+    assert type(caught.value).__name__ == kind
+    assert words in str(caught.value)
+    cluster.run(f"assert dist.group.WORLD is group{AFTER}")
+
+
+def test_precision_changes_live_from_cell_to_cell(cluster):
+    cluster.run("state = AcceleratorState(mixed_precision='bf16')")
+    changed = cluster.run("AcceleratorState(mixed_precision='no').mixed_precision")
+    assert changed.text(1) == "'no'"
+    assert "mixed_precision is 'no' now, it was 'bf16'" in changed.stderr[0]
+    assert not changed.stderr.get(1)
+    assert cluster.run("state.mixed_precision").text(2) == "'no'"
+
+
+def test_objects_of_classes_that_were_defined_in_a_cell_travel(cluster):
+    cluster.run("class Mine:\n    def __init__(self, x):\n        self.x = x")
+    assert cluster.run("[each.x for each in gather_object([Mine(rank)])]").text(1) == "[0, 1, 2]"
+    assert cluster.run("broadcast_object_list([Mine(rank)], from_process=1)[0].x").text(2) == "1"
+
+
+def test_the_cells_do_not_end_the_ranks_own_group(cluster):
+    cluster.run(f"s.destroy_process_group(){AFTER}")

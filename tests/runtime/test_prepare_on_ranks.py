@@ -1,0 +1,435 @@
+"""What `prepare` does where there are several ranks: each test starts its processes once and looks at many things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.ranks import run_ranks
+
+
+def small_model(seed=3):
+    from torch import nn
+
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
+def start_over():
+    """As in a fresh process, but for the process group."""
+    from rankbook.runtime.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def traces():
+    """What a `prepare` could leave behind: hooks, groups, models, and memory in bytes."""
+    import gc
+
+    import psutil
+    from torch.distributed import distributed_c10d as c10d
+
+    from rankbook.runtime.prepare import generations
+
+    gc.collect()
+    gc.collect()
+    return {
+        "groups": len(c10d._world.pg_map),
+        "generations": generations.count(),
+        "successors": len(generations._successors),
+        "modules": sum(isinstance(each, torch.nn.Module) for each in gc.get_objects()),
+        "objects": len(gc.get_objects()),
+        "memory": psutil.Process().memory_info().rss,
+    }
+
+
+def hooks_of(model):
+    tables = [vars(each)[name] for each in model.modules() for name in vars(each) if name.endswith("hooks")]
+    return sum(len(table) for table in tables if table)
+
+
+def prepare_again_and_again(strategy, cells, models):
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(
+        mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
+    )
+    raw = small_model()
+    inputs = torch.randn(4, 8)
+
+    def cell(model, optimizer):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    found = {}
+    model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
+    for _ in range(20):
+        model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
+    before, hooks = traces(), hooks_of(raw)
+    for number in range(cells):
+        if number % 100 == 0:  # the whole cell; the others prepare alone, which is quicker
+            model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
+        model, optimizer = accelerator.prepare(raw, optimizer)
+    found["same model"] = (before, traces(), hooks, hooks_of(raw))
+    before = traces()
+    for number in range(models):
+        model = small_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+        if number % 20 == 0:
+            cell(model, optimizer)
+    found["new models"] = (before, traces(), 0, 0)
+    return found
+
+
+@pytest.mark.parametrize(("cells", "models"), [(100, 20), pytest.param(1000, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_cells_that_prepare_again_and_again_leave_nothing_behind(strategy, cells, models):
+    for found in run_ranks(prepare_again_and_again, 2, strategy, cells, models, timeout=110):
+        for what, (before, after, hooks_before, hooks_after) in found.items():
+            for name in ("groups", "generations", "successors", "modules"):
+                # One model more, of four modules with its wrapper, is still in a variable.
+                assert after[name] <= before[name] + 4, f"{what}: {name} grew from {before[name]} to {after[name]}"
+            assert after["objects"] <= before["objects"] + 500, what
+            assert after["memory"] <= before["memory"] + 8e6, what
+            assert hooks_before == hooks_after, what
+
+
+def change_everything():
+    """The same model and optimizer under one setting after the other, in one process."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    rank = torch.distributed.get_rank()
+    reference = small_model()
+    expected = torch.optim.Adam(reference.parameters(), 0.01)
+    raw = small_model()
+    raw_optimizer = torch.optim.Adam(raw.parameters(), 0.01)
+    kind, seen = type(raw), []
+    model, optimizer = raw, raw_optimizer
+    whole_copies = ParallelismConfig(dp_replicate_size=2)
+    settings = [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+        {},
+        {"parallelism_config": whole_copies, "gradient_accumulation_steps": 1},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(reshard_after_forward=False), "gradient_accumulation_steps": 3},
+        {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
+        {"parallelism_config": whole_copies},
+    ]
+    torch.manual_seed(0)
+    for options in settings:
+        accelerator = Accelerator(**options)
+        steps = accelerator.gradient_accumulation_steps
+        if len(seen) % 2:  # what a cell has at hand: what it was given last time, or the person's own
+            model, optimizer = raw, raw_optimizer
+        model, optimizer = accelerator.prepare(model, optimizer)
+        data = torch.randn(3, steps, 2, 5, 8)
+        for window in data:
+            for batch in window:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch[rank]).square().mean())
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            reference(window.reshape(-1, 8)).square().mean().backward()
+            norm_alone = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+            assert torch.allclose(norm, norm_alone, atol=1e-6), (len(seen), norm, norm_alone)
+            expected.step()
+            expected.zero_grad()
+        for name, value in accelerator.get_state_dict(model).items():
+            assert torch.allclose(value, reference.state_dict()[name], atol=1e-5), (len(seen), name)
+        wrapper = {True: "ddp", False: "fsdp2" if isinstance(model, FSDPModule) else "?"}[
+            isinstance(model, DistributedDataParallel)
+        ]
+        seen.append((wrapper, steps, str(accelerator.distributed_type)))
+    assert type(raw) is kind
+    assert "forward" not in vars(raw)
+
+    model = Accelerator(mixed_precision="bf16").prepare(model)
+    assert isinstance(model, DistributedDataParallel)
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    widths = []
+    handle = raw[0].register_forward_hook(lambda *passed: widths.append(passed[-1].dtype))
+    assert model(torch.randn(2, 8)).dtype is torch.float32
+    later = Accelerator(mixed_precision="no")
+    model(torch.randn(2, 8))  # keeps what it was prepared in
+    older, model = model, later.prepare(model)
+    model(torch.randn(2, 8))
+    handle.remove()
+    assert widths == [torch.bfloat16, torch.bfloat16, torch.float32], widths
+    with pytest.raises(ValueError, match="prepared again"):
+        older(torch.randn(2, 8))
+    assert "reducer" not in vars(older), "its hooks would be on the parameters still"
+    return seen
+
+
+def test_precision_accumulation_and_strategy_change_in_one_process():
+    expected = [("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 2), ("ddp", 1), ("fsdp2", 3), ("fsdp2", 3), ("ddp", 3)]
+    for seen in run_ranks(change_everything, 2):
+        assert [each[:2] for each in seen] == expected
+        assert [each[2] for each in seen] == ["FSDP" if each[0] == "fsdp2" else "MULTI_CPU" for each in expected]
+
+
+def wrong_in_many_ways():
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from rankbook.runtime import (
+        Accelerator,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ParallelismConfig,
+        TorchTensorParallelConfig,
+    )
+
+    def said(call):
+        start_over()
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return None
+
+    def two_optimizers():
+        model = small_model()
+        made = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, *made)
+
+    def mismatched():
+        data = TensorDataset(torch.zeros(9, 1))
+        options = DataLoaderConfiguration(split_batches=True)
+        Accelerator(dataloader_config=options).prepare(DataLoader(data, batch_size=3))
+
+    def plan(**given):
+        handler = TorchTensorParallelConfig(plan=given or None)
+        Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler)).prepare(small_model())
+
+    found = {
+        "mesh": said(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=3))),
+        "axis": said(lambda: ParallelismConfig(cp_size=2)),
+        "size": said(lambda: ParallelismConfig(tp_size=0)),
+        "version": said(lambda: FullyShardedDataParallelPlugin(fsdp_version=1)),
+        "handlers": said(lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])),
+        "handler": said(lambda: Accelerator(kwargs_handlers=[ParallelismConfig()])),
+        "op": said(lambda: Accelerator().reduce(torch.ones(2), "median")),
+        "optimizers": said(two_optimizers),
+        "batches": said(mismatched),
+        "fp16": said(lambda: Accelerator(mixed_precision="fp16")),
+        "fp4": said(lambda: Accelerator(mixed_precision="fp4")),
+        "steps": said(lambda: Accelerator(gradient_accumulation_steps=0)),
+        "both": said(
+            lambda: Accelerator(
+                gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)
+            )
+        ),
+        "rng": said(lambda: Accelerator(rng_types=["dice"])),
+        "backend": said(lambda: Accelerator(dynamo_backend="magic")),
+        "placement": said(lambda: Accelerator().prepare(small_model(), 1, device_placement=[True])),
+        "no plan": said(plan),
+        "no module": said(lambda: plan(**{"9": "colwise"})),
+        "style": said(lambda: plan(**{"0": "sideways"})),
+        "folder": said(lambda: Accelerator().save_state()),
+        "checkpoint": said(lambda: Accelerator().load_state("/nowhere")),
+        "registered": said(lambda: Accelerator().register_for_checkpointing(3)),
+        "join": said(lambda: Accelerator().join_uneven_inputs([small_model()]).__enter__()),
+    }
+    start_over()
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
+    accelerator.wait_for_everyone()
+    assert accelerator.gather(torch.tensor(accelerator.process_index)).tolist() == [0, 1]
+    return found
+
+
+SAID = {
+    "mesh": "dp_replicate(2) * dp_shard(1) * tp(3) = 6 != world size (2)",
+    "axis": "cp_size=2",
+    "size": "tp_size=0",
+    "version": "fsdp_version=1",
+    "handlers": "two AutocastKwargs",
+    "handler": "ParallelismConfig",
+    "op": "median",
+    "optimizers": "2 optimizers",
+    "batches": "3",
+    "fp16": "CUDA",
+    "fp4": "fp4",
+    "steps": "0",
+    "both": "not both",
+    "rng": "dice",
+    "backend": "magic",
+    "placement": "1 entries for 2",
+    "no plan": "tp_plan",
+    "no module": "no such module",
+    "style": "sideways",
+    "folder": "project_dir",
+    "checkpoint": "/nowhere",
+    "registered": "state_dict",
+    "join": "cannot join",
+}
+
+
+def test_what_makes_no_sense_is_a_clear_error_on_every_rank():
+    for found in run_ranks(wrong_in_many_ways, 2, timeout=40):
+        wrong = {name: said for name, said in found.items() if said is None or SAID[name] not in said}
+        assert (wrong, set(found)) == ({}, set(SAID))
+
+
+def save_and_load(folder):
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    rank = accelerator.process_index
+    model = small_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+
+    def step(accelerator, model, optimizer):
+        accelerator.backward(model(torch.full((2, 8), float(accelerator.process_index))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+    step(accelerator, model, optimizer)
+    torch.manual_seed(50 + rank)
+    accelerator.save_state(folder)
+    drawn, then = torch.rand(1), step(accelerator, model, optimizer)
+
+    later = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    other = small_model(seed=9)
+    other, other_optimizer = later.prepare(other, torch.optim.Adam(other.parameters(), 0.01))
+    later.load_state(folder)
+    assert torch.equal(torch.rand(1), drawn)
+    again = step(later, other, other_optimizer)
+    assert all(torch.allclose(again[name], then[name], atol=1e-6) for name in then)
+
+    accelerator.load_state(folder)  # and into shards
+    again = step(accelerator, model, optimizer)
+    assert all(torch.allclose(again[name], then[name], atol=1e-6) for name in then)
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    if rank == 0:
+        from rankbook.runtime import saved_state
+
+        saved_state.put_in_place = fail
+    with pytest.raises(OSError if rank == 0 else ValueError, match="the disk is full"):
+        accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return True
+
+
+def test_a_checkpoint_of_shards_is_read_by_whole_copies_and_a_failed_one_raises_everywhere(tmp_path):
+    assert run_ranks(save_and_load, 2, str(tmp_path / "state")) == [True, True]
+
+
+def divide_layers():
+    from rankbook.runtime import (
+        Accelerator,
+        ParallelismConfig,
+        TorchTensorParallelConfig,
+    )
+
+    torch.set_num_threads(1)
+    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    found = []
+    for options in (
+        {"dp_shard_size": 2, "tp_size": 2},
+        {"dp_replicate_size": 2, "tp_size": 2},
+        {"tp_size": 4},
+        {"dp_replicate_size": 2, "dp_shard_size": 2},
+        {"dp_replicate_size": 4},
+    ):
+        start_over()
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(**options, tp_handler=plan))
+        reference, raw = small_model(), small_model()
+        expected, made = (torch.optim.Adam(each.parameters(), 0.01) for each in (reference, raw))
+        model, optimizer = accelerator.prepare(raw, made)
+        parts, part = accelerator.setup.data_parallel_size, accelerator.setup.data_parallel_rank
+        torch.manual_seed(1)
+        for _ in range(3):
+            data = torch.randn(parts, 3, 8)
+            accelerator.backward(model(data[part]).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            reference(data.flatten(0, 1)).square().mean().backward()
+            assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1), atol=1e-6)
+            expected.step()
+            expected.zero_grad()
+        for name, value in accelerator.get_state_dict(model).items():
+            assert torch.allclose(value, reference.state_dict()[name], atol=1e-5), (options, name)
+        local = sum(getattr(each, "_local_tensor", each).numel() for each in model.parameters())
+        metrics = accelerator.gather_for_metrics(torch.tensor([part]))
+        assert metrics.tolist() == list(range(parts))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(12)), batch_size=2, shuffle=True))
+        rounds = [accelerator.gather_for_metrics(batch) for batch in loader]
+        assert sorted(torch.cat(rounds).tolist()) == list(range(12)), (options, rounds)
+        hooks = hooks_of(raw)
+        accelerator.free_memory()
+        found.append((accelerator.strategy.wrapper, local, hooks_of(raw), hooks))
+        assert all(type(each) is torch.nn.Parameter for each in raw.parameters())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
+    whole = 8 * 12 + 12 + 12 * 4 + 4
+    for found in run_ranks(divide_layers, 4, timeout=110):
+        assert [each[0] for each in found] == [
+            "parallelize_module",
+            "parallelize_module",
+            "parallelize_module",
+            "fully_shard",
+            "DistributedDataParallel",
+        ]
+        assert all(each[1] < whole for each in found[:4]), found
+        assert all(each[2] == 0 for each in found), "hooks were left on the model"
+        assert found[0][3] > 0
+
+
+def join_and_tell():
+    """Uneven inputs under DDP, and what is told of shards."""
+    from torch.utils.data import DataLoader
+
+    from rankbook import telemetry
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    model = small_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = accelerator.prepare(DataLoader(torch.randn(9, 8), batch_size=2))
+    batches = len(loader)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        lengths = []
+        for batch in loader:
+            lengths.append(len(batch))
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = accelerator.gather(model.module[0].weight.detach().sum())
+    assert weights[0] == weights[1]
+    assert len(loader) == batches, "as before the block"
+
+    told = []
+    telemetry.listener = told.append
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, optimizer)
+    telemetry.listener = None
+    return lengths, told[0]
+
+
+def test_uneven_inputs_are_joined_and_shards_are_told():
+    (first, report), (second, _) = run_ranks(join_and_tell, 2)
+    assert (first, second) == ([2, 2, 1], [2, 2])
+    assert (report.kind, report.class_name, report.wrapper) == ("model", "Sequential", "fully_shard")
+    assert report.parameters == 8 * 12 + 12 + 12 * 4 + 4
+    assert report.bytes == 4 * report.parameters // 2
+    assert report.layout == {"Shard(dim=0)": 4}

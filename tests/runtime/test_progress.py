@@ -1,0 +1,36 @@
+"""A bar on one process; elsewhere the loop runs without one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.progress import tqdm
+
+
+@pytest.mark.parametrize(("rank", "only", "shown"), [(0, True, True), (1, True, False), (1, False, True)])
+def test_the_bar_is_shown_where_it_was_asked_for(rank, only, shown, capsys, monkeypatch):
+    PartialState(cpu=True).local_process_index = rank
+    assert list(tqdm(range(3), main_process_only=only)) == [0, 1, 2]
+    assert ("3/3" in capsys.readouterr().err) == shown
+
+
+def test_a_bar_that_is_off_stays_off(capsys):
+    PartialState(cpu=True)
+    assert list(tqdm([1], disable=True)) == [1]
+    assert capsys.readouterr().err == ""
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(BadRequest, match="pip install tqdm"):
+        tqdm([])
+
+
+def test_the_old_signature_is_an_error():
+    PartialState(cpu=True)
+    with pytest.raises(BadRequest, match="main_process_only by its name"):
+        tqdm(True, [1])

@@ -1,0 +1,46 @@
+"""The fixture that the other tests stand on: it tells what went wrong on a rank, and leaves nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.runtime.ranks import RankFailed, run_ranks
+
+
+def test_results_come_in_rank_order_from_processes_that_are_gone_then():
+    base = 10
+    results = run_ranks(lambda more: (base + more + dist.get_rank(), os.getpid()), 2, 5)
+    assert [each[0] for each in results] == [15, 16]
+    assert not any(psutil.pid_exists(each[1]) for each in results)
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_on_one_rank_is_told_and_one_that_waits_is_ended_and_shown():
+    def on_rank():
+        if dist.get_rank() == 1:
+            raise ValueError("of rank 1")
+        threading.Event().wait()
+
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)rank 0: it had not ended.*in wait.*rank 1: .*ValueError: of rank 1"):
+        run_ranks(on_rank, 2, patience=0.5)
+    assert time.monotonic() - began < 10
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_told():
+    def on_rank():
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), 9)
+
+    with pytest.raises(RankFailed, match="the process ended with -9 and said nothing"):
+        run_ranks(on_rank, 2, patience=0.2)
+    with pytest.raises(RankFailed, match="it had not ended"):
+        run_ranks(lambda: threading.Event().wait(), 1, timeout=0.5)

@@ -1,0 +1,184 @@
+"""A step that failed on one rank of a notebook: the same prepared objects go on in the next cell, on all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import rankbook
+from rankbook import CellError, Cluster, LostRank
+from rankbook.launch import local
+
+SETUP = """
+import copy, gc
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from rankbook.runtime import *
+from rankbook.runtime.accumulation import window
+from rankbook.runtime.prepare import generations
+torch.set_num_threads(1)
+
+def make():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision='no')
+rows = torch.arange(96.).reshape(16, 6).sin()
+raw = make()
+loader = DataLoader(TensorDataset(rows), batch_size=2)
+model, optimizer, loader = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1), loader)
+
+def epoch(fail=lambda number, where: None):
+    for number, (batch,) in enumerate(loader):
+        fail(number, 'loop')
+        with accelerator.accumulate(model):
+            fail(number, 'batch')
+            loss = model(batch).square().mean()
+            fail(number, 'forward')
+            if fail.__name__ == 'inside':
+                loss.register_hook(lambda _: fail(number, 'backward'))
+            accelerator.backward(loss)
+            fail(number, 'gradients')
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            fail(number, 'step')
+            optimizer.step()
+            optimizer.zero_grad()
+
+def check():
+    \"\"\"An epoch of this model is the epoch of a plain one that begins with the same weights.\"\"\"
+    plain = make()
+    plain.load_state_dict(broadcast_object_list([copy.deepcopy(accelerator.get_state_dict(model))])[0])
+    steps = torch.optim.SGD(plain.parameters(), 0.1)
+    epoch()
+    for window_rows in rows.split(8):
+        plain(window_rows).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        steps.step()
+        steps.zero_grad()
+    for name, value in accelerator.get_state_dict(model).items():
+        assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
+    assert not torch.is_autocast_enabled('cpu') and not window.inside and accelerator.sync_gradients
+    assert not accelerator.gradient_state.in_dataloader
+check()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = rankbook.start(2)
+    try:
+        found.run(SETUP)
+        yield found
+    finally:
+        found.stop()
+        local.cool_down()
+
+
+MOMENTS = ["loop", "batch", "forward", "backward", "gradients", "step"]
+SOME = [(0, "loop"), (0, "backward"), (1, "forward"), (1, "gradients"), (2, "batch")]
+EVERY = [(number, moment) for number in (0, 1, 2) for moment in MOMENTS]
+SETTINGS = {
+    "ddp": "parallelism_config=ParallelismConfig(dp_replicate_size=2)",
+    "fsdp2": "fsdp_plugin=FullyShardedDataParallelPlugin()",
+}
+PREPARE = {
+    name: f"model, optimizer = Accelerator({settings}).prepare(model, optimizer)" for name, settings in SETTINGS.items()
+}
+
+
+@pytest.mark.parametrize("moments", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_prepared_objects_go_on_after_an_error_at_any_moment_of_a_step(cluster, strategy, moments):
+    cluster.run(PREPARE[strategy] + "\ncheck()")
+    for number, moment in moments:
+        code = (
+            f"def inside(number, where):\n    if (rank, number, where) == ({number % 2}, {number}, {moment!r}):\n"
+            "        raise ValueError('in the step')\nepoch(inside)"
+        )
+        with pytest.raises(CellError, match=r"in the step|broke off|aborted"):
+            cluster.run(code, timeout=30)
+        cluster.run("check()", timeout=30)
+    assert cluster.run("generations.count()").text(0) == "1"
+
+
+def test_an_error_while_preparing_leaves_the_model_to_be_prepared_again(cluster):
+    cluster.run(PREPARE["ddp"])
+    with pytest.raises(CellError):
+        cluster.run(
+            "if rank == 1:\n    raise KeyError('one')\n" + PREPARE["ddp"].replace("(model,", "(raw,"), timeout=30
+        )
+    cluster.run(PREPARE["ddp"].replace("(model,", "(raw,") + "\ncheck()", timeout=30)
+    with pytest.raises(CellError):
+        cluster.run("if rank == 0:\n    raise KeyError('zero')\n" + PREPARE["fsdp2"], timeout=30)
+    cluster.run(PREPARE["fsdp2"] + "\ncheck()", timeout=30)
+    with pytest.raises(CellError):
+        cluster.run("if rank == 1:\n    raise KeyError('one')\n" + PREPARE["ddp"], timeout=30)
+    cluster.run(PREPARE["ddp"] + "\ncheck()", timeout=30)
+
+
+def test_a_cell_that_is_run_again_leaves_no_reducer_for_the_recovery_to_stumble_on(cluster):
+    cluster.run("kept = []\nfor _ in range(3):\n    kept.append(Accelerator().prepare(raw))\nmodel = kept[-1]")
+    with pytest.raises(CellError):
+        cluster.run("if rank == 0:\n    raise KeyError('zero')\naccelerator.wait_for_everyone()")
+    cluster.run("check()")
+
+
+DEAL = """
+from torch.utils.data import DistributedSampler, IterableDataset
+from rankbook.runtime.loaders import prepare_data_loader
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(16))
+
+class Doubling(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__())
+
+state, shared, gradients = PartialState(), AcceleratorState(), GradientState()
+turns = DistributedSampler(range(16), num_replicas=2, rank=rank)
+loaders = {
+    'shuffled': prepare_data_loader(DataLoader(range(16), batch_size=2, shuffle=True), use_seedable_sampler=True),
+    'stream': prepare_data_loader(DataLoader(Numbers(), batch_size=2)),
+    'split': prepare_data_loader(DataLoader(range(16), batch_size=4, shuffle=True), split_batches=True),
+    'dispatched': prepare_data_loader(DataLoader(range(16), batch_size=2), dispatch_batches=True),
+    'own class': prepare_data_loader(Doubling(range(16), batch_size=2, shuffle=True)),
+    'own turns': prepare_data_loader(DataLoader(range(16), batch_size=2, sampler=turns)),
+}
+
+def dealt(name):
+    loaders[name].set_epoch(5)
+    return gather_object([[number for batch in loaders[name] for number in batch.tolist()]])
+
+before = {name: dealt(name) for name in loaders}
+for name, parts in before.items():
+    assert sorted(parts[0] + parts[1]) == list(range(16)) and len(parts[0]) == len(parts[1]), (name, parts)
+"""
+
+AFTER = """
+for name in loaders:
+    assert dealt(name) == before[name], (name, dealt(name), before[name])
+assert PartialState().process_index == state.process_index == shared.process_index == accelerator.process_index == rank
+assert state.__dict__ is PartialState().__dict__ and gradients.__dict__ is GradientState().__dict__
+assert shared.__dict__ is accelerator.state.__dict__ and gradients.num_steps == 2
+assert window is sys.modules['rankbook.runtime.accumulation'].window
+assert turns.rank == rank
+"""
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(cluster, victim):
+    cluster.run("import sys\n" + PREPARE["ddp"] + "\ncheck()")
+    cluster.run(DEAL, timeout=30)
+    with pytest.raises(LostRank):
+        cluster.run(
+            f"import os\nfor number, (batch,) in enumerate(loader):\n    if (rank, number) == ({victim}, 1):\n"
+            "        os._exit(3)\n    with accelerator.accumulate(model):\n"
+            "        accelerator.backward(model(batch).square().mean())\n        optimizer.step()",
+            timeout=30,
+        )
+    assert f"rank {victim} is back with the state of rank {1 - victim}" in str(cluster.heal())
+    cluster.run("check()", timeout=30)
+    cluster.run(AFTER, timeout=30)
+    cluster.run("check()", timeout=30)

@@ -1,0 +1,180 @@
+"""A fresh loader continues with exactly the next batch; and on real ranks all agree on what comes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from rankbook.errors import BadRequest
+from rankbook.runtime import PartialState, prepare_data_loader, seeding, set_seed, synchronize_rng_states
+from rankbook.runtime.position import Position
+from tests.runtime.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def no_seed():
+    seeding._remembered.clear()
+
+
+class Augmented(Dataset):
+    def __init__(self, n=24):
+        self.n = n
+        self.rng = np.random.default_rng()
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), self.rng.random()], dtype=torch.float64)
+
+
+class AugmentedStream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.tensor([index, random.random()], dtype=torch.float64) for index in range(24)])
+
+
+def fresh(data, ranks, rank, size=2, own=False, **options):
+    """A loader as a fresh process makes it, that knows no seed of ours."""
+    seeding._remembered.clear()
+    torch.seed()
+    shuffle = {} if isinstance(data, IterableDataset) else {"shuffle": True}
+    if own:
+        shuffle["generator"] = torch.Generator().manual_seed(int(torch.randint(1000, ())))
+    return prepare_data_loader(DataLoader(data, size, **shuffle, **options), num_processes=ranks, process_index=rank)
+
+
+def taken(loader, batches):
+    """The first so many batches of a loop that is left then."""
+    found = []
+    for _, batch in zip(range(batches), loader, strict=False):
+        found.append(batch.tolist())
+        if len(found) == batches:
+            break
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "own-generator"])
+def test_the_next_batch_is_the_next_batch(workers, own):
+    options = {"num_workers": workers}
+    for done in (0, 1, 3):
+        first = fresh(Augmented(), 2, 1, own=own, **options)
+        list(first)
+        if done:
+            taken(first, done)
+        state = first.state_dict()
+        assert (state["epoch"], state["batches"], state["finished"]) == ((1, done, False) if done else (0, 6, True))
+        again = fresh(Augmented(), 2, 1, own=own, num_workers=2 - workers)
+        again.load_state_dict(state)
+        assert again.state_dict()["batches"] == (done or 0)
+        rest = [batch.tolist() for batch in again]
+        whole = fresh(Augmented(), 2, 1, own=own, **options)
+        whole.load_state_dict({**state, "batches": 0, "finished": not done})
+        expected = [batch.tolist() for batch in whole]
+        assert rest == expected[done:] and len(expected) == 6
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in whole], "the epoch after it"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_resumed_in_the_middle(workers):
+    first = fresh(AugmentedStream(), 2, 0)
+    seen = taken(first, 2)
+    again = fresh(AugmentedStream(), 2, 0, num_workers=workers)
+    again.load_state_dict(first.state_dict())
+    rest = [batch.tolist() for batch in again]
+    assert [row[0] for batch in seen + rest for row in batch] == [i for i in range(24) if i % 4 < 2]
+    whole = fresh(AugmentedStream(), 2, 0)
+    whole.load_state_dict({**first.state_dict(), "batches": 0})
+    assert [batch.tolist() for batch in whole] == seen + rest
+
+
+def test_a_resumed_run_may_have_another_world_size_when_batches_allow():
+    loaders = [fresh(Augmented(), 2, rank) for rank in range(2)]
+    loaders[1].load_state_dict({**loaders[0].state_dict(), "seed": 5})
+    loaders[0].load_state_dict(loaders[1].state_dict())
+    seen = [row[0] for pair in zip(*[taken(each, 3) for each in loaders], strict=True) for b in pair for row in b]
+    state = loaders[0].state_dict()
+    for ranks in (1, 3, 6):
+        others = [fresh(Augmented(), ranks, rank) for rank in range(ranks)]
+        for each in others:
+            each.load_state_dict(state)
+        rest = [row[0] for each in zip(*others, strict=True) for batch in each for row in batch.tolist()]
+        assert sorted(seen + rest) == list(range(24)), ranks
+    with pytest.raises(BadRequest, match=r"3 batches \* 4 samples each = 12 samples, no multiple of the 8 per round"):
+        fresh(Augmented(), 4, 0).load_state_dict(state)
+    assert len(list(fresh(Augmented(), 4, 0))) == 3
+
+
+def test_another_epoch_is_begun_at_its_start():
+    loader = fresh(Augmented(), 1, 0)
+    taken(loader, 3)
+    for epoch, batches in ((0, 9), (4, 12)):
+        again = fresh(Augmented(), 1, 0)
+        again.load_state_dict(loader.state_dict())
+        again.set_epoch(epoch)
+        assert (len(list(again)), again.position.epoch) == (batches, epoch)
+
+
+def test_what_is_no_state_is_said_to_be_none():
+    with pytest.raises(BadRequest, match="has no batches, epoch, finished"):
+        fresh(Augmented(), 1, 0).load_state_dict({"seed": 1})
+    state = Position().state_dict(1, 2)
+    assert (state["epoch"], state["batches"], state["finished"]) == (-1, 0, True)
+    other = Position()
+    other.load_state_dict(state, 1, 2, None)
+    assert other.next_epoch() == 0
+
+
+def ranks_agree():
+    rank = dist.get_rank()
+    set_seed(rank, device_specific=True)
+    torch.manual_seed(100 + rank)
+    loader = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True), rng_types=["generator", "torch"])
+    epochs = [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
+    drawn = torch.rand(1).item()
+    own = torch.Generator().manual_seed(rank)
+    theirs = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True, generator=own))
+    epochs.append([batch[:, 0].tolist() for batch in theirs])
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002 - the global state is what is made the same
+    synchronize_rng_states(["python", "numpy", "generator"], own)
+    same = [random.random(), np.random.rand(), torch.rand(1, generator=own).item()]  # noqa: NPY002
+    try:
+        synchronize_rng_states(["dice"])
+    except BadRequest as error:
+        return epochs, loader.state_dict()["seed"], drawn, same, str(error)
+    return None
+
+
+def test_ranks_that_were_seeded_apart_agree_on_shuffle_and_epoch():
+    first, second = run_ranks(ranks_agree)
+    for one, other in zip(first[0], second[0], strict=True):
+        assert sorted(i for batch in one + other for i in batch) == list(range(24))
+    assert first[0][0] != first[0][1]
+    assert first[1] == second[1] == 0
+    assert first[2:] == second[2:] and "'dice' is not known" in first[4]
+
+
+def test_set_seed_seeds_everything_and_each_rank_apart_where_asked():
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+    set_seed(5)
+    same = draws()
+    set_seed(5)
+    assert draws() == same and seeding.run_seed() == 5
+    set_seed(5, device_specific=True)
+    first = draws()
+    PartialState().process_index = 1
+    set_seed(5, device_specific=True)
+    assert len({same, first, draws()}) == 3 and seeding.run_seed() == 5
+    set_seed(5, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(BadRequest, match="asks for a generator"):
+        synchronize_rng_states(["generator"])

@@ -1,0 +1,115 @@
+"""The settings of training: shared, changed live, and never silently."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.state import AcceleratorState, DistributedType, PartialState
+from tests.runtime.ranks import run_ranks
+
+
+def test_settings_are_shared_and_a_plain_instance_keeps_them(caplog):
+    first = AcceleratorState(mixed_precision="bf16", cpu=True, dynamo_plugin="inductor")
+    second = AcceleratorState()
+    assert (second.mixed_precision, second.dynamo_plugin, second.fsdp_plugin) == ("bf16", "inductor", None)
+    assert first.initialized
+    assert not caplog.records
+
+
+def test_another_precision_counts_from_now_on_and_says_so(caplog):
+    first = AcceleratorState(cpu=True)
+    assert first.mixed_precision == "no"
+    with caplog.at_level(logging.WARNING, logger="rankbook"):
+        AcceleratorState(mixed_precision="bf16")
+        AcceleratorState(mixed_precision="bf16")
+    assert first.mixed_precision == "bf16"
+    assert [each.getMessage() for each in caplog.records] == [
+        "mixed_precision is 'bf16' now, it was 'no'. What was prepared before keeps it until it is prepared again."
+    ]
+
+
+def test_a_precision_that_is_not_there_changes_nothing():
+    for name in ("fp8", "half", ""):
+        with pytest.raises(BadRequest, match=f"mixed_precision='{name}' is not there; use one of 'no', 'fp16', 'bf16'"):
+            AcceleratorState(mixed_precision=name, cpu=True)
+    assert not AcceleratorState._shared_state
+    state = AcceleratorState(mixed_precision="fp16", cpu=True)
+    with pytest.raises(BadRequest):
+        AcceleratorState(mixed_precision="fp8")
+    assert state.mixed_precision == "fp16"
+
+
+def test_the_first_default_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert AcceleratorState(cpu=True).mixed_precision == "bf16"
+    monkeypatch.setenv("RANKBOOK_MIXED_PRECISION", "fp16")
+    assert AcceleratorState().mixed_precision == "bf16"
+    AcceleratorState._reset_state()
+    assert AcceleratorState().mixed_precision == "fp16"
+
+
+def test_what_the_process_knows_can_be_read_here():
+    state = AcceleratorState(cpu=True)
+    assert (state.device, state.num_processes, state.is_main_process) == (torch.device("cpu"), 1, True)
+    assert (state.distributed_type, state.is_fsdp2, state.use_distributed) == (DistributedType.NO, False, False)
+    assert state.on_main_process(lambda: 3)() == 3
+    with state.main_process_first(), state.split_between_processes([1]) as share:
+        assert share == [1]
+    assert repr(state).endswith("Device: cpu\nMixed precision type: no\n")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(state, "nonsense")  # noqa: B009 - it raises
+
+
+def test_after_a_reset_an_attribute_says_to_build_it_first():
+    state = AcceleratorState(cpu=True)
+    AcceleratorState._reset_state()
+    assert PartialState._shared_state
+    for name in ("mixed_precision", "device", "distributed_type", "fsdp_plugin", "is_main_process"):
+        with pytest.raises(AttributeError, match="Build it first"):
+            getattr(state, name)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not PartialState._shared_state
+    state = AcceleratorState(cpu=True)
+    PartialState._reset_state()
+    for name in ("device", "distributed_type", "is_main_process"):
+        with pytest.raises(AttributeError, match=r"PartialState has no .* Build it first"):
+            getattr(state, name)
+    with pytest.raises(AttributeError, match="Build it first"):
+        state.wait_for_everyone()
+    assert not PartialState._shared_state
+
+
+def test_one_process_moves_to_the_cpu_live_and_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("RANKBOOK_DEVICE", "meta")
+    state = AcceleratorState()
+    AcceleratorState(cpu=True)
+    assert state.device == torch.device("cpu")
+    assert "The device is the CPU now, it was meta." in caplog.text
+
+
+def test_plugins_of_other_engines_are_refused():
+    for name in ("deepspeed_plugin", "megatron_lm_plugin"):
+        with pytest.raises(BadRequest, match=f"{name}: Rankbook shards by"):
+            AcceleratorState(cpu=True, **{name: object()})
+    assert not AcceleratorState._shared_state
+
+
+def test_on_several_ranks():
+    def on_rank():
+        state = AcceleratorState(fsdp_plugin="plugin")
+        kinds = [str(state.distributed_type), str(PartialState().distributed_type), state.is_fsdp2]
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append
+        logging.getLogger("rankbook").addHandler(handler)
+        AcceleratorState(mixed_precision="bf16")
+        PartialState().device = torch.device("meta")
+        with pytest.raises(BadRequest, match=f"rank {state.process_index} works on meta already"):
+            AcceleratorState(cpu=True)
+        return kinds, len(records)
+
+    assert run_ranks(on_rank, 2) == [(["FSDP", "MULTI_CPU", True], 1), (["FSDP", "MULTI_CPU", True], 0)]
