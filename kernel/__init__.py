@@ -18,6 +18,8 @@ transport/        links, pickles, shared memory
 launch/           how ranks come to be
 coordinator/      the notebook side: decisions (pure), their driver, the public Cluster
 rank/             the rank side: forkserver, the process that runs cells
+runtime/          training code for one device and for many, with or without a notebook
+launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it, in HTML and in text
 magics/           %%distributed and %distributed
 notebook_file.py  reads and writes the notebook that is run
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
         TransferError,
     )
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
+    from rankbook.magics.launchers import debug_launcher, notebook_launcher
     from rankbook.results import CellResult, RankOutcome
+    from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
 __version__ = "0.1.0"
 
@@ -76,7 +80,9 @@ _HOMES = {
     "TransferError": "rankbook.errors",
     "CellResult": "rankbook.results",
     "RankOutcome": "rankbook.results",
+    "debug_launcher": "rankbook.magics.launchers",
     "load_ipython_extension": "rankbook.magics",
+    "notebook_launcher": "rankbook.magics.launchers",
     "unload_ipython_extension": "rankbook.magics",
 }
 
@@ -98,7 +104,9 @@ __all__ = [
     "TransferError",
     "attach",
     "current",
+    "debug_launcher",
     "load_ipython_extension",
+    "notebook_launcher",
     "start",
     "stop",
     "unload_ipython_extension",
@@ -108,11 +116,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'rankbook' has no attribute {name!r}")
+        if name.startswith("_") or name not in (runtime := import_module("rankbook.runtime")).__all__:
+            raise AttributeError(f"module 'rankbook' has no attribute {name!r}")
+        home = runtime.__name__
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *import_module("rankbook.runtime").__all__})

@@ -101,6 +101,7 @@ class CellResult:
         Raises `LostRank` if a rank is lost, for that may be why others failed; else a `CellError` that also is of the
         first failed rank's built-in type; else KeyboardInterrupt.
         """
+        __tracebackhide__ = True  # IPython and pytest show the caller's frames
         if self.ok:
             return
         story = describe_errors(self.outcomes, plain=True)

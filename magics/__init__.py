@@ -8,6 +8,7 @@ magic.py     the magics themselves
 attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
 stacks.py    where the ranks are, in words
+launchers.py  functions that run on the ranks
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
 auto.py      plain cells that run on the ranks

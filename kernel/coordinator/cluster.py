@@ -19,6 +19,7 @@ from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
 from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection, Workplace
 from rankbook.errors import BadRequest, LostRank
 from rankbook.launch.records import Record
@@ -95,6 +96,7 @@ class Cluster(Workplace):
         Returns what each rank printed and showed. Raises the first failed rank's error, as a `CellError` that also is
         of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s.
         """
+        __tracebackhide__ = True  # IPython and pytest show the caller's frames
         with held_interrupts():
             cell = self.submit_code(code, number=0, ranks=ranks, sink=sink)
             self.wait(cell, timeout=timeout)
@@ -114,8 +116,23 @@ class Cluster(Workplace):
         Functions, lambdas, closures and classes travel by value (cloudpickle). Raises as `run`, and `TransferError`
         for what cannot be pickled.
         """
+        __tracebackhide__ = True
         packed = pack((function, args, kwargs), store=self._segments)
         return list(self._exchange(packed, CallFunction, ranks, timeout, "a call").values())
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        sink: Sink | None,
+        ask: Ask = ask_in_terminal,
+        label: str = "a call",
+    ) -> list[Any]:
+        """As `apply` on all ranks; what they print goes to `sink`, and `ask` answers what they ask."""
+        __tracebackhide__ = True  # IPython and pytest show the caller's frames
+        packed = pack((function, tuple(args), {}), store=self._segments)
+        return list(self._exchange(packed, CallFunction, None, None, label, sink=sink, ask=ask).values())
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Put the variables `values` on `ranks`. One copy in shared memory serves all ranks."""

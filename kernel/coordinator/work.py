@@ -90,19 +90,31 @@ class Workplace:
         ranks: RankSelection,
         timeout: float | None,
         label: str,
+        *,
+        sink: Sink | None = None,
+        ask: Ask = ask_in_terminal,
     ) -> dict[int, Any]:
+        __tracebackhide__ = True  # IPython and pytest show the caller's frames
         try:
             make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - one line, used once
-            return self._collect(dict.fromkeys(self.select(ranks), (make, packed.frames)), timeout, label)
+            tasks = dict.fromkeys(self.select(ranks), (make, packed.frames))
+            return self._collect(tasks, timeout, label, sink=sink, ask=ask)
         finally:
             self._discard(packed)
 
     def _collect(
-        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], timeout: float | None, label: str
+        self,
+        tasks: Mapping[int, tuple[Callable[[int], Message], Any]],
+        timeout: float | None,
+        label: str,
+        *,
+        sink: Sink | None = None,
+        ask: Ask = ask_in_terminal,
     ) -> dict[int, Any]:
+        __tracebackhide__ = True
         with held_interrupts():
-            cell = self._submit(tasks, number=0, sink=None, label=label)
-            self.wait(cell, timeout=timeout)
+            cell = self._submit(tasks, number=0, sink=sink, label=label)
+            self.wait(cell, timeout=timeout, ask=ask)
         folder = self._segments.folder
         try:
             self._check(cell)
@@ -121,6 +133,7 @@ class Workplace:
 
     def _check(self, cell: Cell) -> CellResult:
         """The cell's result. Raises what went wrong."""
+        __tracebackhide__ = True
         result = cell.result
         assert result is not None
         if result.ok:

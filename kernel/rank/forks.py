@@ -1,6 +1,7 @@
-"""Forks of a rank: loaders' workers, and whatever else a cell forks.
+"""Children of a rank: loaders' workers, and whatever else a cell starts with multiprocessing.
 
-Owns: what must hold around a fork for the child to live. Refuses: to know what the child is for.
+Owns: what must hold around a fork for the child to live, and that a spawned one finds what cells have defined. Refuses:
+to know what the child is for.
 
 Two things that another thread does at that moment would be the child's end:
 
@@ -17,7 +18,12 @@ import gc
 import os
 import sys
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
 
 _TASKS = Path("/proc/self/task")
 _TORCH = "pt_gloo"
@@ -27,10 +33,18 @@ _AT_MOST = 0.1
 
 
 def make_safe() -> None:
-    """Do so for every fork of this process from here on."""
+    """Do so for every child of this process from here on."""
     if sys.platform == "linux":
         os.register_at_fork(before=_wait_for_rest)
     os.register_at_fork(after_in_child=gc.freeze)
+    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing knows no other way in
+
+
+def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
+    """What cells have defined goes to a spawned child by value: its `__main__` is another one, and empty."""
+    if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+        return cloudpickle.loads, (cloudpickle.dumps(value),)
+    return NotImplemented
 
 
 def _wait_for_rest() -> None:

@@ -1,0 +1,134 @@
+"""Functions that run on the ranks, called from a notebook or a script.
+
+Owns: `notebook_launcher` and `debug_launcher`, with Accelerate's signatures. Refuses: to ignore an option that it
+cannot honour.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankbook.coordinator import current
+from rankbook.coordinator.cluster import Cluster
+from rankbook.errors import BadRequest
+from rankbook.launched import PRECISION, USE_CPU, run
+from rankbook.magics.frontend import ask_for, sink_for
+
+if TYPE_CHECKING:
+    from rankbook.coordinator.wait import Ask
+
+_PRECISIONS = ("no", "fp16", "bf16")
+_ONE_HOST = "the ranks of a notebook are on this machine and meet without it"
+_NOT_YET: Mapping[str, tuple[object, str]] = {
+    "use_port": ("29500", _ONE_HOST),
+    "master_addr": ("127.0.0.1", _ONE_HOST),
+    "node_rank": (0, "one machine is all there is so far"),
+    "num_nodes": (1, "one machine is all there is so far"),
+    "rdzv_backend": ("static", _ONE_HOST),
+    "rdzv_endpoint": ("", _ONE_HOST),
+    "rdzv_conf": (None, _ONE_HOST),
+    "rdzv_id": ("none", _ONE_HOST),
+    "max_restarts": (0, "a rank that died comes back by %distributed heal, and the call is yours to repeat"),
+    "monitor_interval": (0.1, "a rank's death is told at once"),
+    "log_line_prefix_template": (None, "lines carry their ranks as in every cell"),
+}
+"""Options of Accelerate's that have no meaning here: the only value that can be honoured, and why."""
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> list[Any]:
+    """Call `function(*args)` on every rank of the notebook's cluster; what each returned, in rank order.
+
+    Starts `num_processes` ranks if none run (None: one per CUDA device, or two on the CPU), and leaves them running.
+    What they print appears below the cell as it comes. `function` and `args` travel by value: closures, lambdas and
+    classes from cells too. In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and
+    otherwise fresh settings.
+
+    Raises the error of the first rank that failed by itself, as a `CellError` that also is of that built-in type and
+    names the ranks; `LostRank`; `KeyboardInterrupt` after an interrupt, which leaves the ranks as they are;
+    `BadRequest` for an option that cannot be honoured; `TransferError` for what cannot be pickled.
+    The signature is that of Accelerate 1.15.
+    """
+    asked = dict(locals())
+    __tracebackhide__ = True  # IPython and pytest show the caller's frames, and not those of how it is done
+    for name, (only, reason) in _NOT_YET.items():
+        if str(asked[name]) != str(only):
+            raise BadRequest(f"notebook_launcher: {name}={asked[name]!r} cannot be honoured: {reason}; leave it out")
+    if mixed_precision not in _PRECISIONS:
+        raise BadRequest(f"mixed_precision={mixed_precision!r} is not there; use one of {', '.join(_PRECISIONS)}")
+    _check_call("notebook_launcher", function, args, num_processes)
+    cluster = current.running_cluster()
+    if cluster is None:
+        cluster = current.start(num_processes)
+    elif num_processes not in (None, cluster.world_size):
+        raise BadRequest(
+            f"num_processes={num_processes}, but {cluster.world_size} ranks are running: leave it out to use them, or "
+            "end them first with %distributed stop (rankbook.stop())"
+        )
+    return _call(cluster, function, args, {PRECISION: mixed_precision})
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Call `function(*args)` on `num_processes` fresh ranks on the CPU, and end them.
+
+    Gives what each returned, in rank order. The notebook's own ranks are not touched. Raises as `notebook_launcher`.
+    """
+    __tracebackhide__ = True  # as above
+    _check_call("debug_launcher", function, args, num_processes)
+    with Cluster(num_processes, backend="gloo") as cluster:
+        return _call(cluster, function, args, {PRECISION: "no", USE_CPU: "yes"})
+
+
+def _check_call(name: str, function: object, args: object, num_processes: int | None) -> None:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise BadRequest(f"{name}: this process is a rank already; call it from the notebook, or call the function")
+    if not callable(function):
+        raise BadRequest(f"{name}: {function!r} is no function")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise BadRequest(f"{name}: args={args!r} is no tuple; for one argument write args=({args!r},)")
+    if num_processes is not None and (isinstance(num_processes, bool) or not isinstance(num_processes, int)):
+        raise BadRequest(f"{name}: num_processes={num_processes!r} is no number of ranks")
+
+
+def _call(
+    cluster: Cluster, function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]
+) -> list[Any]:
+    __tracebackhide__ = True  # as above
+    shell = _shell()
+    label = getattr(function, "__name__", type(function).__name__) + "()"
+    ask: Ask = ask_for(shell)
+    call = (function, tuple(args), environment, _source_of(function))
+    return cluster.call(run, call, sink=sink_for(shell), ask=ask, label=label)
+
+
+def _source_of(function: Callable[..., Any]) -> dict[str, str]:
+    """The source of the cell that defines `function`, by its file's name, for tracebacks."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or os.path.exists(code.co_filename):  # noqa: PTH110 - a name that need not be a path
+        return {}
+    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
+
+
+def _shell() -> Any:  # noqa: ANN401 - an InteractiveShell, or None in a plain script
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,91 @@
+"""What a call of `notebook_launcher` costs on warm ranks: `python tests/benchmarks/launcher.py`.
+
+Owns: the calls, in a real ipykernel, their median and what they leave in memory, and the verdict. Accelerate's
+launcher, where it is installed, is called beside it in the same kernel, in shuffled order. Refuses: a function that
+does anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+from tests.conftest import Notebook
+
+LIMIT_MS = 10.0
+GROWN_MB = 5.0
+"""What the kernel and a rank may have more after the calls: the allocator's slack, and less than 5 kB a call."""
+
+SETUP = """
+import json, random, time, psutil, rankbook
+def function(value): return value
+def measured(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+ranks = [psutil.Process(each.pid) for each in rankbook.current().status()]
+def memory(): return [each.memory_full_info().pss / 1e6 for each in (psutil.Process(), *ranks)]
+calls = {'rankbook': lambda: rankbook.notebook_launcher(function, (1,))}
+if PEER:
+    import accelerate
+    calls['accelerate'] = lambda: accelerate.debug_launcher(function, (1,), num_processes=2)
+for _ in range(50): calls['rankbook']()
+assert calls['rankbook']() == [1, 1]"""
+
+MEASURE = """
+order = ['rankbook'] * CALLS + ['accelerate'] * (5 if PEER else 0)
+random.Random(SEED).shuffle(order)
+before, seconds = memory(), {name: [] for name in calls}
+for name in order: seconds[name].append(measured(calls[name]))
+print('measured', json.dumps([seconds, before, memory()]))"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
+    options = parser.parse_args()
+    values = {"CALLS": options.calls, "SEED": options.seed, "PEER": find_spec("accelerate") is not None}
+    notebook = Notebook()
+    try:
+        notebook.ok("%load_ext rankbook\n%distributed start -n 2")
+        notebook.ok(_filled(SETUP, values))
+        said = notebook.ok(_filled(MEASURE, values), timeout=600).stdout
+    finally:
+        notebook.close()
+    found = re.search(r"measured (.*)", said)
+    assert found is not None, said
+    seconds, before, after = json.loads(found[1])
+    medians = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    p95 = 1e3 * statistics.quantiles(seconds["rankbook"], n=20)[-1]
+    grown = max(late - early for early, late in zip(before, after, strict=True))
+    for name, median in medians.items():
+        print(f"{name}: median {median:.2f} ms, {len(seconds[name])} calls")
+    held = medians["rankbook"] <= LIMIT_MS, grown <= GROWN_MB
+    print(
+        f"{_word(held[0])} a call on 2 warm ranks: {medians['rankbook']:.2f} ms <= {LIMIT_MS:g} ms (p95 {p95:.2f} ms)"
+    )
+    print(f"{_word(held[1])} grown by at most {grown:.2f} MB in {options.calls} calls <= {GROWN_MB:g} MB")
+    return 0 if all(held) else 1
+
+
+def _word(held: bool) -> str:
+    return "held  " if held else "BROKEN"
+
+
+def _filled(code: str, values: dict[str, object]) -> str:
+    for name, value in values.items():
+        code = code.replace(name, repr(value))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
