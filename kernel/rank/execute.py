@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from bdb import BdbQuit
 from collections.abc import Callable
@@ -48,6 +49,9 @@ from rankbook.rank.shell import RankShell
 from rankbook.transport.link import RankLink
 from rankbook.transport.payload import Packed, pack, unpack
 from rankbook.transport.segments import SegmentStore
+
+_USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
+_NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
 
 
 class Executor:
@@ -132,6 +136,8 @@ class Executor:
     def _perform(self, message: ToRank, frames: list[memoryview]) -> Packed | None:
         match message:
             case RunCell():
+                if "accelerator" in message.source:
+                    self._provide_accelerator(message.source)
                 self._shell.run(message.source, message.number)
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
@@ -153,6 +159,14 @@ class Executor:
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None
+
+    def _provide_accelerator(self, source: str) -> None:
+        """Have `accelerator` there for a cell that uses the name and gives it no value of its own."""
+        namespace = self._shell.user_ns
+        if "accelerator" not in namespace and _USES_ACCELERATOR.search(source) and not _NAMES_ONE.search(source):
+            from rankbook.runtime import Accelerator
+
+            namespace["accelerator"] = Accelerator()
 
     def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value
         return unpack(payload, frames, unlink=False, folder=self._segments.folder)

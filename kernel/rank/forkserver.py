@@ -55,10 +55,12 @@ PRELOAD_WHEN_IDLE = (
     "torch._dynamo.utils",
     "torch._dynamo",
     "torch.optim",
+    "torch.distributed.fsdp",
+    "rankbook.runtime.accelerator",
     "matplotlib_inline.backend_inline",
 )
-"""What the first optimizer, DDP or figure imports anyway (1.3 s for torch._dynamo), in steps short enough that a
-request to fork never waits long for one."""
+"""What the first optimizer, DDP, Accelerator or figure imports anyway (1.3 s for torch._dynamo), in steps short enough
+that a request to fork never waits long for one."""
 
 
 @dataclass

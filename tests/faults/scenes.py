@@ -96,6 +96,14 @@ FAULTS = (
     raised("DDP backward, in its midst", "loss_of(ddp).backward()", RAISES_INSIDE.replace("MODEL", "ddp"), needs="DDP"),
     raised("FSDP2 backward, in its midst", "loss_of(fsdp).backward()", RAISES_INSIDE.replace("MODEL", "fsdp"),
            needs="FSDP2"),
+    raised("a prepared step", "accelerator.backward(loss_of(prepared))", "loss = loss_of(prepared)\n" + RAISES,
+           needs="Accelerator"),
+    raised("a prepared loop", "prepared_epoch()",
+           "for _ in prepared_loader:\n    break\nnow()\nraise ValueError('in the loop')", needs="Accelerator"),
+    raised("gather", "accelerator.gather(torch.ones(4))", needs="Accelerator"),
+    raised("main_process_first", "with accelerator.main_process_first():\n    pass",
+           "now()\nwith accelerator.main_process_first():\n    raise ValueError('whose turn it is')",
+           needs="Accelerator"),
     Fault("all_reduce against barrier", "mismatch", "now()\ndist.barrier()", "dist.all_reduce(torch.ones(4))",
           told=True),
     Fault("recv against all_reduce", "mismatch", "now()\ndist.all_reduce(torch.ones(4))",
@@ -113,6 +121,8 @@ FAULTS = (
     interrupted("a matrix product", "a = torch.rand(700, 700)\nNOW\nwhile True: a = (a @ a) / 700"),
     interrupted("a loader with workers", SLOW_LOADER, workers=True),
     interrupted("a subprocess", "NOW\nsubprocess.run(['sleep', '60'])"),
+    Fault("interrupt in a prepared loop", "interrupt", "now()\nwhile True: prepared_epoch()",
+          "while True: prepared_epoch()", needs="Accelerator"),
     Fault("interrupt in all_reduce", "interrupt", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))"),
 )  # fmt: skip
 
@@ -195,6 +205,29 @@ def check_fsdp():
 check_fsdp()
 holds.update(mesh=mesh, fsdp=fsdp, fsdp_optimizer=fsdp_optimizer)
 checks.append(check_fsdp)
+""",
+    "Accelerator": """
+from rankbook import Accelerator
+accelerator = Accelerator()
+_prepared, prepared_twin = network(), network()
+prepared, prepared_optimizer, prepared_loader = accelerator.prepare(
+    _prepared, torch.optim.SGD(_prepared.parameters(), 1e-2, momentum=0.9),
+    DataLoader(TensorDataset(torch.arange(8 * world_size + 1)), batch_size=2))
+prepared_twins = torch.optim.SGD(prepared_twin.parameters(), 1e-2, momentum=0.9)
+def prepared_epoch():
+    for (batch,) in prepared_loader:
+        accelerator.gather_for_metrics(batch)
+        with accelerator.accumulate(prepared):
+            accelerator.backward(loss_of(prepared) * 0)
+def check_prepared():
+    prepared_optimizer.zero_grad()
+    train(prepared, prepared_optimizer, prepared_twin, prepared_twins)
+    alike([each.detach() for each in prepared.parameters()], prepared_twin)
+    found = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in prepared_loader])
+    assert sorted(found.tolist()) == list(range(8 * world_size + 1)), found
+check_prepared()
+holds.update(prepared=prepared, prepared_optimizer=prepared_optimizer, prepared_loader=prepared_loader)
+checks.append(check_prepared)
 """,
     "a loader": """
 loader = make_loader()

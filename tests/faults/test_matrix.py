@@ -25,6 +25,7 @@ def in_suite() -> Iterator[Case]:
         "raises, others in the wait for async work",
         "raises, others in DDP backward",
         "raises, others in FSDP2 forward",
+        "raises, others in a prepared step",
         "recv against all_reduce",
         "SIGKILL of one in all_reduce",
         "interrupt in a loader with workers",
