@@ -98,6 +98,35 @@ def test_the_example_of_the_python_interface_runs_and_returns_what_it_says():
     assert (run.returncode, run.stderr) == (0, ""), program
 
 
+TRAINED = """
+import rankbook, torch
+with rankbook.start(2) as cluster:
+    cluster.run(
+        "torch.manual_seed(0)\\nx = torch.randn(64, 3)\\nmodel = torch.nn.Linear(3, 1)\\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\\n"
+        "loader = torch.utils.data.DataLoader(list(zip(x, x.sum(1, keepdim=True))), batch_size=4)\\n"
+        "before = model.weight.detach().clone()"
+    )
+    cluster.run(cell)
+    cluster.run("after = accelerator.unwrap_model(model).weight.detach()\\nassert len(loader) == 8")
+    before, after = cluster.pull("before"), cluster.pull("after")
+    assert torch.equal(after[0], after[1])
+    assert (after[0] - 1).norm() < 0.5 * (before[0] - 1).norm()
+    assert cluster.pull("accelerator.mixed_precision") == ["bf16"] * 2
+"""
+
+
+def test_the_example_of_the_accelerator_trains_on_ranks():
+    (example,) = [
+        each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "Accelerator(" in each
+    ]
+    magic, _, cell = example.partition("\n")
+    assert magic == "%%distributed"
+    program = f"cell = {cell!r}\n{TRAINED}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stderr) == (0, ""), program
+
+
 def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
     lines = re.findall(
         r"^python (tests/benchmarks/\w+\.py.*?)(?:  +#.*)?$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE

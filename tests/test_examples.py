@@ -1,7 +1,8 @@
-"""Every notebook in `examples/` runs from top to bottom, and shows what it promises."""
+"""Every example runs from top to bottom, and shows what it promises."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,25 @@ from nbformat import NotebookNode
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+SCRIPT = EXAMPLES / "train_digits.py"
 
 
 def run(notebook: Path, output: Path, *options: str) -> str:
     """What `rankbook run` prints of `notebook`; the executed one is in `output`."""
     command = [sys.executable, "-m", "rankbook.cli", "run", str(notebook), "--output", str(output), *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def run_python(*arguments: str, cwd: Path) -> str:
+    """What Python prints for these arguments, which must end well."""
+    one_thread = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # threads that spin for each other take minutes on a busy machine
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, cwd=cwd, env=one_thread, capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
@@ -30,7 +44,8 @@ def pictures(notebook: NotebookNode) -> list[str]:
 
 
 def test_there_is_a_test_for_every_example() -> None:
-    assert [notebook.name for notebook in NOTEBOOKS] == ["quickstart.ipynb"]
+    assert [notebook.name for notebook in NOTEBOOKS] == ["accelerator.ipynb", "quickstart.ipynb"]
+    assert sorted(EXAMPLES.glob("*.py")) == [SCRIPT]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -67,3 +82,62 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
     assert not [
         output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"
     ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        pytest.param((), "0-1", id="default"),
+        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_accelerator_trains_resumes_and_changes_precision_on_all_ranks(
+    options: tuple[str, ...], world: str, tmp_path: Path
+) -> None:
+    printed = run(EXAMPLES / "accelerator.ipynb", tmp_path / "out.ipynb", *options)
+    losses = [float(loss) for loss in re.findall(r"^\[0\] epoch +\d+  loss ([\d.]+)$", printed, re.MULTILINE)]
+    assert len(losses) == 10, printed
+    assert losses[-1] < losses[0] / 5
+    found = re.findall(rf"^\[{world}\] test accuracy ([\d.]+)% (of 451 images|in bf16)", printed, re.MULTILINE)
+    assert [what for _, what in found] == ["of 451 images", "in bf16"]
+    assert min(float(accuracy) for accuracy, _ in found) >= 95
+    assert re.search(rf"^\[{world}\] the same weights after batches \d+ to \d+, twice$", printed, re.MULTILINE)
+    assert re.search(rf"^rank {world[-1]} in precision 'no': \[.+\]$", printed, re.MULTILINE)
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    nbformat.validate(executed)
+    assert not [
+        output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world_size"),
+    [
+        pytest.param((), 1, id="alone", marks=pytest.mark.slow),
+        pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), 2, id="torchrun"),
+    ],
+)
+def test_the_script_learns_digits(launcher: tuple[str, ...], world_size: int, tmp_path: Path) -> None:
+    printed = run_python(*launcher, str(SCRIPT), cwd=tmp_path)
+    assert len(re.findall(r"^epoch +\d+  loss [\d.]+$", printed, re.MULTILINE)) == 10, printed
+    (found,) = re.findall(r"^test accuracy ([\d.]+)% of 451 images, world size (\d+)$", printed, re.MULTILINE)
+    assert float(found[0]) >= 95
+    assert int(found[1]) == world_size
+
+
+IN_A_NOTEBOOK = """
+import rankbook
+from train_digits import main
+print("returned", rankbook.notebook_launcher(main, (1,), num_processes=2))
+rankbook.stop()
+"""
+
+
+def test_the_script_runs_on_the_ranks_of_a_notebook() -> None:
+    printed = run_python("-c", IN_A_NOTEBOOK, cwd=EXAMPLES)
+    (found,) = re.findall(r"^\[0\] test accuracy ([\d.]+)% of 451 images, world size 2$", printed, re.MULTILINE)
+    returned = re.search(r"^returned \[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
+    assert returned is not None, printed
+    assert returned[1] == returned[2]
+    assert f"{float(returned[1]):.1%}" == f"{found}%"

@@ -86,6 +86,7 @@ def test_no_other_thread_gets_the_interpreter_in_between(ends):
         assert len(turns) == seen
         for _ in range(100_000):
             push.send(b"small")
+            pull.recv()
             if len(turns) > seen:
                 break
         assert len(turns) > seen  # as pyzmq sends, it does
