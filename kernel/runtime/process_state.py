@@ -6,7 +6,9 @@ one is used, and never destroyed here.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -344,6 +346,18 @@ def _start_group(setup: Setup, device: torch.device, options: dict[str, Any]) ->
         raise BadRequest(
             f"the options of the process group say {found}, the environment rank {setup.rank} of {setup.world_size}"
         )
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave a group of gloo's at exit: its threads, which outlive the interpreter, now and then end in SIGABRT.
+
+    Not before: a DDP model that goes after its group joins these threads with the interpreter's lock in hand.
+    """
+    if dist.is_initialized() and "nccl" not in str(dist.get_backend()):
+        gc.collect()  # models that nobody has any more
+        dist.destroy_process_group()
 
 
 def _check_backend(wanted: str) -> None:
