@@ -119,19 +119,22 @@ class Capture:
 
     def _take(self, most: int) -> bool:
         """Send up to `most` bytes of each pipe; whether there may be more."""
-        if not self._poll.poll(0):  # one call to the system where two reads would find nothing
-            return False
+        ready = {file for file, _ in self._poll.poll(0)}  # one call to the system where two reads would find nothing
         more = False
         for descriptor, name in zip(self.files, self._names, strict=True):
-            data = host.read_available(descriptor, most=most)
+            data = self._read(descriptor, name, most) if descriptor in ready else b""
             more = more or len(data) >= most
             if data:
                 self._pace.spend(len(data))
                 for message in self._quota.admit(name, data):
-                    if isinstance(message, Text):
-                        self._words.note(message.cell, message.stream, message.data)
                     self._send(message)
+                if not self._quota.open:
+                    self._words.end()
         return more
+
+    def _read(self, descriptor: int, name: StreamName, most: int) -> bytes:
+        kept = self._words.take(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
+        return host.read_available(descriptor, most=most) if kept is None else kept
 
     def drain_at_pace(self) -> float:
         """As `drain`, but no more than the pace allows; the seconds after which there is more to take, 0 for now."""
@@ -195,7 +198,7 @@ class _Quota:
     """What one cell may still send, and the log that takes over."""
 
     def __init__(self, cell: int, logs: Path, name: str) -> None:
-        self._cell = cell
+        self.cell = cell
         self._logs = logs
         self._name = name
         self._path: Path | None = None
@@ -217,14 +220,14 @@ class _Quota:
             if len(data) <= self._room:
                 self._room -= len(data)
                 self._sent.append(data)
-                return [Text(cell=self._cell, stream=name, data=data)]
+                return [Text(cell=self.cell, stream=name, data=data)]
             end = data.rfind(b"\n", 0, self._room) + 1
             shown, data = data[:end], data[end:]
             self._sent.append(shown)
             note = self._open_log()
             return [
-                Text(cell=self._cell, stream=name, data=shown),
-                Text(cell=self._cell, stream="stderr", data=note.encode()),
+                Text(cell=self.cell, stream=name, data=shown),
+                Text(cell=self.cell, stream="stderr", data=note.encode()),
                 *self.admit(name, data),
             ]
         self._write(data)
@@ -244,13 +247,13 @@ class _Quota:
         for name, data in reversed(self._tail):
             piece = data[-(TAIL - kept) :] if kept < TAIL else b""
             kept += len(piece)
-            last.insert(0, Text(cell=self._cell, stream=name, data=piece))
+            last.insert(0, Text(cell=self.cell, stream=name, data=piece))
         if self._cut_bytes > kept and last:
             first = last[0]
             last[0] = Text(cell=first.cell, stream=first.stream, data=first.data[first.data.find(b"\n") + 1 :])
         shown = sum(len(text.data) for text in last)
         lines = self._cut_lines - sum(text.data.count(b"\n") for text in last)
-        cut = TextCut(cell=self._cell, lines=lines, size=self._cut_bytes - shown, log=self._where())
+        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - shown, log=self._where())
         self._cut_bytes = self._cut_lines = self._tail_size = 0
         self._tail.clear()
         if self._log is not None:

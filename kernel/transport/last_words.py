@@ -1,9 +1,10 @@
-"""What a rank has sent of its output, in a file that outlives it.
+"""What a rank has sent of its output, in files that outlive it.
 
-Owns: that file, which the rank writes and the notebook reads once the rank is dead. Refuses: to send anything.
+Owns: those files, which the rank writes and the notebook reads once the rank is dead. Refuses: to send anything.
 
 A rank takes what was printed out of its pipes and hands it to ZeroMQ, whose own thread puts it on the wire. A process
-that ends in between takes it along. So what was taken last is also written here, with its place in the cell's output.
+that ends in between takes it along. So the system moves it from the pipe into a file (`splice`, in one call: there is
+no moment at which it is in neither), and what is sent is read from there.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STREAMS = ("stdout", "stderr")
-_HEAD = struct.Struct("<qQ")  # the cell, and how many bytes of the stream it has sent
-_ROOM = 1 << 20  # as much as a pipe holds, and so as much as is taken at once
+_HEAD = struct.Struct("<qQ")  # the cell, and how many bytes of the stream it had sent before those of the file
+_MOST = 4 << 20
+"""Bytes after which a file begins anew: what went before them has long arrived."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The end of one stream of one cell: `total` bytes were sent in all, `tail` are the last of them."""
+    """The end of one stream of one cell: `total` bytes were taken in all, `tail` are the last of them."""
 
     cell: int
     stream: str
@@ -35,57 +37,72 @@ class Said:
 
 
 class LastWords:
-    """The rank's end. A file that cannot be written, in a full folder, is given up: nothing else depends on it."""
+    """The rank's end. Where a file cannot be written, in a full folder, or nothing spliced, it says so and ends."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file: int | None = None
-        self._cells = dict.fromkeys(_STREAMS, 0)
-        self._totals = dict.fromkeys(_STREAMS, 0)
+        self._path = path if hasattr(os, "splice") else None
+        self._files: dict[str, _File] = {}
 
-    def note(self, cell: int, stream: str, data: bytes) -> None:
-        """`data` is about to be sent."""
+    def take(self, pipe: int, stream: str, cell: int, most: int) -> bytes | None:
+        """Up to `most` bytes out of `pipe`, which has some, kept in the file too; None: read it by other means."""
         if self._path is None:
-            return
+            return None
         try:
-            self._write(self._path, cell, stream, data)
+            file = self._files.get(stream)
+            if file is None:
+                file = self._files[stream] = _File(_part(self._path, stream))
+            return file.take(pipe, cell, most)
         except OSError:
+            self.end()
             self._path = None
-            if self._file is not None:
-                os.ftruncate(self._file, 0)
-                os.close(self._file)
+            return None
 
-    def _write(self, path: Path, cell: int, stream: str, data: bytes) -> None:
-        if self._file is None:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        if self._cells[stream] != cell:
-            self._cells[stream], self._totals[stream] = cell, 0
-        place, end = _STREAMS.index(stream) * (_HEAD.size + _ROOM), self._totals[stream] + len(data)
-        kept = data[-_ROOM:]
-        start = (end - len(kept)) % _ROOM
-        os.pwrite(self._file, kept[: _ROOM - start], place + _HEAD.size + start)
-        if len(kept) > _ROOM - start:
-            os.pwrite(self._file, kept[_ROOM - start :], place + _HEAD.size)
-        os.pwrite(self._file, _HEAD.pack(cell, end), place)  # last: until then it does not count
-        self._totals[stream] = end
+    def end(self) -> None:
+        """Forget what was taken: what follows is not sent."""
+        for file in self._files.values():
+            os.ftruncate(file.descriptor, 0)
+            file.cell = None
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self.cell: int | None = None
+        self._size = 0
+        self._total = 0
+
+    def take(self, pipe: int, cell: int, most: int) -> bytes:
+        if cell != self.cell or self._size > _MOST:
+            self._total = self._total if cell == self.cell else 0
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, _HEAD.pack(cell, self._total), 0)
+            self.cell, self._size = cell, _HEAD.size
+        taken = os.splice(pipe, self.descriptor, most, offset_dst=self._size)
+        data = os.pread(self.descriptor, taken, self._size)
+        self._size += taken
+        self._total += taken
+        return data
 
 
 def words_of(folder: Path, rank: int, incarnation: int) -> Path:
-    """The file of one life of a rank."""
+    """The files of one life of a rank, but for the stream's name behind it."""
     return folder / f"words-{rank}.{incarnation}"
 
 
-def take_last_words(file: Path) -> Iterator[Said]:
-    """What a rank that is dead has sent last; the file is removed. Nothing where there is none."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return
-    file.unlink(missing_ok=True)
-    for index, stream in enumerate(_STREAMS):
-        part = content[index * (_HEAD.size + _ROOM) :][: _HEAD.size + _ROOM]
-        if len(part) > _HEAD.size:
-            cell, total = _HEAD.unpack_from(part)
-            ring, end = part[_HEAD.size :], total % _ROOM
-            tail = ring[end:] + ring[:end] if total > _ROOM else ring[:total]
-            yield Said(cell, stream, total, tail)
+def _part(path: Path, stream: str) -> Path:
+    return path.with_name(f"{path.name}.{stream}")
+
+
+def take_last_words(path: Path) -> Iterator[Said]:
+    """What a rank that is dead has taken last; its files are removed. Nothing where there are none."""
+    for stream in _STREAMS:
+        part = _part(path, stream)
+        try:
+            content = part.read_bytes()
+        except OSError:
+            continue
+        part.unlink(missing_ok=True)
+        if len(content) > _HEAD.size:
+            cell, before = _HEAD.unpack_from(content)
+            tail = content[_HEAD.size :]
+            yield Said(cell, stream, before + len(tail), tail)

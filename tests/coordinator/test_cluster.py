@@ -82,7 +82,7 @@ def segments(cluster: Cluster) -> list[str]:
     """What lies in the cluster's shared memory, but for the sockets and each rank's last words."""
     files = [file for file in cluster._segments.folder.iterdir() if not file.is_socket()]
     ranks = {f"words-{rank}.{each.incarnation}" for rank, each in cluster._state.ranks.items()}
-    return [file.name for file in files if file.name not in ranks]
+    return [file.name for file in files if file.stem not in ranks]
 
 
 # run ----------------------------------------------------------------------------------------------------------------

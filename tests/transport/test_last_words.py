@@ -1,37 +1,74 @@
-"""The file that a rank leaves behind."""
+"""The files that a rank leaves behind."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rankbook.transport import last_words
 from rankbook.transport.last_words import LastWords, Said, take_last_words, words_of
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "splice"), reason="the system does not move what is in a pipe to a file"
+)
+
 
 @pytest.fixture
-def file(tmp_path):
+def path(tmp_path):
     return words_of(tmp_path, 2, 1)
 
 
-def test_what_was_sent_last_is_there_and_the_file_is_gone(file):
-    words = LastWords(file)
-    words.note(5, "stdout", b"one\n")
-    words.note(5, "stderr", b"oh\n")
-    words.note(5, "stdout", b"two\n")
-    assert [*take_last_words(file)] == [Said(5, "stdout", 8, b"one\ntwo\n"), Said(5, "stderr", 3, b"oh\n")]
-    assert not file.exists()
-    assert [*take_last_words(file)] == []
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    yield read, write
+    os.close(read)
+    os.close(write)
 
 
-def test_another_cell_counts_anew(file):
-    words = LastWords(file)
-    words.note(5, "stdout", b"a long line of the cell before\n")
-    words.note(6, "stdout", b"new\n")
-    assert next(take_last_words(file)) == Said(6, "stdout", 4, b"new\n")
+def say(words, pipe, cell, data, stream="stdout", most=1 << 20):
+    os.write(pipe[1], data)
+    return words.take(pipe[0], stream, cell, most)
+
+
+def test_what_was_taken_last_is_there_and_the_files_are_gone(path, pipe):
+    words = LastWords(path)
+    assert say(words, pipe, 5, b"one\n") == b"one\n"
+    assert say(words, pipe, 5, b"oh\n", "stderr") == b"oh\n"
+    assert say(words, pipe, 5, b"two\n") == b"two\n"
+    assert [*take_last_words(path)] == [Said(5, "stdout", 8, b"one\ntwo\n"), Said(5, "stderr", 3, b"oh\n")]
+    assert [*path.parent.iterdir()] == []
+    assert [*take_last_words(path)] == []
+
+
+def test_another_cell_counts_anew(path, pipe):
+    words = LastWords(path)
+    say(words, pipe, 5, b"a long line of the cell before\n")
+    say(words, pipe, 6, b"new\n")
+    assert next(take_last_words(path)) == Said(6, "stdout", 4, b"new\n")
+
+
+def test_no_more_is_taken_than_was_asked_for(path, pipe):
+    words = LastWords(path)
+    assert say(words, pipe, 5, b"one two", most=3) == b"one"
+    assert os.read(pipe[0], 10) == b" two"
+
+
+def test_a_long_file_begins_anew_and_still_counts_all(path, pipe, monkeypatch):
+    monkeypatch.setattr(last_words, "_MOST", 30)
+    words = LastWords(path)
+    for _ in range(3):
+        say(words, pipe, 5, b"0123456789" * 2)
+    assert next(take_last_words(path)) == Said(5, "stdout", 60, b"0123456789" * 2)
+
+
+def test_what_is_not_sent_any_more_is_forgotten(path, pipe):
+    words = LastWords(path)
+    say(words, pipe, 5, b"text")
+    words.end()
+    assert [*take_last_words(path)] == []
 
 
 @pytest.mark.parametrize(("heard", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
@@ -39,34 +76,22 @@ def test_only_what_has_not_come_is_missing(heard, missing):
     assert Said(5, "stdout", 8, b"one\ntwo\n").missing(heard) == missing
 
 
-def test_of_more_than_there_is_room_for_the_end_is_there():
+def test_of_more_than_there_is_the_end_is_there():
     assert Said(5, "stdout", 1000, b"the end").missing(0) == b"the end"
 
 
-@given(st.lists(st.binary(max_size=40), max_size=12))
-def test_any_pieces_leave_the_end_of_their_whole(tmp_path_factory, pieces):
-    file = tmp_path_factory.mktemp("words") / "words"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(last_words, "_ROOM", 16)
-        words = LastWords(file)
-        for piece in pieces:
-            words.note(1, "stdout", piece)
-        whole = b"".join(pieces)
-        for said in take_last_words(file):
-            if said.cell:
-                assert (said.total, said.tail) == (len(whole), whole[-16:])
+def test_files_that_cannot_be_made_or_written_do_no_harm(tmp_path, path, pipe, monkeypatch):
+    assert say(LastWords(tmp_path / "no such folder" / "words"), pipe, 1, b"a") is None
+    assert say(LastWords(None), pipe, 1, b"b") is None
+    words = LastWords(path)
+    assert say(words, pipe, 1, b"c") == b"abc"
 
-
-def test_a_file_that_cannot_be_made_or_written_does_no_harm(tmp_path, file, monkeypatch):
-    LastWords(tmp_path / "no such folder" / "words").note(1, "stdout", b"text")
-    LastWords(None).note(1, "stdout", b"text")
-    words = LastWords(file)
-
-    def full(*_):
+    def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
-    words.note(1, "stdout", b"text")
+    monkeypatch.setattr(os, "splice", full)
+    assert say(words, pipe, 1, b"text") is None
     monkeypatch.undo()
-    words.note(1, "stdout", b"text")
-    assert [*take_last_words(file)] == []
+    assert say(words, pipe, 1, b"more") is None
+    assert [*take_last_words(path)] == []
+    assert os.read(pipe[0], 10) == b"textmore"
