@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,12 @@ WORKERS = [
 ]
 EPOCHS = 2
 SAMPLES = 16
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """A spawned worker finds this module by its name, on the path that it is given."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)
