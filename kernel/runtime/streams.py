@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
 
 from rankbook.runtime.global_streams import Saved, global_streams
+from rankbook.runtime.passive import cannot_draw
 
 Key = tuple[int | str, ...]
 
@@ -171,23 +171,6 @@ class Streams:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Streams, (self.roots, self.keep, self.skip)
-
-
-def cannot_draw(thing: Any) -> bool:  # noqa: ANN401 - a dataset, a collate function, None
-    """Whether this is torch's own, known code that draws no number: its streams need not be set."""
-    if thing is None or thing in (default_collate, default_convert):
-        return True
-    kind = type(thing)
-    if kind is TensorDataset:
-        return True
-    if kind is Subset:
-        return cannot_draw(thing.dataset)
-    if kind is ConcatDataset:
-        return all(cannot_draw(each) for each in thing.datasets)
-    if kind is StackDataset:
-        parts = thing.datasets.values() if isinstance(thing.datasets, dict) else thing.datasets
-        return all(cannot_draw(each) for each in parts)
-    return kind in {list, tuple, range}
 
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic, types.ModuleType)

@@ -8,14 +8,12 @@ import pickle
 import random
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from rankbook.runtime.global_streams import global_streams, python_memory
-from rankbook.runtime.streams import MOST_ITEMS, Streams, cannot_draw, find_generators, stream_seed
+from rankbook.runtime.streams import MOST_ITEMS, Streams, find_generators, stream_seed
 
 parts = st.integers(0, 2**32) | st.text(max_size=5)
 
@@ -192,22 +190,6 @@ def test_a_generator_that_is_somebody_elses_is_left_alone():
     holder.rng = torch.Generator().manual_seed(1)
     Streams((holder,), skip=(holder.rng,)).begin((0, 0, 0))
     assert torch.equal(holder.rng.get_state(), torch.Generator().manual_seed(1).get_state())
-
-
-@pytest.mark.parametrize(
-    ("thing", "passive"),
-    [
-        (TensorDataset(torch.ones(2)), True),
-        (Subset(TensorDataset(torch.ones(2)), [0]), True),
-        (ConcatDataset([TensorDataset(torch.ones(2)), [1, 2]]), True),
-        (default_collate, True),
-        (Subset(Something(), [0]), False),
-        (type("Mine", (TensorDataset,), {})(torch.ones(2)), False),
-        (lambda batch: batch, False),
-    ],
-)
-def test_only_torchs_own_code_is_known_to_draw_nothing(thing, passive):
-    assert cannot_draw(thing) is passive
 
 
 def test_streams_travel_without_what_they_found():
