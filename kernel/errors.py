@@ -70,6 +70,10 @@ class TransferError(RankbookError):
     """A value could not be sent: it cannot be pickled, or there is no room for it."""
 
 
+class CheckpointingException(RankbookError):
+    """A checkpoint cannot be saved or loaded as asked: the message names key, file and ranks."""
+
+
 class IllegalTransition(RankbookError):
     """The coordinator's state machine was given an event it has no answer to: a bug in Rankbook."""
 

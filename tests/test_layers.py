@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "rank": {"transport", "messages", "keeping", "telemetry", "wire", "ranks", "errors", "runtime"},
     "runtime": {"telemetry", "errors"},
+    "checkpoint": {"telemetry", "errors"},
     "launched": {"runtime"},
     "widgets": {"results", "ranks", "errors"},
     "magics": {
@@ -108,10 +109,14 @@ THIRD_PARTY: dict[str, set[str]] = {
     "msgspec": {"messages", "telemetry", "wire"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
-    "numpy": {"rank", "runtime", "transport"},
+    "numpy": {"checkpoint", "rank", "runtime", "transport"},
     "platformdirs": {"launch"},
     "psutil": {"launch", "rank", "transport"},
     "torch": {
+        "checkpoint.factories",  # layout, plan and manifest are pure
+        "checkpoint.mapping",
+        "checkpoint.sharded_base",
+        "checkpoint.state_dicts",
         "rank",
         "runtime",
         "transport.tensors",  # the one place where a tensor crosses; imported only once there is a tensor
@@ -135,6 +140,7 @@ BROUGHT_BY_THE_PERSON = {"torchdata"}  # an option names it, and says so where i
 
 MAY_IMPORT_BY_NAME = {
     "rankbook.__init__",  # public names, when they are used
+    "rankbook.checkpoint.__init__",  # public names, when they are used
     "rankbook.runtime.__init__",  # public names, when they are used
     "rankbook.rank.forkserver",  # other people's packages, so that they are there before a rank is forked
     "rankbook.rank.heal",  # what the cells of the dead rank had imported
