@@ -18,7 +18,7 @@ transport/        links, pickles, shared memory
 launch/           how ranks come to be
 coordinator/      the notebook side: decisions (pure), their driver, the public Cluster
 rank/             the rank side: forkserver, the process that runs cells
-checkpoint/       sharded checkpoints: the map from local shards to global tensors
+checkpoint/       sharded checkpoints: saved on any number of ranks, loaded on any other
 runtime/          training code for one device and for many, with or without a notebook
 launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it, in HTML and in text

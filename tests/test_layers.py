@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": set(),
     "notebook_file": {"console", "errors"},
     "notebook_run": {"notebook_file", "console", "errors"},
-    "cli": {"notebook_run", "notebook_file", "console", "errors"},
+    "cli": {"notebook_run", "notebook_file", "console", "errors", "checkpoint"},
 }
 
 FOR_TYPES_ONLY = {
@@ -83,6 +83,7 @@ FOR_TYPES_ONLY = {
 LATE_ONLY = {
     ("cli", "notebook_run"),  # needs the extra `notebook`; `rankbook --help` does not
     ("cli", "notebook_file"),
+    ("cli", "checkpoint"),  # with it comes torch, in part
     ("rank", "runtime"),  # a rank whose cells train without it pays nothing for it
     ("launched", "runtime"),  # the notebook names it, and has no torch
 }
@@ -104,19 +105,27 @@ THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
     "IPython": {"rank", "magics"},
     "cloudpickle": {"transport", "rank.forks"},
+    "fsspec": {"checkpoint.storage"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
-    "msgspec": {"messages", "telemetry", "wire"},
+    "msgspec": {"checkpoint.manifest", "messages", "telemetry", "wire"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
     "numpy": {"checkpoint", "rank", "runtime", "transport"},
     "platformdirs": {"launch"},
     "psutil": {"launch", "rank", "transport"},
     "torch": {
-        "checkpoint.factories",  # layout, plan and manifest are pure
+        "checkpoint.async_save",  # layout, plan, manifest, storage and steps are pure
+        "checkpoint.blobs",
+        "checkpoint.contents",
+        "checkpoint.factories",
+        "checkpoint.load",
         "checkpoint.mapping",
+        "checkpoint.save",
         "checkpoint.sharded_base",
         "checkpoint.state_dicts",
+        "checkpoint.transfer",
+        "checkpoint.writing",
         "rank",
         "runtime",
         "transport.tensors",  # the one place where a tensor crosses; imported only once there is a tensor
@@ -130,6 +139,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 ASKED_FOR_AS = {
     # package: the requirement in pyproject.toml that brings it, where that has another name
     "IPython": "ipython",
+    "fsspec": "torch",
     "jupyter_client": "ipykernel",  # whose interface it is part of, like the two below
     "nbformat": "nbclient",
     "traitlets": "ipython",

@@ -6,6 +6,9 @@ layout.py         where a shard lies in its global tensor; pure integers
 sharded_base.py   what all entries of a sharded state dict have in common
 factories.py      entries that are built before saving and merged after loading
 mapping.py        the sharding map: which part of which global tensor a local one is
+checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
+manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
+storage.py        where files go: a local folder, or whatever fsspec can reach
 """
 
 from __future__ import annotations
