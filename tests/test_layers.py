@@ -108,7 +108,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fsspec": {"checkpoint.storage"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
-    "msgspec": {"checkpoint.manifest", "messages", "telemetry", "wire"},
+    "msgspec": {"checkpoint.manifest", "checkpoint.save", "checkpoint.writing", "messages", "telemetry", "wire"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
     "numpy": {"checkpoint", "rank", "runtime", "transport"},

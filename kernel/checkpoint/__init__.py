@@ -8,6 +8,11 @@ factories.py      entries that are built before saving and merged after loading
 mapping.py        the sharding map: which part of which global tensor a local one is
 checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
 manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
+declared.py       what one rank holds, as compact arrays
+coverage.py       whether boxes fill a tensor exactly once, and where not
+catalog.py        every chunk that is stored, and by which rank
+sharing.py        which of a chunk's replicas is stored
+plan.py           which rank stores which chunk
 storage.py        where files go: a local folder, or whatever fsspec can reach
 """
 

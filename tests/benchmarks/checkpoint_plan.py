@@ -1,0 +1,128 @@
+"""What planning a save costs at scale: `python tests/benchmarks/checkpoint_plan.py`.
+
+Owns: the simulated jobs, the clock and the verdicts. Each job has 1,024 ranks with 5,000 tensors each, and no data:
+8-way tensor parallel with 128 replicas, fully sharded over all ranks, and sharded over 128 with 8 replicas. For each:
+the plan made from all ranks' declarations; and the second save of the same plan, which is one rank's declaration anew
+(all make theirs at the same time), its digests, and the comparison of all ranks' digests with the kept ones. Refuses:
+what the exchange costs between the ranks, which depends on the network; the size of one declaration is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import pickle
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from rankbook.checkpoint.declared import Declared, Shard, Table
+from rankbook.checkpoint.plan import PlanCache, plan_save
+
+LIMITS = {"plan": 3.0, "again": 0.3}
+"""Seconds."""
+
+JOBS = {
+    # name: shards, whether the plan shares replicas out
+    "tensor parallel, 8 x 128 replicas": (8, False),
+    "tensor parallel, 8 x 128 replicas, shared out": (8, True),
+    "fully sharded over 1,024": (1024, False),
+    "fully sharded over 1,024, shared out": (1024, True),
+    "sharded over 128, 8 replicas, shared out": (128, True),
+}
+
+
+def shards(rank, ways, tensors):
+    """A rank's shards: three matrices of four cut along rows or columns, and a vector."""
+    part, main = rank % ways, rank < ways
+    return [
+        Shard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, ways), "bfloat16", main)
+        for n in range(tensors)
+    ]
+
+
+def _cut(number, part, ways):
+    if number % 4 == 3:
+        return (8192,), (8192 // ways * part,), (8192 // ways,)
+    if number % 2:
+        return (2048, 8192), (0, 8192 // ways * part), (2048, 8192 // ways)
+    return (8192, 2048 + number), (8192 // ways * part, 0), (8192 // ways, 2048 + number)
+
+
+def declare_all(ranks, ways, tensors):
+    """All ranks' declarations, of which those after the first `ways` are made from these: the same chunks, not main."""
+    first = [Declared.of(shards(rank, ways, tensors), (), "the same") for rank in range(min(ways, ranks))]
+    made = list(first)
+    for rank in range(ways, ranks):
+        table = first[rank % ways].tensors
+        copy = dataclasses.replace(table, main=np.zeros_like(table.main), head=b"", layout=b"")
+        made.append(Declared(copy, Table.of([]), {"": "the same"}))
+    return made
+
+
+def timed(work, *arguments, **options):
+    gc.collect()
+    gc.disable()
+    began = time.perf_counter()
+    result = work(*arguments, **options)
+    taken = time.perf_counter() - began
+    gc.enable()
+    return taken, result
+
+
+def declare(mine):
+    return Declared.of(mine, (), "the same").signature()
+
+
+def again(cache, signatures, mine, fully_parallel):
+    return cache.recall([*signatures[:-1], declare(mine)], fully_parallel=fully_parallel)
+
+
+def main() -> int:
+    options = _options()
+    held = True
+    for name, (ways, fully_parallel) in JOBS.items():
+        if options.only not in name:
+            continue
+        ranks, tensors = options.ranks, options.tensors
+        declared = declare_all(ranks, ways, tensors)
+        mine = shards(ranks - 1, ways, tensors)
+        assert declare(mine) == declared[-1].signature()
+        seconds = {"plan": [], "again": [], "own": []}
+        for _ in range(options.rounds):
+            taken, plan = timed(plan_save, declared, fully_parallel=fully_parallel)
+            seconds["plan"].append(taken)
+            cache = PlanCache()
+            signatures = pickle.loads(pickle.dumps([each.signature() for each in declared]))
+            cache.keep(plan, [each.signature() for each in declared], fully_parallel=fully_parallel)
+            taken, found = timed(again, cache, signatures, mine, fully_parallel)
+            assert found is plan
+            seconds["again"].append(taken)
+            seconds["own"].append(timed(declare, mine)[0])
+        loads = plan.bytes_per_rank
+        print(f"{name}: {len(plan.all_tensors.key):,} chunks, {ranks:,} ranks x {tensors:,} tensors")
+        for kind, label in (("plan", "the plan"), ("again", "the same plan again")):
+            middle = statistics.median(seconds[kind])
+            held = held and middle <= LIMITS[kind]
+            verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
+            print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
+        size = len(pickle.dumps(declared[-1], 5))
+        print(f"         a rank's own declaration: {statistics.median(seconds['own']):.3f} s, {size / 1e3:.0f} kB")
+        print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)
+    return 0 if held else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="plans of each job; 5")
+    parser.add_argument("--ranks", type=int, default=1024, metavar="N", help="1024, a multiple of every job's shards")
+    parser.add_argument("--tensors", type=int, default=5000, metavar="N", help="of each rank; 5000")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the jobs with this in their name")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
