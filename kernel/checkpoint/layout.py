@@ -171,3 +171,48 @@ def scaled(value: int, length: int, size: int) -> int | None:
     if value % size if size else value:
         return None
     return value // size * length if size else 0
+
+
+def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
+    """Which elements of an axis are left after cuts, as `(offset, length)`; None where they do not lie together.
+
+    Each cut is `(split factor, parts, index)`: the elements left are cut into as many pieces as the split factor says,
+    each piece into `parts`, and the parts `index` of all pieces are kept. Pieces and parts are as `torch.chunk` makes
+    them: of the size that is rounded up, the last ones smaller or empty. Where nothing is left the offset is `size`.
+    """
+    kept = [(0, size)]
+    for factor, parts, index in cuts:
+        total = sum(end - start for start, end in kept)
+        piece = -(-total // factor)
+        chosen = []
+        for low in range(0, total, piece or 1):
+            inside = min(piece, total - low)
+            part = -(-inside // parts)
+            chosen.append((low + min(index * part, inside), low + min((index + 1) * part, inside)))
+        kept = _merged_runs(_select(kept, chosen))
+    if len(kept) > 1:
+        return None
+    return (kept[0][0], kept[0][1] - kept[0][0]) if kept else (size, 0)
+
+
+def _select(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of `runs` at these positions, which count the elements of all runs."""
+    found = []
+    for low, high in positions:
+        before = 0
+        for start, end in runs:
+            a, b = max(low, before), min(high, before + end - start)
+            if a < b:
+                found.append((start + a - before, start + b - before))
+            before += end - start
+    return found
+
+
+def _merged_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged

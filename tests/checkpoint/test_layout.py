@@ -162,3 +162,45 @@ def test_fragments_for_other_axes_are_told():
 )
 def test_whole_chunks_shrink_and_others_do_not(value, length, size, result):
     assert layout.scaled(value, length, size) == result
+
+
+cuts = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
+        lambda cut: st.tuples(st.just(cut[0]), st.just(cut[1]), st.integers(0, cut[1] - 1))
+    ),
+    max_size=3,
+)
+
+
+def cut_by_hand(elements, factor, parts, index):
+    pieces = [
+        elements[at : at + -(-len(elements) // factor)]
+        for at in range(0, len(elements), -(-len(elements) // factor) or 1)
+    ]
+    kept = []
+    for piece in pieces:
+        size = -(-len(piece) // parts)
+        kept += piece[index * size : (index + 1) * size]
+    return kept
+
+
+@given(st.integers(0, 24), cuts)
+@settings(max_examples=200, deadline=None)
+def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
+    left = list(range(size))
+    for step in steps:
+        left = cut_by_hand(left, *step)
+    found = layout.run_of_cuts(size, steps)
+    if not left:
+        assert found == (size, 0)
+    elif left == list(range(left[0], left[-1] + 1)):
+        assert found == (left[0], len(left))
+    else:
+        assert found is None
+
+
+def test_a_strided_cut_before_a_plain_one_is_one_run():
+    """As a tensor-parallel layer's rows that are sharded once more: 7 rows, first in 2, each of them in 2."""
+    runs = [layout.run_of_cuts(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
+    assert runs == [(0, 2), (4, 2), (2, 2), (6, 1)]
+    assert layout.run_of_cuts(8, [(2, 2, 0)]) is None
