@@ -175,7 +175,7 @@ class _Keys:
         full: dict[bytes, npt.NDArray[np.bool_]] = {}
         for rank, table in enumerate(self.tables):
             if table.layout not in full:
-                full[table.layout] = (table.shape > 0).all(axis=1)
+                full[table.layout] = np.asarray((table.shape > 0).all(axis=1), np.bool_)
             mine = np.flatnonzero(table.main & full[table.layout])
             offset, shape = padded(table.offset[mine], self.width, 0), padded(table.shape[mine], self.width, 1)
             parts.append((self.rows[table.head][mine], offset, shape, np.full(len(mine), rank), mine))
