@@ -198,9 +198,12 @@ class LocalStorage:
     def _move_in_steps(self, old: Path, new: Path) -> None:
         """Where two folders cannot be exchanged: at every moment one of the two is there, under its name or aside."""
         aside = new.with_name(new.name + ASIDE)
-        _remove_folder(aside)
-        new.rename(aside)
-        _sync_folder(new.parent)
+        if any((new / seal).exists() for seal in SEALS):
+            _remove_folder(aside)
+            new.rename(aside)
+            _sync_folder(new.parent)
+        else:  # the rest of a folder; what was put aside may be all that is left of it
+            _remove_folder(new)
         old.rename(new)
         _sync_folder(new.parent)
         _remove_folder(aside)
@@ -333,17 +336,17 @@ class RemoteStorage:
 
     def move(self, source: str, target: str) -> None:
         """See `Storage`: copies and removes, by way of `ASIDE` where the target is there."""
-        entries = self.list(target)
+        there = self.list(target)
         if not self._is_folder(source):
             with self._telling(source):
                 self._filesystem.copy(self._at(source), self._at(target))
             self.remove(source)
             return
         aside = _checked(target) + ASIDE
-        if entries:
+        if there.keys() & set(SEALS):
             self.remove(aside)
             self._copy_folder(target, aside)
-            self.remove(target)
+        self.remove(target)  # without a seal it is the rest of a folder, which may be whole aside
         self._copy_folder(source, target)
         self.remove(source)
         self.remove(aside)

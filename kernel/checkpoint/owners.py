@@ -1,0 +1,102 @@
+"""Who is writing a step just now, and whether that process still lives.
+
+Owns: the file beside a partial step that names its writer. Refuses: to judge processes of other machines by anything
+but the time that has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from rankbook.checkpoint.storage import Storage, read_all
+
+PATIENCE = 24 * 3600.0
+"""Seconds after which a save on another machine is taken for dead: nobody here can ask whether its process lives."""
+
+_under_way: set[str] = set()  # the tokens of this process's own saves
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that writes a step. `since` is in seconds of the Unix epoch, `started` tells it from a later namesake.
+
+    `machine` differs between containers that number their processes apart, also on one host.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    token: str
+    since: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host}, since {when} UTC"
+
+    def lives(self, patience: float = PATIENCE) -> bool:
+        """Whether its save may still be under way. On other machines: whether it began less than `patience` s ago."""
+        if self.machine != _machine():
+            return time.time() - self.since < patience
+        if self.pid == os.getpid() and self.started == _started(self.pid):
+            return self.token in _under_way
+        return bool(self.started) and self.started == _started(self.pid)
+
+
+def claim(storage: Storage, path: str) -> Owner:
+    """Writes into the file `path` that this process is at work from now on, until `release`."""
+    own = Owner(platform.node(), _machine(), os.getpid(), _started(os.getpid()), uuid.uuid4().hex, time.time())
+    _under_way.add(own.token)
+    try:
+        storage.write(path, [json.dumps(asdict(own)).encode()])
+    except BaseException:
+        _under_way.discard(own.token)
+        raise
+    return own
+
+
+def release(storage: Storage, path: str) -> None:
+    """Ends a claim, whoever made it."""
+    owner = owner_of(storage, path)
+    storage.remove(path)
+    if owner is not None:
+        _under_way.discard(owner.token)
+
+
+def owner_of(storage: Storage, path: str) -> Owner | None:
+    """Who claimed it; None where there is no such file, or one that was cut off while it was written."""
+    try:
+        return Owner(**json.loads(read_all(storage, path)))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+@cache
+def _machine() -> str:
+    """Within it a process number means one process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return f"{platform.node()} {uuid.getnode()}"
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the system's own words; empty where there is none."""
+    if sys.platform.startswith("linux"):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return ""
+        return "" if fields[0] in {"Z", "X"} else fields[19]
+    run = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return run.stdout.strip()

@@ -1,0 +1,249 @@
+"""A folder of steps: which one is the latest, what is finished, what was broken off.
+
+Owns: the names in such a folder, `latest`, the moment a step becomes one, retention. Refuses: what a step holds,
+except that a finished one has a manifest.
+
+    step-40/                a finished step: manifest.json is in it
+    step-50.partial/        a save that is under way, or was broken off
+    step-50.partial.owner   which process is at it
+    step-40.old/            step 40, while another save of step 40 takes its place and folders cannot be exchanged
+    latest                  one line, "step-40 crc32=xxxxxxxx", the checksum being that of the name
+
+Every change is made of single operations of the storage, in an order in which any of them may be the last: the step
+that could be loaded before can still be loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection
+from typing import Literal
+
+from rankbook.checkpoint import owners
+from rankbook.checkpoint.manifest import MANIFEST, METADATA
+from rankbook.checkpoint.owners import PATIENCE, Owner
+from rankbook.checkpoint.storage import ASIDE, Storage, read_all
+from rankbook.errors import BadRequest, CheckpointingException
+
+LATEST = "latest"
+PARTIAL = ".partial"
+OWNER = ".owner"
+
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_LINE = re.compile(r"(step-(\d+)) crc32=([0-9a-f]{8})\n")
+
+
+def step_name(step: int) -> str:
+    """The folder of a finished step. Raises `BadRequest` for a negative one."""
+    if step < 0:
+        raise BadRequest(f"a step is a number from 0 on, and this is {step}")
+    return f"step-{step}"
+
+
+def partial_name(step: int) -> str:
+    """The folder of a step while it is written."""
+    return step_name(step) + PARTIAL
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name stands for; None where it is no finished step's name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def finished(storage: Storage) -> list[int]:
+    """The steps that can be loaded, in ascending order."""
+    names = storage.list()
+    steps = {step for name in names if (step := step_of(name.removesuffix(ASIDE))) is not None}
+    return sorted(step for step in steps if _folder(storage, step, names) is not None)
+
+
+def partials(storage: Storage) -> list[str]:
+    """The folders that are no finished steps: of saves under way or broken off, and what is left of removed ones."""
+    names = storage.list()
+    return sorted(name for name in names if names[name] is None and _is_rest(storage, name, names))
+
+
+def owner_of(storage: Storage, partial: str) -> Owner | None:
+    """The process that writes a partial step just now; None where the save was broken off."""
+    owner = owners.owner_of(storage, partial + OWNER)
+    return owner if owner is not None and owner.lives() else None
+
+
+def folder_of(storage: Storage, step: int) -> str:
+    """The folder of a finished step. Raises `CheckpointingException` where there is none, saying what there is."""
+    if (name := _folder(storage, step, storage.list())) is None:
+        raise CheckpointingException(f"{storage}: there is no finished step {step}; {_what_there_is(storage)}")
+    return name
+
+
+def read_latest(storage: Storage) -> int | None:
+    """The step that `latest` names; without such a file the highest finished one, None where there is none.
+
+    Raises `CheckpointingException` where the file is damaged or names a step that is not there: the person decides.
+    """
+    try:
+        line = read_all(storage, LATEST)
+    except FileNotFoundError:
+        return max(finished(storage), default=None)
+    found = _LINE.fullmatch(line.decode("ascii", errors="replace"))
+    if found is None or int(found[3], 16) != zlib.crc32(found[1].encode()):
+        raise CheckpointingException(
+            f"{storage}/{LATEST}: the file is damaged: {line[:60]!r}; {_what_there_is(storage)}; load one by its "
+            "number, or remove the file, and the highest finished step counts"
+        )
+    step = int(found[2])
+    if _folder(storage, step, storage.list()) is None:
+        raise CheckpointingException(
+            f"{storage}/{LATEST} names step {step}, which is not there or not finished; {_what_there_is(storage)}"
+        )
+    return step
+
+
+def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") -> str:
+    """The path of a checkpoint's folder within the storage, "" where the storage's own folder is a checkpoint.
+
+    Raises `CheckpointingException` where there is none, saying what there is instead.
+    """
+    if isinstance(step, int):
+        return folder_of(storage, step)
+    if is_checkpoint(storage.list()):
+        return ""
+    if (latest := read_latest(storage)) is None:
+        raise CheckpointingException(f"{storage}: there is no checkpoint; {_what_there_is(storage)}")
+    return folder_of(storage, latest)
+
+
+def is_checkpoint(names: Collection[str]) -> bool:
+    """Whether a folder with these names in it is a checkpoint itself, ours or another program's."""
+    return MANIFEST in names or METADATA in names
+
+
+def begin(storage: Storage, step: int) -> str:
+    """Claim the partial folder of a step, empty, and return its name. One rank does so, before any of them writes.
+
+    Raises `CheckpointingException` where another process is at that step, or another save of this one.
+    """
+    name = partial_name(step)
+    if (owner := owner_of(storage, name)) is not None:
+        raise CheckpointingException(f"{storage}/{name}: step {step} is being saved by {owner}")
+    storage.remove(name)
+    owners.claim(storage, name + OWNER)
+    return name
+
+
+def commit(storage: Storage, step: int) -> None:
+    """Make a partial step a finished one, and the latest. Raises `CheckpointingException` where it has no manifest.
+
+    The step gets its name first and `latest` after it, so `latest` never names what is not there.
+    """
+    name = partial_name(step)
+    if MANIFEST not in storage.list(name):
+        raise CheckpointingException(
+            f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
+        )
+    storage.move(name, step_name(step))
+    write_latest(storage, step)
+    owners.release(storage, name + OWNER)
+
+
+def abandon(storage: Storage, step: int) -> None:
+    """Give up a save of this process: nothing of it stays. What was finished before is as it was."""
+    name = partial_name(step)
+    storage.remove(name)
+    owners.release(storage, name + OWNER)
+
+
+def write_latest(storage: Storage, step: int) -> None:
+    """Point `latest` at a step, at once."""
+    name = step_name(step)
+    storage.write(f"{LATEST}.new", [f"{name} crc32={zlib.crc32(name.encode()):08x}\n".encode()])
+    storage.move(f"{LATEST}.new", LATEST)
+
+
+def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PATIENCE) -> list[str]:
+    """Remove what saves and removals that were broken off have left. Returns the names that are gone.
+
+    Left alone: steps in `keep`, and saves that are under way in this or another process; on other machines those that
+    began less than `patience` seconds ago. A step that was put aside and is the only one of its number gets its name
+    back.
+    """
+    names = storage.list()
+    gone = []
+    for name in sorted(names):
+        base = name.removesuffix(ASIDE)
+        step = step_of(base)
+        if name != base and step is not None and _folder(storage, step, names) == name:
+            storage.remove(base)
+            storage.move(name, base)
+    names = storage.list()
+    for name in sorted(names):
+        partial = name.removesuffix(OWNER)
+        step = step_of(partial.removesuffix(PARTIAL))
+        owner = owners.owner_of(storage, partial + OWNER) if partial.endswith(PARTIAL) else None
+        if step in keep or (owner is not None and owner.lives(patience)):
+            continue
+        if partial != name or (names[name] is None and _is_rest(storage, name, names)):
+            storage.remove(name)
+            gone.append(name)
+    return gone
+
+
+def retain(storage: Storage, keep: int | None, keep_every: int | None = None) -> list[int]:
+    """Remove old steps. Returns those that are gone, the oldest first.
+
+    The newest `keep` stay, and those that are multiples of `keep_every`; None for `keep` removes nothing. The latest
+    always stays. Steps with a higher number than the latest are from before somebody went back to an earlier one:
+    they stay too, and do not count. Raises `BadRequest` for numbers below 1.
+    """
+    for word, number in (("keep", keep), ("keep_every", keep_every)):
+        if number is not None and number < 1:
+            raise BadRequest(f"{word}={number}: it is a number from 1 on, or None")
+    latest = read_latest(storage)
+    if keep is None or latest is None:
+        return []
+    old = [step for step in finished(storage) if step <= latest][:-keep]
+    gone = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
+    for step in gone:
+        remove(storage, step)
+    return gone
+
+
+def remove(storage: Storage, step: int) -> None:
+    """Remove a finished step. Where it was the latest, `latest` names the highest one below it, or else above it.
+
+    Raises `CheckpointingException` where there is no such step.
+    """
+    folder = folder_of(storage, step)
+    try:
+        latest = read_latest(storage)
+    except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
+        latest = None
+    if latest == step:
+        others = [each for each in finished(storage) if each != step]
+        if next_best := [each for each in others if each < step] or others[:1]:
+            write_latest(storage, next_best[-1])
+        else:
+            storage.remove(LATEST)
+    storage.remove(folder)
+    if folder == step_name(step):
+        storage.remove(folder + ASIDE)
+
+
+def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
+    base = step_name(step)
+    return next((name for name in (base, base + ASIDE) if name in names and MANIFEST in storage.list(name)), None)
+
+
+def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:
+    if step_of(name.removesuffix(PARTIAL)) is not None and name.endswith(PARTIAL):
+        return True
+    step = step_of(name.removesuffix(ASIDE))
+    return step is not None and _folder(storage, step, names) != name
+
+
+def _what_there_is(storage: Storage) -> str:
+    steps, rests = finished(storage), partials(storage)
+    there = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
+    return there + (f"; not finished: {', '.join(rests)}" if rests else "")
