@@ -25,6 +25,16 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FORMAT = 1
 
+ITEM_BYTES = {
+    # by torch's names; what is not here cannot be stored by its bytes alone
+    **dict.fromkeys(("bool", "int8", "uint8", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
 _TAIL = re.compile(rb'"crc32":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = len(b'"crc32":"00000000"}\n')
 
