@@ -78,22 +78,31 @@ def folder_of(storage: Storage, step: int) -> str:
     return name
 
 
-def read_latest(storage: Storage) -> int | None:
-    """The step that `latest` names; without such a file the highest finished one, None where there is none.
+def named_by_latest(storage: Storage) -> int | None:
+    """The step that the file `latest` names, finished or not; None where there is no such file.
 
-    Raises `CheckpointingException` where the file is damaged or names a step that is not there: the person decides.
+    Raises `CheckpointingException` where the file is damaged.
     """
     try:
         line = read_all(storage, LATEST)
     except FileNotFoundError:
-        return max(finished(storage), default=None)
+        return None
     found = _LINE.fullmatch(line.decode("ascii", errors="replace"))
     if found is None or int(found[3], 16) != zlib.crc32(found[1].encode()):
         raise CheckpointingException(
             f"{storage}/{LATEST}: the file is damaged: {line[:60]!r}; {_what_there_is(storage)}; load one by its "
             "number, or remove the file, and the highest finished step counts"
         )
-    step = int(found[2])
+    return int(found[2])
+
+
+def read_latest(storage: Storage) -> int | None:
+    """The step that `latest` names; without such a file the highest finished one, None where there is none.
+
+    Raises `CheckpointingException` where the file is damaged or names a step that is not there: the person decides.
+    """
+    if (step := named_by_latest(storage)) is None:
+        return max(finished(storage), default=None)
     if _folder(storage, step, storage.list()) is None:
         raise CheckpointingException(
             f"{storage}/{LATEST} names step {step}, which is not there or not finished; {_what_there_is(storage)}"
