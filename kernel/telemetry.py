@@ -84,6 +84,25 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batches: int | None
 
 
+class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far this rank's part of a save is: `written` of `total` bytes, `seconds` after it began.
+
+    `phase` is planning, staging, writing, committing, done or failed; the name and the step of the checkpoint are known
+    from writing on. `rate`: bytes per second since the writing began. `background`: the cell that saves has gone on.
+    """
+
+    folder: str
+    name: str
+    step: int | None
+    phase: str
+    written: int
+    total: int
+    seconds: float
+    rate: float | None
+    background: bool
+    error: str
+
+
 Source = Callable[[], msgspec.Struct | None]
 
 listener: Callable[[msgspec.Struct], None] | None = None

@@ -2,18 +2,46 @@
 
 Owns: its public names, imported when they are used. Refuses: to know notebooks, cells and clusters.
 
+The map:
 layout.py         where a shard lies in its global tensor; pure integers
 sharded_base.py   what all entries of a sharded state dict have in common
 factories.py      entries that are built before saving and merged after loading
 mapping.py        the sharding map: which part of which global tensor a local one is
-checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
-manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
+dtensors.py       a tensor or DTensor as an entry of the map, and back
+replicas.py       which of several copies is the main one
+state_dicts.py    sharded state dicts, taken apart and put together again
+models.py         the map of a model and its optimizer
+The plan:
 declared.py       what one rank holds, as compact arrays
 coverage.py       whether boxes fill a tensor exactly once, and where not
 catalog.py        every chunk that is stored, and by which rank
 sharing.py        which of a chunk's replicas is stored
 plan.py           which rank stores which chunk
+reading.py        which bytes of which file go where
+strictness.py     what becomes of keys that only one side knows
+On disk:
 storage.py        where files go: a local folder, or whatever fsspec can reach
+checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
+manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
+owners.py         which process is at a save
+folders.py          a folder of steps: which is the latest, what is finished, what was broken off
+zips.py           where the data lies in a file of torch.save
+pickles.py        checkpoints that other programs wrote, read without running what their pickles name
+checking.py       the bytes of one chunk or object against their checksums
+verifying.py         every byte of a checkpoint, checked
+Saving and loading:
+contents.py       what one rank holds or asks for
+blobs.py          a chunk as the bytes that torch.load reads
+place.py          where a checkpoint comes to be, and under which name
+telling.py        how far a save is, for whoever looks
+writing.py        one save: its planner, its files, their description
+driving.py        one call of torch.distributed.checkpoint, and the one error of all ranks
+async_save.py     saving while training goes on
+saving.py           save
+found.py          the checkpoint that a step or a folder means
+transfer.py       bytes of stored chunks into tensors, checked
+fetch.py          what a rank has planned to read, read
+loading.py           load, load_plain, load_metadata
 """
 
 from __future__ import annotations
@@ -22,6 +50,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankbook.checkpoint.async_save import SaveHandle
+    from rankbook.checkpoint.driving import Saved
+    from rankbook.checkpoint.folders import remove, steps
+    from rankbook.checkpoint.loading import load, load_metadata, load_plain
     from rankbook.checkpoint.mapping import (
         LocalNonpersistentObject,
         ShardedObject,
@@ -31,9 +63,21 @@ if TYPE_CHECKING:
         apply_factory_merges,
         is_main_replica,
     )
+    from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_dict
+    from rankbook.checkpoint.saving import save
+    from rankbook.checkpoint.strictness import StrictHandling
+    from rankbook.checkpoint.verifying import Report, verify
     from rankbook.errors import CheckpointingException
 
 _NAMES = {
+    "rankbook.checkpoint.async_save": ("SaveHandle",),
+    "rankbook.checkpoint.driving": ("Saved",),
+    "rankbook.checkpoint.folders": ("remove", "steps"),
+    "rankbook.checkpoint.loading": (
+        "load",
+        "load_metadata",
+        "load_plain",
+    ),
     "rankbook.checkpoint.mapping": (
         "LocalNonpersistentObject",
         "ShardedObject",
@@ -43,6 +87,16 @@ _NAMES = {
         "apply_factory_merges",
         "is_main_replica",
     ),
+    "rankbook.checkpoint.models": (
+        "load_sharded_state_dict",
+        "sharded_state_dict",
+    ),
+    "rankbook.checkpoint.saving": ("save",),
+    "rankbook.checkpoint.strictness": ("StrictHandling",),
+    "rankbook.checkpoint.verifying": (
+        "Report",
+        "verify",
+    ),
     "rankbook.errors": ("CheckpointingException",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -50,12 +104,25 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "CheckpointingException",
     "LocalNonpersistentObject",
+    "Report",
+    "SaveHandle",
+    "Saved",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StrictHandling",
     "apply_factories",
     "apply_factory_merges",
     "is_main_replica",
+    "load",
+    "load_metadata",
+    "load_plain",
+    "load_sharded_state_dict",
+    "remove",
+    "save",
+    "sharded_state_dict",
+    "steps",
+    "verify",
 ]
 
 

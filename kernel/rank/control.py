@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Protocol
@@ -263,20 +264,26 @@ class Control(threading.Thread):
     def _receive(self) -> None:
         with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
             while (parcel := self._link.receive()) is not None:
-                message, frames = parcel
-                match message:
-                    case Leave():
-                        self._left = True
-                        self.tasks.put(None)
-                    case Interrupt():
-                        self._interrupts.request(message.cell)
-                    case InputReply():
-                        self.replies.put(message)
-                    case AskStack():
-                        self._link.send(self._answers.stack(message.token))
-                    case AskCollectives():
-                        self._link.send(self._answers.collectives(message.token))
-                    case Abort():
-                        self._answers.abort(message)
-                    case _:
-                        self.tasks.put((message, frames))
+                try:
+                    self._handle(*parcel)
+                except Exception:  # noqa: BLE001 - shown to the person; who answers nothing any more counts as hung
+                    print(f"Rankbook could not answer {type(parcel[0]).__name__}:", file=sys.__stderr__)
+                    traceback.print_exc(file=sys.__stderr__)
+
+    def _handle(self, message: ToRank, frames: list[memoryview]) -> None:
+        match message:
+            case Leave():
+                self._left = True
+                self.tasks.put(None)
+            case Interrupt():
+                self._interrupts.request(message.cell)
+            case InputReply():
+                self.replies.put(message)
+            case AskStack():
+                self._link.send(self._answers.stack(message.token))
+            case AskCollectives():
+                self._link.send(self._answers.collectives(message.token))
+            case Abort():
+                self._answers.abort(message)
+            case _:
+                self.tasks.put((message, frames))

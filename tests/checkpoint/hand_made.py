@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rankbook.checkpoint import steps
+from rankbook.checkpoint import folders
 from rankbook.checkpoint.checksums import pieces
 from rankbook.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
 from rankbook.checkpoint.storage import Storage, storage_of
@@ -68,7 +68,7 @@ def write_checkpoint(
 ) -> Manifest:
     storage = storage_of(where)
     generator = torch.Generator().manual_seed(seed)
-    folder = steps.begin(storage, step)
+    folder = folders.begin(storage, step)
     writers = [Writer(storage, folder, rank, rank) for rank in range(2)]
     stored = {}
     for number in range(tensors):
@@ -96,5 +96,5 @@ def write_checkpoint(
         metadata={"loss": 0.5},
     )
     storage.write(f"{folder}/manifest.json", [encode(manifest)])
-    steps.commit(storage, step)
+    folders.commit(storage, step)
     return manifest

@@ -15,6 +15,7 @@ that could be loaded before can still be loaded.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Collection
@@ -23,7 +24,7 @@ from typing import Literal
 from rankbook.checkpoint import owners
 from rankbook.checkpoint.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.owners import PATIENCE, Owner
-from rankbook.checkpoint.storage import ASIDE, Storage, read_all
+from rankbook.checkpoint.storage import ASIDE, Storage, read_all, storage_of
 from rankbook.errors import BadRequest, CheckpointingException
 
 LATEST = "latest"
@@ -57,6 +58,11 @@ def finished(storage: Storage) -> list[int]:
     names = storage.list()
     steps = {step for name in names if (step := step_of(name.removesuffix(ASIDE))) is not None}
     return sorted(step for step in steps if _folder(storage, step, names) is not None)
+
+
+def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
+    """The steps of a folder that can be loaded, in ascending order."""
+    return finished(storage_of(folder))
 
 
 def partials(storage: Storage) -> list[str]:
@@ -219,12 +225,13 @@ def retain(storage: Storage, keep: int | None, keep_every: int | None = None) ->
     return gone
 
 
-def remove(storage: Storage, step: int) -> None:
+def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
     """Remove a finished step. Where it was the latest, `latest` names the highest one below it, or else above it.
 
     Raises `CheckpointingException` where there is no such step.
     """
-    folder = folder_of(storage, step)
+    storage = storage_of(folder)
+    name = folder_of(storage, step)
     try:
         latest = read_latest(storage)
     except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
@@ -235,9 +242,9 @@ def remove(storage: Storage, step: int) -> None:
             write_latest(storage, next_best[-1])
         else:
             storage.remove(LATEST)
-    storage.remove(folder)
-    if folder == step_name(step):
-        storage.remove(folder + ASIDE)
+    storage.remove(name)
+    if name == step_name(step):
+        storage.remove(name + ASIDE)
 
 
 def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankbook.checkpoint import steps
+from rankbook.checkpoint import folders
 from rankbook.checkpoint.checking import Blob, Check, run_checks
 from rankbook.checkpoint.checksums import Buffer
 from rankbook.checkpoint.manifest import (
@@ -104,7 +104,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     except (CheckpointingException, OSError) as error:
         what = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
         return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), what)], names, 0)
-    expected = steps.step_of(path.removesuffix(".old"))
+    expected = folders.step_of(path.removesuffix(".old"))
     if path and manifest.step != expected:
         what = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), what))
@@ -140,22 +140,22 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
     """The checkpoint's folder. A step whose manifest is missing is one too: that is its damage."""
     names = storage.list()
     if step is None:
-        if steps.is_checkpoint(names):
+        if folders.is_checkpoint(names):
             return ""
         try:
-            step = steps.named_by_latest(storage)
+            step = folders.named_by_latest(storage)
         except CheckpointingException as error:
-            damages.append(Damage(steps.LATEST, "", (), str(error).removeprefix(f"{storage}/{steps.LATEST}: ")))
-        if step is not None and step not in steps.finished(storage) and steps.step_name(step) not in names:
-            damages.append(Damage(steps.LATEST, "", (), f"it names step {step}, which is not there"))
+            damages.append(Damage(folders.LATEST, "", (), str(error).removeprefix(f"{storage}/{folders.LATEST}: ")))
+        if step is not None and step not in folders.finished(storage) and folders.step_name(step) not in names:
+            damages.append(Damage(folders.LATEST, "", (), f"it names step {step}, which is not there"))
             step = None
         if step is None:
-            step = max(steps.finished(storage), default=None)
+            step = max(folders.finished(storage), default=None)
         if step is None:
-            return steps.locate(storage)  # raises, and says what there is
-    if step not in steps.finished(storage) and steps.step_name(step) in names:
-        return steps.step_name(step)
-    return steps.folder_of(storage, step)
+            return folders.locate(storage)  # raises, and says what there is
+    if step not in folders.finished(storage) and folders.step_name(step) in names:
+        return folders.step_name(step)
+    return folders.folder_of(storage, step)
 
 
 def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from rankbook.checkpoint import checking
-from rankbook.checkpoint import verify as module
+from rankbook.checkpoint import verifying as module
 from rankbook.checkpoint.checksums import PIECE, pieces
 from rankbook.checkpoint.manifest import Chunk, covering, decode, encode
 from rankbook.checkpoint.storage import LocalStorage, storage_of
-from rankbook.checkpoint.verify import check_pieces, damaged_pieces, verify
+from rankbook.checkpoint.verifying import check_pieces, damaged_pieces, verify
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.hand_made import write_checkpoint
 

@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from rankbook.checkpoint import owners, steps
+from rankbook.checkpoint import folders, owners
 from rankbook.checkpoint import storage as storages
 from rankbook.checkpoint.storage import read_all, storage_of
 from rankbook.errors import BadRequest, CheckpointingException
@@ -27,7 +27,7 @@ def storage(request, tmp_path, monkeypatch):
 
 
 def write_step(storage, step, content=b"x"):
-    folder = steps.begin(storage, step)
+    folder = folders.begin(storage, step)
     storage.write(f"{folder}/__RANK_0.distcp", [content])
     storage.write(f"{folder}/manifest.json", [content])
     return folder
@@ -35,17 +35,17 @@ def write_step(storage, step, content=b"x"):
 
 def save(storage, step, content=b"x"):
     write_step(storage, step, content)
-    steps.commit(storage, step)
+    folders.commit(storage, step)
 
 
 def test_a_saved_step_is_finished_and_the_latest(storage):
     save(storage, 40)
     save(storage, 50)
-    assert steps.finished(storage) == [40, 50]
-    assert steps.read_latest(storage) == 50
-    assert steps.locate(storage) == "step-50"
-    assert steps.locate(storage, 40) == "step-40"
-    assert steps.partials(storage) == []
+    assert folders.finished(storage) == [40, 50]
+    assert folders.read_latest(storage) == 50
+    assert folders.locate(storage) == "step-50"
+    assert folders.locate(storage, 40) == "step-40"
+    assert folders.partials(storage) == []
     assert set(storage.list()) == {"latest", "step-40", "step-50"}
     assert read_all(storage, "latest") == b"step-50 crc32=5ecf2517\n"
 
@@ -53,22 +53,22 @@ def test_a_saved_step_is_finished_and_the_latest(storage):
 def test_steps_are_ordered_by_number(storage):
     for step in (9, 10, 100, 0):
         save(storage, step)
-    assert steps.finished(storage) == [0, 9, 10, 100]
-    assert steps.read_latest(storage) == 0
+    assert folders.finished(storage) == [0, 9, 10, 100]
+    assert folders.read_latest(storage) == 0
 
 
 def test_an_empty_folder_has_no_step(storage):
-    assert steps.finished(storage) == []
-    assert steps.read_latest(storage) is None
+    assert folders.finished(storage) == []
+    assert folders.read_latest(storage) is None
     with pytest.raises(CheckpointingException, match="there is no checkpoint; no step is finished"):
-        steps.locate(storage)
+        folders.locate(storage)
 
 
 def test_without_latest_the_highest_step_counts(storage):
     save(storage, 50)
     save(storage, 40)
     storage.remove("latest")
-    assert steps.read_latest(storage) == 50
+    assert folders.read_latest(storage) == 50
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_damaged_latest_is_told_with_what_there_is(storage, line):
     save(storage, 40)
     storage.write("latest", [line])
     with pytest.raises(CheckpointingException, match=r"/latest: the file is damaged: .*; finished are 40; load one by"):
-        steps.locate(storage)
-    assert steps.locate(storage, 40) == "step-40"
+        folders.locate(storage)
+    assert folders.locate(storage, 40) == "step-40"
 
 
 def test_every_flipped_bit_of_latest_is_found(storage):
@@ -98,7 +98,7 @@ def test_every_flipped_bit_of_latest_is_found(storage):
         damaged[bit // 8] ^= 1 << bit % 8
         storage.write("latest", [damaged])
         with pytest.raises(CheckpointingException, match="damaged"):
-            steps.read_latest(storage)
+            folders.read_latest(storage)
 
 
 def test_latest_may_name_what_somebody_took_away(storage):
@@ -108,35 +108,35 @@ def test_latest_may_name_what_somebody_took_away(storage):
     with pytest.raises(
         CheckpointingException, match="latest names step 40, which is not there or not finished; finished are 30"
     ):
-        steps.locate(storage)
+        folders.locate(storage)
 
 
 def test_a_folder_without_manifest_is_no_finished_step(storage):
     save(storage, 40)
     storage.write("step-60/.metadata", [b"x"])
     write_step(storage, 50)
-    assert steps.finished(storage) == [40]
-    assert steps.partials(storage) == ["step-50.partial", "step-60"]
+    assert folders.finished(storage) == [40]
+    assert folders.partials(storage) == ["step-50.partial", "step-60"]
     with pytest.raises(
         CheckpointingException, match=r"no finished step 60; finished are 40; not finished: step-50\.partial, step-60"
     ):
-        steps.folder_of(storage, 60)
+        folders.folder_of(storage, 60)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata"])
 def test_a_folder_that_is_a_checkpoint_itself_is_one(storage, name):
     storage.write(name, [b"x"])
-    assert steps.locate(storage) == ""
+    assert folders.locate(storage) == ""
     with pytest.raises(CheckpointingException, match="no finished step 40"):
-        steps.locate(storage, 40)
+        folders.locate(storage, 40)
 
 
 def test_a_step_without_its_manifest_is_not_committed(storage):
-    folder = steps.begin(storage, 40)
+    folder = folders.begin(storage, 40)
     storage.write(f"{folder}/__RANK_0.distcp", [b"x"])
     with pytest.raises(CheckpointingException, match=r"step-40\.partial has no manifest.json"):
-        steps.commit(storage, 40)
-    steps.abandon(storage, 40)
+        folders.commit(storage, 40)
+    folders.abandon(storage, 40)
     assert storage.list() == {}
 
 
@@ -189,17 +189,17 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch
             else:
                 done = True
         owners._under_way.clear()  # the process is gone
-        latest = steps.read_latest(storage)
-        found = whole(storage, steps.locate(storage))
+        latest = folders.read_latest(storage)
+        found = whole(storage, folders.locate(storage))
         assert (latest, found) in {(40, b"old"), (step, b"new")}
         assert not done or (latest, found) == (step, b"new")
 
-        steps.sweep(storage)
-        assert steps.partials(storage) == []
-        assert (steps.read_latest(storage), whole(storage, steps.locate(storage))) == (latest, found)
+        folders.sweep(storage)
+        assert folders.partials(storage) == []
+        assert (folders.read_latest(storage), whole(storage, folders.locate(storage))) == (latest, found)
         assert set(storage.list()) <= {"latest", "latest.new", "step-40", "step-50"}
         save(storage, step, b"third")
-        assert whole(storage, steps.locate(storage)) == b"third"
+        assert whole(storage, folders.locate(storage)) == b"third"
         if done:
             break
     assert operations >= 6
@@ -213,20 +213,20 @@ def test_a_kill_at_any_moment_of_a_removal_leaves_the_others_whole(storage, monk
         with monkeypatch.context() as patch:
             broken_off_after(storage, patch, operations)
             try:
-                steps.remove(storage, 40)
+                folders.remove(storage, 40)
             except Killed:
                 done = False
             else:
                 done = True
-        latest = steps.read_latest(storage)
-        assert whole(storage, steps.locate(storage)) == b"%d" % latest
-        steps.sweep(storage)
-        assert steps.partials(storage) == []
-        for step in steps.finished(storage):
-            assert whole(storage, steps.folder_of(storage, step)) == b"%d" % step
+        latest = folders.read_latest(storage)
+        assert whole(storage, folders.locate(storage)) == b"%d" % latest
+        folders.sweep(storage)
+        assert folders.partials(storage) == []
+        for step in folders.finished(storage):
+            assert whole(storage, folders.folder_of(storage, step)) == b"%d" % step
         if done:
             break
-    assert steps.finished(storage) == [30]
+    assert folders.finished(storage) == [30]
     assert operations >= 3
 
 
@@ -234,9 +234,9 @@ def test_a_step_that_was_put_aside_is_loaded_and_gets_its_name_back(storage):
     save(storage, 40, b"old")
     storage.move("step-40", "step-40.old")
     storage.write("step-40/__RANK_0.distcp", [b"half"])
-    assert steps.finished(storage) == [40]
-    assert whole(storage, steps.locate(storage)) == b"old"
-    assert steps.sweep(storage) == []
+    assert folders.finished(storage) == [40]
+    assert whole(storage, folders.locate(storage)) == b"old"
+    assert folders.sweep(storage) == []
     assert set(storage.list()) == {"latest", "step-40"}
     assert whole(storage, "step-40") == b"old"
 
@@ -244,13 +244,13 @@ def test_a_step_that_was_put_aside_is_loaded_and_gets_its_name_back(storage):
 def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
     save(storage, 40)
     write_step(storage, 50)
-    assert steps.sweep(storage) == []
+    assert folders.sweep(storage) == []
     with pytest.raises(CheckpointingException, match=rf"step 50 is being saved by process {os.getpid()} on "):
-        steps.begin(storage, 50)
-    steps.abandon(storage, 50)
+        folders.begin(storage, 50)
+    folders.abandon(storage, 50)
     assert set(storage.list()) == {"latest", "step-40"}
     write_step(storage, 50)
-    steps.commit(storage, 50)
+    folders.commit(storage, 50)
 
 
 def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
@@ -259,11 +259,11 @@ def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(s
         mine = owners.owner_of(storage, "step-50.partial.owner")
         theirs = owners.Owner(**asdict(mine) | {"pid": other.pid, "started": owners._started(other.pid)})
         storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
-        assert steps.sweep(storage) == []
-        assert steps.owner_of(storage, "step-50.partial") == theirs
+        assert folders.sweep(storage) == []
+        assert folders.owner_of(storage, "step-50.partial") == theirs
         other.communicate(b"\n")
-    assert steps.owner_of(storage, "step-50.partial") is None
-    assert steps.sweep(storage) == ["step-50.partial", "step-50.partial.owner"]
+    assert folders.owner_of(storage, "step-50.partial") is None
+    assert folders.sweep(storage) == ["step-50.partial", "step-50.partial.owner"]
     assert storage.list() == {}
 
 
@@ -290,45 +290,45 @@ def test_a_broken_off_save_is_swept_unless_asked_to_keep_it(storage):
     storage.write("step-60.partial.owner", [b"{cut o"])
     storage.write("notes.partial/mine", [b"x"])
     storage.write("step-7x/mine", [b"x"])
-    assert steps.sweep(storage, keep=[50]) == ["step-60.partial", "step-60.partial.owner"]
-    assert steps.sweep(storage) == ["step-50.partial"]
+    assert folders.sweep(storage, keep=[50]) == ["step-60.partial", "step-60.partial.owner"]
+    assert folders.sweep(storage) == ["step-50.partial"]
     assert set(storage.list()) == {"notes.partial", "step-7x"}
 
 
 def test_the_newest_stay_and_the_multiples(storage):
     for step in range(500, 5001, 500):
         save(storage, step)
-    assert steps.retain(storage, keep=3, keep_every=1000) == [500, 1500, 2500, 3500]
-    assert steps.finished(storage) == [1000, 2000, 3000, 4000, 4500, 5000]
-    assert steps.retain(storage, keep=3, keep_every=1000) == []
-    assert steps.retain(storage, keep=None) == []
-    assert steps.retain(storage, keep=1) == [1000, 2000, 3000, 4000, 4500]
+    assert folders.retain(storage, keep=3, keep_every=1000) == [500, 1500, 2500, 3500]
+    assert folders.finished(storage) == [1000, 2000, 3000, 4000, 4500, 5000]
+    assert folders.retain(storage, keep=3, keep_every=1000) == []
+    assert folders.retain(storage, keep=None) == []
+    assert folders.retain(storage, keep=1) == [1000, 2000, 3000, 4000, 4500]
 
 
 def test_steps_above_the_latest_are_another_story_and_stay(storage):
     for step in (10, 20, 30, 40, 25, 27):
         save(storage, step)
-    assert steps.retain(storage, keep=2) == [10, 20]
-    assert steps.finished(storage) == [25, 27, 30, 40]
-    assert steps.read_latest(storage) == 27
+    assert folders.retain(storage, keep=2) == [10, 20]
+    assert folders.finished(storage) == [25, 27, 30, 40]
+    assert folders.read_latest(storage) == 27
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": 2, "keep_every": 0}])
 def test_to_keep_nothing_is_refused(storage, wrong):
     with pytest.raises(BadRequest, match="=0: it is a number from 1 on"):
-        steps.retain(storage, **wrong)
+        folders.retain(storage, **wrong)
     with pytest.raises(BadRequest, match="-1"):
-        steps.step_name(-1)
+        folders.step_name(-1)
 
 
 def test_to_remove_the_latest_makes_another_one_the_latest(storage):
     for step in (10, 20, 30):
         save(storage, step)
-    steps.remove(storage, 30)
-    assert steps.read_latest(storage) == 20
-    steps.remove(storage, 10)
-    assert steps.read_latest(storage) == 20
-    steps.remove(storage, 20)
+    folders.remove(storage, 30)
+    assert folders.read_latest(storage) == 20
+    folders.remove(storage, 10)
+    assert folders.read_latest(storage) == 20
+    folders.remove(storage, 20)
     assert storage.list() == {}
     with pytest.raises(CheckpointingException, match="no finished step 20"):
-        steps.remove(storage, 20)
+        folders.remove(storage, 20)

@@ -1,0 +1,189 @@
+"""Saving while training goes on.
+
+Owns: the copies that training cannot change, the thread that writes them, the process group that this thread has for
+itself, and the handle. Refuses: what a save does (`driving.py`).
+
+The thread talks to the other ranks' threads through a gloo group of its own: in the training's group its collectives
+would meet the training's. A group lives as long as all ranks have it; where one has not (its process is new), all make
+a new one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankbook.checkpoint.contents import Contents, HeldTensor
+from rankbook.checkpoint.driving import Saved
+from rankbook.checkpoint.telling import Telling
+from rankbook.errors import CheckpointingException
+
+
+@dataclass
+class _Process:
+    """What this process keeps from one save to the next."""
+
+    group: Any = None
+    current: SaveHandle | None = None
+    pool: list[torch.Tensor] = field(default_factory=list)
+
+
+_process = _Process()
+
+
+class SaveHandle:
+    """A save that goes on in the background, on this rank. Every rank has one."""
+
+    def __init__(self, telling: Telling) -> None:
+        self._telling = telling
+        self._ended = threading.Event()
+        self._saved: Saved | None = None
+        self._failure: BaseException | None = None
+        self.heard = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with; None while it goes on, and where it did not."""
+        return self._failure
+
+    @property
+    def progress(self) -> Any:  # noqa: ANN401 - a telemetry.CheckpointSave
+        """How far this rank is."""
+        return self._telling.now()
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """Wait for the end. Raises what the save failed with, and TimeoutError after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save to {self._telling.folder} has not ended within {timeout:g} s")
+        self.heard = True
+        if self._failure is not None:
+            raise self._failure
+        assert self._saved is not None
+        return self._saved
+
+    def __repr__(self) -> str:
+        told = self.progress
+        if told.phase == "writing" and told.total:
+            return f"<save of {told.name} to {told.folder}: writing, {told.written / told.total:.0%}>"
+        return f"<save of {told.name or 'a checkpoint'} to {told.folder}: {told.error or told.phase}>"
+
+    def _run(self, work: Callable[[], Saved]) -> None:
+        try:
+            self._saved = work()
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits, or at the next save
+            self._failure = error
+        finally:
+            self._ended.set()
+
+
+def settle(*, refuse: bool) -> None:
+    """Have the save before this one be over: wait for it, or with `refuse` raise while it is not. A collective.
+
+    Raises `CheckpointingException` on every rank if it failed and somebody has not been told.
+    """
+    handle, busy, failed = _process.current, "", ""
+    if handle is not None:
+        if refuse and not handle.done:
+            busy = f"{handle!r} is still under way: wait for it, or save without busy='refuse'"
+        else:
+            handle._ended.wait()
+            if handle.error is not None and not handle.heard:
+                failed = f"the save before this one failed in the background: {handle.error}"
+    have_group, no_complaint = _least(_process.group is not None, not (busy or failed))
+    if not have_group:
+        _process.group = None
+    if not busy:
+        _process.current = None
+    if not no_complaint:
+        raise CheckpointingException(_first(busy or failed))
+
+
+def _least(*values: bool) -> list[bool]:
+    """Which of these hold on all ranks."""
+    if not dist.is_initialized():
+        return list(values)
+    device = "cpu" if "gloo" in str(dist.get_backend()) else f"cuda:{torch.cuda.current_device()}"
+    told = torch.tensor(values, dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    return [bool(each) for each in told.tolist()]
+
+
+def _first(complaint: str) -> str:
+    """The first rank's complaint that there is, the same on all."""
+    if not dist.is_initialized():
+        return complaint
+    told: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(told, complaint)
+    return next(each for each in told if each)
+
+
+def finish(timeout: float | None = None) -> bool:
+    """Wait until nothing is being saved in the background. Whether that is so, after `timeout` seconds."""
+    return _process.current is None or _process.current._ended.wait(timeout)
+
+
+def start(
+    contents: Contents, telling: Telling, perform: Callable[[Contents, Any], Saved], *, everything: bool
+) -> SaveHandle:
+    """Copy what this rank writes, and have `perform(copies, group)` run in a thread. A collective.
+
+    `everything`: replicas too may be chosen to be written.
+    """
+    group = _own_group()
+    telling.enter("staging")
+    staged, taken = _staged(contents, everything)
+    handle = SaveHandle(telling)
+
+    def work() -> Saved:
+        try:
+            return perform(staged, group)
+        finally:
+            _process.pool.extend(taken)
+
+    thread = threading.Thread(target=handle._run, args=(work,), name="rankbook-checkpoint")
+    _process.current = handle
+    thread.start()
+    return handle
+
+
+def _own_group() -> Any:  # noqa: ANN401 - a process group, None alone
+    """The group of the saving threads. A collective where `settle` found that a rank has none."""
+    if _process.group is None and dist.is_initialized():
+        _process.group = dist.new_group(backend="gloo")
+    return _process.group
+
+
+def _staged(contents: Contents, everything: bool) -> tuple[Contents, list[torch.Tensor]]:
+    """The contents with copies of what this rank may write, and the buffers that they lie in."""
+    taken: list[torch.Tensor] = []
+    copies: list[HeldTensor] = []
+    for each in contents.tensors:
+        if not (each.is_main or everything) or not each.nbytes:
+            copies.append(each)
+            continue
+        buffer = _buffer(each.nbytes)
+        taken.append(buffer)
+        copy = buffer[: each.nbytes].view(each.data.dtype).view(each.data.shape)
+        copy.copy_(each.data.detach(), non_blocking=True)
+        copies.append(replace(each, data=copy))
+    if torch.cuda.is_available() and any(each.data.is_cuda for each in contents.tensors):
+        torch.cuda.synchronize()
+    return contents.with_tensors(copies), taken
+
+
+def _buffer(size: int) -> torch.Tensor:
+    """One from the pool that fits without waste, or a new one: pinned where a device copies into it."""
+    for number, each in enumerate(_process.pool):
+        if size <= each.numel() <= size + size // 4:
+            return _process.pool.pop(number)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

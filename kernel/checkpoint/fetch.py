@@ -1,0 +1,141 @@
+"""What a rank has planned to read, read: tensors in place, objects, the common part.
+
+Owns: that everything that is damaged is found and named, not only the first. Refuses: the plan, and the other ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from rankbook.checkpoint.contents import HeldTensor
+from rankbook.checkpoint.found import Found
+from rankbook.checkpoint.manifest import PIECE, StoredObject
+from rankbook.checkpoint.reading import ChunkRead, ReadPlan
+from rankbook.checkpoint.storage import read_all
+from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
+from rankbook.errors import CheckpointingException
+
+COMMON = "common.pt"
+MOST_SAID = 8
+
+
+class Fetch:
+    """One rank's reading of one checkpoint. `allow` are classes that its objects may have, beside torch's safe ones."""
+
+    def __init__(self, found: Found, *, verify: bool, allow: Sequence[Any] = ()) -> None:
+        self._found = found
+        self._verify = verify
+        self._allow = list(allow)
+        self.damages: list[str] = []
+
+    def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor]) -> None:
+        """Fill the targets' data."""
+        views = [each.data.detach().view(each.local_shape) for each in targets]
+        for number in plan.zeros:
+            views[number].zero_() if views[number].element_size() > 1 else views[number].view(torch.uint8).zero_()
+        for chunk in plan.chunks:
+            where = (
+                f"{chunk.file}: key {chunk.key!r}, the chunk at {chunk.chunk.offset} written by rank {chunk.chunk.rank}"
+            )
+            with self._naming(where):
+                self._chunk(chunk, views)
+
+    def _chunk(self, chunk: ChunkRead, views: Sequence[torch.Tensor]) -> None:
+        read = partial(self._found.storage.read, self._found.path(chunk.file))
+        check, stored = self._verify, chunk.chunk
+        if check and not envelope_holds(stored, read):
+            raise Damage("has other bytes around its data than were written")
+        if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
+            if not data_holds(stored, read):
+                raise Damage("has other data than was written")
+            check = False
+        for part in chunk.reads:
+            target = views[part.wanted]
+            for axis, (at, size) in enumerate(zip(part.target, part.shape, strict=True)):
+                target = target.narrow(axis, at, size)
+            fill(target, chunk, part, read, check)
+
+    def objects(self, keys: Collection[str]) -> dict[str, Any]:
+        """The objects of these unique keys that the checkpoint has."""
+        loaded: dict[str, Any] = {}
+        for key in keys:
+            stored = self._found.manifest.objects.get(key)
+            if stored is None:
+                continue
+            name = self._found.manifest.files[stored.file].name
+            with self._naming(f"{name}: object {key!r}, written by rank {stored.rank}"):
+                loaded[key] = self._object(stored)
+        return loaded
+
+    def _object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
+        blob = bytearray(stored.length)
+        if self._found.storage.read(self._found.path(stored.file), stored.start, memoryview(blob)) != len(blob):
+            raise Damage("ends too early")
+        if self._verify and stored.crc is not None and zlib.crc32(blob) != stored.crc:
+            raise Damage("has other bytes than were written")
+        value = self._unpickled(blob)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    def common(self) -> Any:  # noqa: ANN401 - nested dicts and lists
+        """The common part, {} where there is none."""
+        known = {each.name: each for each in self._found.manifest.files}
+        stored = known.get(COMMON)
+        if stored is None:
+            return {}
+        with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
+            data = read_all(self._found.storage, self._found.path(COMMON))
+            if self._verify and stored.crc is not None and (zlib.crc32(data), len(data)) != (stored.crc, stored.size):
+                raise Damage("has other bytes than were written")
+            return self._unpickled(data)
+        return {}
+
+    def small_files(self) -> None:
+        """Check the files that nothing is loaded from, but that other programs read."""
+        for each in self._found.manifest.files:
+            if self._verify and each.crc is not None and each.name != COMMON:
+                with self._naming(f"{each.name}, written by rank {each.rank}"):
+                    data = read_all(self._found.storage, self._found.path(each.name))
+                    if (zlib.crc32(data), len(data)) != (each.crc, each.size):
+                        raise Damage("has other bytes than were written")
+        sizes = self._found.storage.list(self._found.folder)
+        for each in self._found.manifest.files:
+            if self._verify and sizes.get(each.name, each.size) != each.size:
+                self.damages.append(
+                    f"{each.name}, written by rank {each.rank}: has {sizes[each.name]} bytes, not {each.size}"
+                )
+
+    def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
+        with torch.serialization.safe_globals(self._allow):
+            try:
+                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            except Exception as error:
+                if "weights_only" not in str(error) and "GLOBAL" not in str(error):
+                    raise Damage(f"cannot be read: {error}") from error
+                named = str(error).split("GLOBAL ")[-1].split(" ")[0]
+                raise Damage(
+                    f"holds {named}, which may run code when it is loaded: if you trust it, import that class and "
+                    "give it to allow=[...]"
+                ) from error
+
+    @contextmanager
+    def _naming(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Damage as damage:
+            self.damages.append(f"{where}: {damage.what}")
+        except OSError as error:
+            self.damages.append(f"{where}: {error.strerror or error}")
+
+    def conclude(self) -> None:
+        """Raises `CheckpointingException` where something was damaged."""
+        if self.damages:
+            more = len(self.damages) - MOST_SAID
+            said = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
+            raise CheckpointingException(f"the checkpoint {self._found} is damaged:\n  {said}")

@@ -1,0 +1,65 @@
+"""One checkpoint that is there to be read: its folder, and what it says about itself.
+
+Owns: that `latest`, a step or a folder of its own are found alike, whoever wrote them, and that all ranks read the
+same one. Refuses: the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from rankbook.checkpoint import folders, pickles
+from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
+from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.errors import CheckpointingException
+
+Step = int | Literal["latest"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: the `folder` within the storage ("" for the storage's own), and its manifest."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    def path(self, file: int | str) -> str:
+        """Of a file by its number in the manifest or its name, within the storage."""
+        name = self.manifest.files[file].name if isinstance(file, int) else file
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def __str__(self) -> str:
+        return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
+
+
+def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found:
+    """The checkpoint that `step` means in `storage`. A collective with `together`: rank 0 chooses.
+
+    Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
+    """
+    if not (together and dist.is_initialized()):
+        return _read(storage, folders.locate(storage, step))
+    told: list[Any] = [None]
+    found: Found | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = _read(storage, folders.locate(storage, step))
+            told = [(found.folder, found.manifest, None)]
+        except (CheckpointingException, OSError) as error:
+            told = [("", None, f"{error}")]
+    dist.broadcast_object_list(told, src=0)
+    folder, manifest, complaint = told[0]
+    if complaint is not None:
+        raise CheckpointingException(complaint)
+    return found or Found(storage, folder, manifest)
+
+
+def _read(storage: Storage, folder: str) -> Found:
+    prefix = f"{folder}/" if folder else ""
+    if MANIFEST in storage.list(folder):
+        return Found(storage, folder, decode(read_all(storage, f"{prefix}{MANIFEST}"), f"{storage}/{prefix}{MANIFEST}"))
+    return Found(storage, folder, pickles.foreign(storage, folder))

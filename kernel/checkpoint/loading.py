@@ -1,0 +1,247 @@
+"""Loading: every rank calls it with the map of what it wants, however many ranks have saved.
+
+Owns: `load`, `load_plain`, `load_metadata`, and the planner and the reader that `torch.distributed.checkpoint` drives.
+Refuses: which bytes go where (`reading.py`, `transfer.py`), and which checkpoint it is (`found.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from rankbook.checkpoint.contents import Wishes, everything
+from rankbook.checkpoint.driving import quiet, raise_own, words
+from rankbook.checkpoint.fetch import Fetch
+from rankbook.checkpoint.found import Found, Step, find
+from rankbook.checkpoint.manifest import Manifest
+from rankbook.checkpoint.reading import ReadPlan, plan_read
+from rankbook.checkpoint.saving import Folder
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.strictness import Decision, StrictHandling, decide
+from rankbook.errors import CheckpointingException
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    sharded_state_dict: Any,  # noqa: ANN401 - nested dicts and lists
+    folder: Folder,
+    *,
+    step: Step | None = "latest",
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify: bool = True,
+    cast: bool = False,
+    allow: Sequence[type] = (),
+) -> Any:  # noqa: ANN401 - nested as the given one
+    """What this rank asks for, from `step` of `folder` or from `folder` itself. Every rank calls it.
+
+    The state dict says what is wanted, as for `save`, in any layout: tensors are read into the memory that its entries
+    have, or into new memory on the CPU where a ShardedTensor has no data. Returned is a state dict of the same nesting
+    with plain values in the place of sharded entries, and the common part beside them. In a strict mode that returns
+    keys, (state dict, missing keys, unexpected keys).
+
+    What is read is verified unless `verify` is False. Another dtype than the stored one is an error unless `cast`.
+    Stored objects may have `allow`ed classes beside those that torch takes for safe.
+
+    Raises `CheckpointingException`, the same on every rank: where there is no such checkpoint, where keys, shapes or
+    dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. The memory of the
+    state dict's tensors may be partly filled then.
+    """
+    mode = StrictHandling.of(strict)
+    found = find(storage_of(folder), step)
+    loaded = read(
+        found,
+        lambda: Wishes(sharded_state_dict, found.manifest),
+        mode=mode,
+        verify=verify,
+        cast=cast,
+        allow=allow,
+    )
+    state = loaded.state
+    if mode.returns_keys:
+        return state, set(loaded.decision.missing), set(loaded.decision.unexpected)
+    return state
+
+
+_NOTHING_TO_DECIDE = Decision("", "", frozenset(), frozenset(), frozenset())
+
+
+class Loaded:
+    """What `read` gives: the state dict that the wishes make of it, and what was decided about keys."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch = fetch
+        self.state: Any = None
+        self.decision = _NOTHING_TO_DECIDE
+
+
+def read(
+    found: Found,
+    wishes: Callable[[], Wishes],
+    *,
+    mode: StrictHandling,
+    verify: bool,
+    cast: bool = False,
+    allow: Sequence[type] = (),
+    together: bool = True,
+) -> Loaded:
+    """Fill what `wishes` asks for. A collective with `together`. Raises as `load`."""
+    loaded = Loaded(Fetch(found, verify=verify, allow=allow))
+    planner = Planner(found, wishes, mode, cast=cast)
+    reader = Reader(planner, loaded)
+    alone = not (together and dist.is_initialized())
+    try:
+        with quiet(alone):
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=alone)
+    except CheckpointException as failure:
+        raise_own(failure, 0 if alone else dist.get_rank(), words(failure, "load"))
+    loaded.decision = planner.decision
+    if planner.decision.warning and (alone or dist.get_rank() == 0):
+        logger.warning(planner.decision.warning)
+    return loaded
+
+
+class Planner(LoadPlanner):
+    """Has each rank plan what it reads, and rank 0 decide about keys that do not match."""
+
+    def __init__(self, found: Found, ask: Callable[[], Wishes], mode: StrictHandling, *, cast: bool) -> None:
+        self._found = found
+        self._ask = ask
+        self._mode = mode
+        self._cast = cast
+        self.wishes: Wishes | None = None
+        self.plan = ReadPlan()
+        self.decision = _NOTHING_TO_DECIDE
+        self.is_coordinator = True
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        """Called by torch; the state dict is not needed."""
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """This rank's reads."""
+        wishes = self.wishes = self._ask()
+        self.plan = plan_read([each.wanted() for each in wishes.tensors], self._found.manifest, cast=self._cast)
+        asked = {each.key for each in wishes.tensors} | {each.unique_key for each in wishes.objects}
+        stored = self._found.manifest
+        unknown = {key for key in asked if key not in stored.tensors and key not in stored.objects}
+        told = (asked if self._mode.asks_all_ranks else unknown, [each.what for each in self.plan.mismatches])
+        return LoadPlan([], planner_data=told)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On rank 0: raise about mismatches and, as the mode says, about keys."""
+        complaints: dict[str, list[int]] = {}
+        for rank, each in enumerate(global_plan):
+            for what in each.planner_data[1]:
+                complaints.setdefault(what, []).append(rank)
+        if complaints:
+            lines = [f"{what} (rank{'s' * (len(r) > 1)} {', '.join(map(str, r))})" for what, r in complaints.items()]
+            more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+            raise CheckpointingException(
+                f"the checkpoint {self._found} does not have what was asked for:\n  " + "\n  ".join([*lines[:8], *more])
+            )
+        manifest = self._found.manifest
+        asked = [each.planner_data[0] for each in global_plan]
+        decision = decide(asked, [*manifest.tensors, *manifest.objects], self._mode, str(self._found))
+        if decision.error:
+            raise CheckpointingException(decision.error)
+        return [LoadPlan([], planner_data=decision) for _ in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As rank 0 decided."""
+        self.decision = central_plan.planner_data
+        return central_plan
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:  # noqa: ANN401
+        """Not called: `Reader` fills the tensors itself."""
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:  # noqa: ANN401
+        """Not called: `Reader` fills the tensors itself."""
+        raise NotImplementedError
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:  # noqa: ANN401
+        """Not called: `Reader` fills the tensors itself."""
+        raise NotImplementedError
+
+
+class Reader(StorageReader):
+    """Reads what the planner has planned."""
+
+    def __init__(self, planner: Planner, loaded: Loaded) -> None:
+        self._planner = planner
+        self._loaded = loaded
+
+    def reset(self, checkpoint_id: Any = None) -> None:  # noqa: ANN401
+        """Called by torch; there is a reader for each load."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ANN401
+        """Whether torch may choose this reader by itself: no."""
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
+        """The planner has the manifest."""
+        return Metadata({})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Called by torch."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read it all. Raises `CheckpointingException` where something is damaged."""
+        loaded, own = self._loaded, self._planner
+        fetch, wishes = loaded.fetch, own.wishes
+        assert wishes is not None
+        fetch.tensors(own.plan, wishes.tensors)
+        objects = fetch.objects([each.unique_key for each in wishes.objects])
+        common = fetch.common()
+        if own.is_coordinator:
+            fetch.small_files()
+        fetch.conclude()
+        loaded.state = wishes.assembled(objects, common, own.decision.skipped)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def load_plain(folder: Folder, *, step: Step | None = "latest", verify: bool = True, allow: Sequence[type] = ()) -> Any:  # noqa: ANN401
+    """Everything there is, without a map, on this process alone: whole tensors and objects by key, the common part.
+
+    Raises `CheckpointingException` as `load` does.
+    """
+    found = find(storage_of(folder), step, together=False)
+    return read(
+        found,
+        lambda: Wishes(everything(found.manifest), found.manifest),
+        mode=StrictHandling.RAISE_ALL,
+        verify=verify,
+        allow=allow,
+        together=False,
+    ).state
+
+
+def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
+    """What the checkpoint says about itself: step, time, world size, the person's metadata, each tensor's chunks.
+
+    Raises `CheckpointingException` where there is none, or where that is damaged.
+    """
+    return find(storage_of(folder), step, together=False).manifest

@@ -1,0 +1,80 @@
+"""How far a save is, for whoever looks: the person's callback, and telemetry.
+
+Owns: the phases, and that a listener hears of each and of bytes in between, not too often. Refuses: to know who looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rankbook import telemetry
+from rankbook.telemetry import CheckpointSave
+
+OFTEN = 0.1
+"""Seconds between two reports of bytes."""
+
+_numbers = iter(range(1, 1 << 62))
+
+
+class Telling:
+    """One save of this rank. Written by the thread that saves, read by any."""
+
+    def __init__(
+        self, folder: str, *, background: bool = False, on_progress: Callable[[CheckpointSave], None] | None = None
+    ) -> None:
+        self.folder, self.background = folder, background
+        self.name = ""
+        self.step: int | None = None
+        self.phase, self.error = "planning", ""
+        self.written = self.total = 0
+        self._began = self._told = time.monotonic()
+        self._writing_began = 0.0
+        self._on_progress = on_progress
+        telemetry.offer(f"checkpoint {next(_numbers)}", self._still)
+        self._tell()
+
+    def now(self) -> CheckpointSave:
+        """A snapshot."""
+        seconds = time.monotonic() - self._began
+        writing = time.monotonic() - self._writing_began if self._writing_began else 0.0
+        return CheckpointSave(
+            folder=self.folder,
+            name=self.name,
+            step=self.step,
+            phase=self.phase,
+            written=self.written,
+            total=self.total,
+            seconds=seconds,
+            rate=self.written / writing if writing > 0 else None,
+            background=self.background,
+            error=self.error,
+        )
+
+    def enter(self, phase: str) -> None:
+        """A phase begins: planning, staging, writing, committing, done."""
+        self.phase = phase
+        if phase == "writing":
+            self._writing_began = time.monotonic()
+        self._tell()
+
+    def wrote(self, count: int) -> None:
+        """More bytes are written."""
+        self.written += count
+        if time.monotonic() - self._told > OFTEN:
+            self._tell()
+
+    def failed(self, error: str) -> None:
+        """The save has ended without a checkpoint."""
+        self.error = error
+        self.enter("failed")
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        said = self.now()
+        telemetry.report(said)
+        if self._on_progress is not None:
+            self._on_progress(said)
+
+    def _still(self) -> CheckpointSave | None:
+        return None if self.phase in {"done", "failed"} else self.now()

@@ -1,0 +1,153 @@
+"""The bytes of stored chunks into tensors, checked on their way.
+
+Owns: which bytes of a chunk are read for a box of it, and how they come to lie in a tensor. Refuses: to decide what is
+loaded, and to hold more than a few tens of megabytes for it.
+
+A contiguous part of a chunk is read straight into the tensor's own memory. Any other is read in slabs, each the bytes
+from its first to its last element, and copied from there. What is verified is verified in pieces, whose checksums the
+manifest has: the pieces that a slab shares with its neighbours are read again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rankbook.checkpoint.manifest import Chunk, piece_bytes
+from rankbook.checkpoint.reading import ChunkRead, Read
+
+SLAB = 32 * 1024 * 1024
+"""Bytes that are read at a time where they cannot be read in place."""
+
+ReadRange = Callable[[int, memoryview], int]
+"""Fills a buffer from a byte of the file on, and says how many bytes there were."""
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Damage(Exception):
+    """Bytes of a chunk that are missing, or not those that were written; `what` says which."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a manifest calls `float32`. Raises `Damage` for a name that this torch does not know."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Damage(f"has the dtype {name}, which this torch does not know")
+    return found
+
+
+def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, check: bool) -> None:
+    """Copy one box of a stored chunk into `target`, which is shaped like it.
+
+    Raises `Damage`, and OSError as `read` does.
+    """
+    dtype = dtype_named(chunk.dtype)
+    source = _Source(chunk.chunk, read, check)
+    in_place = target.device.type == "cpu" and target.dtype == dtype
+    if in_place and target.is_contiguous() and _in_order(chunk, part):
+        source.read(chunk.span(part)[0], _bytes_of(target))
+        return
+    for slab in chunk.parts(part, SLAB):
+        begin, end = chunk.span(slab)
+        scratch = torch.empty(end - begin, dtype=torch.uint8)
+        source.read(begin, _bytes_of(scratch))
+        into = target
+        for axis, (at, origin) in enumerate(zip(slab.target, part.target, strict=True)):
+            into = into.narrow(axis, at - origin, slab.shape[axis])
+        _copy(into, scratch.view(dtype).as_strided(slab.shape, chunk.strides))
+
+
+def _in_order(chunk: ChunkRead, part: Read) -> bool:
+    """Whether the box's elements lie side by side in the chunk, in the order in which a tensor has them."""
+    expected = 1
+    for size, step in zip(reversed(part.shape), reversed(chunk.strides), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.dtype == source.dtype and not target.is_complex():  # as numbers of the same size: not all can be copied
+        plain = _SAME_SIZE[target.dtype.itemsize]
+        target, source = target.view(plain), source.view(plain)
+    target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class _Source:
+    """A chunk's data, read by ranges."""
+
+    def __init__(self, chunk: Chunk, read: ReadRange, check: bool) -> None:
+        self._chunk = chunk
+        self._read = read
+        self._check = check
+
+    def read(self, first: int, into: memoryview) -> None:
+        """The bytes of the data from `first` on."""
+        if not self._check or not self._chunk.pieces:
+            self._exactly(first, into)
+            return
+        size = piece_bytes(self._chunk)
+        at, end = first, first + len(into)
+        while at < end:
+            number, within = divmod(at, size)
+            begin, length = number * size, min(size, self._chunk.nbytes - number * size)
+            if not within and length <= end - at:
+                piece = into[at - first : at - first + length]
+                self._exactly(begin, piece)
+                self._verify(number, begin, piece)
+                at += length
+                continue
+            whole = memoryview(bytearray(length))
+            self._exactly(begin, whole)
+            self._verify(number, begin, whole)
+            taken = min(length - within, end - at)
+            into[at - first : at - first + taken] = whole[within : within + taken]
+            at += taken
+
+    def _exactly(self, first: int, into: memoryview) -> None:
+        found = self._read(self._chunk.data + first, into)
+        if found != len(into):
+            raise Damage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
+
+    def _verify(self, number: int, begin: int, piece: memoryview) -> None:
+        if zlib.crc32(piece) != self._chunk.pieces[number]:
+            raise Damage(f"has other bytes than were written, between {begin} and {begin + len(piece)} of its data")
+
+
+def data_holds(chunk: Chunk, read: ReadRange) -> bool:
+    """Whether the data has the one checksum that there is for all of it; read in slabs, and kept nowhere."""
+    checksum = 0
+    for at in range(0, chunk.nbytes, SLAB):
+        part: Any = memoryview(bytearray(min(SLAB, chunk.nbytes - at)))
+        if read(chunk.data + at, part) != len(part):
+            return False
+        checksum = zlib.crc32(part, checksum)
+    return checksum == chunk.pieces[0]
+
+
+def envelope_holds(chunk: Chunk, read: ReadRange) -> bool:
+    """Whether what stands before and after the data is what was written."""
+    if chunk.envelope is None:
+        return True
+    before = chunk.data - chunk.start
+    after = chunk.length - before - chunk.nbytes
+    checksum = 0
+    for at, length in ((chunk.start, before), (chunk.data + chunk.nbytes, after)):
+        part: Any = memoryview(bytearray(length))
+        if read(at, part) != length:
+            return False
+        checksum = zlib.crc32(part, checksum)
+    return checksum == chunk.envelope
