@@ -83,7 +83,7 @@ def like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         )
     if not isinstance(tensor, DTensor):
         return local
-    if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype and own.numel():
+    if local.dtype == own.dtype and (local.data_ptr() == own.data_ptr() or not own.numel()):
         return tensor
     return DTensor.from_local(
         local,
