@@ -9,6 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from rankbook.checkpoint.mapping import ShardedBase, is_main_replica
+from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_dict
+from rankbook.checkpoint.replicas import gather_objects
+from rankbook.checkpoint.state_dicts import map_leaves, split
+from rankbook.errors import CheckpointingException
 from tests.runtime.ranks import run_ranks
 
 WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp"], 4: ["tp", "hsdp", "ddp of tp", "ddp"]}
@@ -79,9 +84,6 @@ def gathered(taken):
     """What all ranks' main replicas make up, as a checkpoint would hold it; fails unless each element comes once."""
     import torch.distributed as dist
 
-    from rankbook.checkpoint.mapping import is_main_replica
-    from rankbook.checkpoint.replicas import gather_objects
-
     assert dist.is_initialized()
     mine = [each.shard for each in taken.tensors if is_main_replica(each.shard.replica_id)]
     objects = [each for _, each in taken.objects if is_main_replica(each.replica_id)]
@@ -105,60 +107,36 @@ def gathered(taken):
     }
 
 
-def save(kinds):
-    from rankbook.checkpoint.models import sharded_state_dict
-    from rankbook.checkpoint.state_dicts import split
-
-    found = {}
-    for kind in kinds:
-        model, optimizer = build(kind, 3)
-        for number in range(2):
-            step(model, optimizer, number)
-        state = {**sharded_state_dict(model, optimizer), "number": 2}
-        found[kind] = gathered(split(state))
-    return found
+def save_and_load(kinds):
+    """Each kind stored after two steps; then each loaded from what the kind before it stored, and one step more."""
+    saved = {kind: save(kind) for kind in kinds}
+    return saved, {kind: load(kind, saved[kinds[index - 1]]) for index, kind in enumerate(kinds)}
 
 
-def load(kinds, saved):
-    """Into fresh models with other values, whose optimizers have not stepped; then one step more."""
-    from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_dict
-    from rankbook.checkpoint.state_dicts import split
-
-    found = {}
-    for position, kind in enumerate(kinds):
-        for name in [*saved][position :: len(kinds)]:  # each checkpoint into one of the kinds
-            checkpoint = saved[name]
-            model, optimizer = build(kind, 11)
-            stored = {
-                key: (tuple(each.shape), str(each.dtype).removeprefix("torch."))
-                for key, each in checkpoint["tensors"].items()
-            }
-            taken = split({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
-            values = {path: checkpoint["objects"][each.unique_key] for path, each in taken.objects}
-            for each in taken.tensors:
-                each.shard.data.copy_(checkpoint["tensors"][each.shard.key][each.shard.global_slice()])
-                values[each.path] = each.restored(each.shard.data)
-            loaded = taken.assemble(values, checkpoint["common"])
-            assert loaded["number"] == 2
-            load_sharded_state_dict(model, optimizer, loaded)
-            again = gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
-            step(model, optimizer, 2)
-            after = gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
-            found[kind, name] = (again, after)
-    return found
+def save(kind):
+    model, optimizer = build(kind, 3)
+    for number in range(2):
+        step(model, optimizer, number)
+    return gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
 
 
-@pytest.fixture(scope="module")
-def checkpoints():
-    """By kind and world size, as rank 0 sees them; all ranks see the same."""
-    found = {}
-    for world, kinds in WORLDS.items():
-        first, *others = run_ranks(save, world, kinds)
-        for kind in kinds:
-            for other in others:
-                assert_same(other[kind], first[kind])
-            found[f"{kind} on {world}"] = first[kind]
-    return found
+def load(kind, checkpoint):
+    """Into a fresh model with other values, whose optimizer has not stepped."""
+    model, optimizer = build(kind, 11)
+    stored = {
+        key: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for key, each in checkpoint["tensors"].items()
+    }
+    taken = split({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
+    values = {path: checkpoint["objects"][each.unique_key] for path, each in taken.objects}
+    for each in taken.tensors:
+        each.shard.data.copy_(checkpoint["tensors"][each.shard.key][each.shard.global_slice()])
+        values[each.path] = each.restored(each.shard.data)
+    loaded = taken.assemble(values, checkpoint["common"])
+    assert loaded["number"] == 2
+    load_sharded_state_dict(model, optimizer, loaded)
+    again = gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+    step(model, optimizer, 2)
+    return again, gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
 
 
 def assert_same(one, other):
@@ -178,9 +156,18 @@ def reference(steps):
     return {name: value for name, value in model.state_dict().items() if name != "_extra_state"} | state
 
 
-@pytest.mark.parametrize("name", [f"{kind} on {world}" for world, kinds in WORLDS.items() for kind in kinds])
-def test_all_ranks_store_what_one_process_would_have(checkpoints, name):
-    found, expected = checkpoints[name], reference(2)
+@pytest.fixture(scope="module")
+def ranks():
+    """By world size, what each rank saw."""
+    return {world: run_ranks(save_and_load, world, kinds) for world, kinds in WORLDS.items()}
+
+
+CASES = [(world, kind) for world, kinds in WORLDS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("world", "kind"), CASES)
+def test_all_ranks_store_what_one_process_would_have(ranks, world, kind):
+    found, expected = ranks[world][0][0][kind], reference(2)
     assert found["tensors"].keys() == expected.keys()
     for key, value in expected.items():
         assert found["tensors"][key].equal(value), key
@@ -191,23 +178,123 @@ def test_all_ranks_store_what_one_process_would_have(checkpoints, name):
         (["module.weight", "module.bias", "norm.weight", "norm.bias", "tied.weight"], 0.01),
     ]
     assert found["common"]["number"] == 2
+    for saved, _ in ranks[world]:  # nothing of it tells which ranks have stored it
+        assert_same(saved[kind], ranks[1][0][0]["plain"])
 
 
-def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(checkpoints):
-    found = checkpoints["ddp on 2"]
+def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(ranks):
+    found = ranks[2][0][0]["ddp"]
     assert max(found["sizes"]) < 1.2 * min(found["sizes"])
     owner = {key: rank for rank, keys in enumerate(found["owners"]) for key in keys}
     for name in ("up.weight", "up.bias", "module.weight", "tied.weight"):
         assert len({rank for key, rank in owner.items() if key == name or f".{name}." in key}) == 1
     assert {owner[key] for key in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")} == {0}
-    assert min(checkpoints["ddp on 4"]["sizes"]) > 0
+    assert min(ranks[4][0][0]["ddp"]["sizes"]) > 0
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_what_any_ranks_stored_goes_into_any_others(checkpoints, world):
+@pytest.mark.parametrize(("world", "kind"), CASES)
+def test_what_others_stored_is_gone_on_from(ranks, world, kind):
     expected = reference(3)
-    for rank in run_ranks(load, world, WORLDS[world], checkpoints):
-        for (kind, name), (again, after) in rank.items():
-            assert_same(again, checkpoints[name])
-            for key, value in expected.items():
-                assert after["tensors"][key].equal(value), (kind, name, key)
+    for saved, loaded in ranks[world]:
+        again, after = loaded[kind]
+        assert_same(again, saved[kind])
+        for key, value in expected.items():
+            assert after["tensors"][key].equal(value), key
+
+
+def pair(model=None):
+    model = model or nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, optimizer, sharded_state_dict(model, optimizer)
+
+
+def loaded_from(state):
+    return map_leaves(lambda _, leaf: leaf.data if isinstance(leaf, ShardedBase) else leaf, state)
+
+
+def test_an_optimizer_that_has_not_stepped_stores_no_state():
+    _, _, state = pair()
+    assert state["optimizer"]["state"] == {}
+    assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
+
+
+def test_a_prefix_comes_before_every_key():
+    model, optimizer, _ = pair()
+    step(model, optimizer, 0)
+    state = sharded_state_dict(model, optimizer, prefix="net.")
+    assert state["model"]["weight"].key == "net.weight"
+    assert state["optimizer"]["state"]["bias"]["momentum_buffer"].key == "net.optimizer.state.bias.momentum_buffer"
+
+
+def test_state_keeps_the_dtype_that_was_stored():
+    model, optimizer, _ = pair(nn.Linear(2, 3).bfloat16())
+    wide = {"weight": {"momentum_buffer": torch.full((3, 2), 1 / 3)}}
+    load_sharded_state_dict(model, optimizer, {"optimizer": {"state": wide}})
+    assert optimizer.state[model.weight]["momentum_buffer"].equal(wide["weight"]["momentum_buffer"])
+
+
+def test_names_that_contain_each_other_keep_their_state_apart():
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.ModuleDict({"a": nn.Linear(1, 1, bias=False)})})
+    _, _, state = pair(model)
+    stored = {"optimizer.state.a.weight.m": ((1, 1), "float32"), "optimizer.state.b.a.weight.m.0": ((), "int64")}
+    grown = state["optimizer"].expected({**stored, "optimizer.state.c.m": ((), "float32"), "a.weight": ((), "int8")})
+    assert {name: list(each) for name, each in grown["state"].items()} == {"a.weight": ["m"], "b.a.weight": ["m.0"]}
+    assert grown["state"]["b.a.weight"]["m.0"].dtype == torch.int64
+    assert state["optimizer"]["state"] == {}
+
+
+def other_parameter(model, optimizer, loaded):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+
+
+def fewer_groups(model, optimizer, loaded):
+    loaded["optimizer"]["param_groups"].clear()
+
+
+def other_group(model, optimizer, loaded):
+    loaded["optimizer"]["param_groups"][0]["params"] = ["weight"]
+
+
+def unknown_tensor(model, optimizer, loaded):
+    loaded["model"]["head"] = torch.zeros(1)
+
+
+def unknown_state(model, optimizer, loaded):
+    loaded["optimizer"]["state"] = {"head": {}}
+
+
+def other_shape(model, optimizer, loaded):
+    loaded["model"]["weight"] = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_parameter, r"parameter 0 of the optimizer's group 1, of the shape \(7,\), is none of the model's"),
+        (fewer_groups, "0 parameter groups are stored, and the optimizer has 1"),
+        (other_group, r"group 0 .* stored with other parameters: \['bias'\]"),
+        (unknown_tensor, r"the model has no \['head'\]"),
+        (unknown_state, r"the optimizer has no parameters \['head'\]"),
+        (other_shape, r"'weight': a part of the shape \(2, 2\) was loaded for one of \(3, 2\), on rank 0"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_name(change, said):
+    model, optimizer, state = pair()
+    loaded = loaded_from(state)
+    change(model, optimizer, loaded)
+    with pytest.raises(CheckpointingException, match=said):
+        load_sharded_state_dict(model, optimizer, loaded)
+
+
+def test_a_parameter_of_another_model_cannot_be_stored():
+    _, optimizer, _ = pair()
+    with pytest.raises(CheckpointingException, match="rank 0: parameter 0 of the optimizer's group 0"):
+        sharded_state_dict(nn.Linear(2, 3), optimizer)
+
+
+def test_what_was_loaded_in_place_is_not_copied(monkeypatch):
+    model, optimizer, state = pair()
+    asked = []
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, values, **_more: asked.append(values))
+    load_sharded_state_dict(model, optimizer, loaded_from(state))
+    assert asked == [{}]
