@@ -154,7 +154,7 @@ class _Keys:
         self.axes = np.zeros(len(number), np.int64)
         dtype = np.zeros(len(number), np.int64)
         dtypes = {head: np.asarray([code[name] for name in table.dtypes], np.int64) for head, table in heads.items()}
-        for head, table in reversed(heads.items()):  # the first rank that names a key has the last word
+        for head, table in heads.items():
             rows = self.rows[head]
             self.whole[rows] = padded(table.global_shape, self.width, 1)
             self.axes[rows], dtype[rows] = table.axes, dtypes[head][table.dtype] if len(table) else 0

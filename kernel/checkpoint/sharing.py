@@ -99,7 +99,5 @@ def _replicas(
     same = (crew[order] >= 0) & (key[head] == key[order]) & (at[head] == at[order])
     same &= (shape[head] == shape[order]).all(axis=1)
     found, chunk = order[same], np.searchsorted(chunks, place[head[same]])
-    once = np.ones(len(found), np.bool_)  # a rank that holds the same chunk twice is one candidate
-    once[1:] = (chunk[1:] != chunk[:-1]) | (crew[found][1:] != crew[found][:-1])
-    by_chunk = np.argsort(chunk[once], kind="stable")
-    return chunk[once][by_chunk], crew[found][once][by_chunk], place[found][once][by_chunk]
+    by_chunk = np.argsort(chunk, kind="stable")
+    return chunk[by_chunk], crew[found][by_chunk], place[found][by_chunk]

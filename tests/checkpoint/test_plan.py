@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,9 @@ def jobs(draw):
             holders = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True))
             for place, rank in enumerate(holders):
                 ranks[rank].append(chunk(f"t/{number}", whole, offset, local, place == 0, dtype))
+        if draw(st.booleans()):  # replicas that are cut otherwise than the main ones
+            for offset, local in draw(cuts(whole)):
+                ranks[draw(st.integers(0, world - 1))].append(chunk(f"t/{number}", whole, offset, local, False, dtype))
     if len(whole) and draw(st.booleans()):  # an empty chunk at the offset of a real one
         ranks[0].insert(0, chunk(f"t/{number}", whole, offset, (0, *local[1:]), True, dtype))
     return [draw(st.permutations(mine)) for mine in ranks], truth
@@ -138,20 +142,50 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
     assert sum(repr(other) in said for other in truth) == 1
 
 
-def test_replicas_are_shared_out_by_bytes_the_largest_first():
-    sizes = [100, 70, 60, 50, 40, 30, 20, 10]
-    held = [[chunk(f"t{n}", (n,), (0,), (n,), main=rank == 0, dtype="int8") for n in sizes] for rank in range(4)]
-    alone = [chunk("own", (90,), (0,), (90,), dtype="int8")]
-    plan = plan_save(declare(*held[:3], [*alone, *held[3]]), fully_parallel=True)
-    assert plan.bytes_per_rank == (120, 120, 110, 120)
-    assert plan_save(declare(*held[:3], [*alone, *held[3]])).bytes_per_rank == (380, 0, 0, 90)
+@st.composite
+def replicated(draw):
+    """Vectors of different lengths, whole or halved, each on some of the ranks; the shards per rank."""
+    world = draw(st.integers(1, 5))
+    ranks = [[] for _ in range(world)]
+    for length in draw(st.lists(st.integers(1, 60), min_size=1, max_size=12, unique=True)):
+        for place, rank in enumerate(draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))):
+            ranks[rank].append(chunk(f"t{length}", (length,), (0,), (length,), place == 0, "int8"))
+        if length > 1 and draw(st.booleans()):
+            ranks[draw(st.integers(0, world - 1))].append(chunk(f"t{length}", (length,), (0,), (1,), False, "int8"))
+    return ranks
+
+
+@settings(max_examples=100, deadline=None)
+@given(replicated(), st.randoms())
+def test_replicas_are_shared_out_by_bytes_the_largest_first(ranks, chance):
+    for mine in ranks:
+        chance.shuffle(mine)
+    holders, pieces = {}, Counter(each.key for mine in ranks for each in mine)
+    for rank, mine in enumerate(ranks):
+        for each in mine:
+            if each.local_shape == each.global_shape:
+                holders.setdefault((each.local_shape[0], each.key), []).append(rank)
+    loads, chosen = [0] * len(ranks), {}
+    for (length, key), candidates in sorted(holders.items(), key=lambda each: (pieces[each[0][1]] > 1, -each[0][0])):
+        chosen[key] = min(candidates, key=lambda rank: (loads[rank], rank))
+        loads[chosen[key]] += length
+    plan = plan_save(declare(*ranks), fully_parallel=True)
+    assert plan.bytes_per_rank == tuple(loads)
+    assert {key: tensor.chunks[0].rank for key, tensor in plan.tensors().items()} == chosen
+
+
+def test_ranks_that_all_hold_the_same_share_it_out():
+    held = [[chunk(f"t{n}", (4,), (0,), (4,), main=rank == 0) for n in range(8)] for rank in range(4)]
+    assert plan_save(declare(*held), fully_parallel=True).bytes_per_rank == (32,) * 4
+    assert plan_save(declare(*held)).bytes_per_rank == (128, 0, 0, 0)
 
 
 def test_a_replica_that_is_cut_otherwise_is_no_candidate():
-    plan = plan_save(
-        declare([chunk("w", (4,), (0,), (4,))], [chunk("w", (4,), (0,), (2,), main=False)] * 2), fully_parallel=True
-    )
-    assert plan.bytes_per_rank == (16, 0)
+    own = chunk("own", (400,), (0,), (400,))
+    for mains, other in (([(0, 4)], (0, 2)), ([(0, 2), (2, 2)], (1, 2)), ([(0, 1), (1, 3)], (0, 3))):
+        held = [chunk("w", (4,), (at,), (size,)) for at, size in mains]
+        replica = chunk("w", (4,), other[:1], other[1:], main=False)
+        assert plan_save(declare([own, *held], [replica]), fully_parallel=True).bytes_per_rank == (1616, 0)
 
 
 def test_a_rank_that_holds_a_chunk_twice_stores_it_once():

@@ -110,7 +110,8 @@ def test_another_global_shape_is_read_where_both_have_elements_and_zero_elsewher
 def test_runs_hold_the_wanted_bytes_and_between_gaps_no_others(data, gap):
     array = data.draw(arrays())
     _, manifest = store({"w": (array, [((0,) * array.ndim, array.shape)])})
-    boxes = data.draw(st.lists(st.sampled_from(data.draw(cuts(array.shape))), min_size=1, max_size=3))
+    several = data.draw(cuts(array.shape)) + data.draw(cuts(array.shape))
+    boxes = data.draw(st.lists(st.sampled_from(several), min_size=1, max_size=4))
     plan = plan_read([Wanted("w", array.dtype.name, array.shape, *each) for each in boxes], manifest)
     needed = np.zeros(array.nbytes, bool)
     places = np.arange(array.nbytes).reshape(*array.shape, array.itemsize)
@@ -143,6 +144,13 @@ def test_a_contiguous_slice_of_a_chunk_is_one_range():
     assert plan_read(both, manifest).chunks[0].runs() == [(0, array.nbytes)]
 
 
+def test_ranges_that_lie_in_others_are_read_once():
+    array = np.zeros(100, np.int8)
+    _, manifest = store({"w": (array, [((0,), (100,))])})
+    wanted = [Wanted("w", "int8", (100,), *each) for each in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
+    assert plan_read(wanted, manifest).chunks[0].runs() == [(0, 90)]
+
+
 @pytest.mark.parametrize("most", [1, 100, 256, 1000, 5000, 10**9])
 def test_parts_span_no_more_than_asked_unless_they_are_one_element(most):
     array = np.arange(7 * 9 * 11, dtype=np.float32).reshape(7, 9, 11)
@@ -160,8 +168,8 @@ def test_a_scalar_an_empty_chunk_and_prepended_axes():
     scalar, none, layers = np.float32(3).reshape(()), np.zeros((0, 4), np.int8), np.arange(24).reshape(4, 6)
     stored = {
         "scalar": (scalar, [((), ())]),
-        "none": (none, []),
-        "layers": (layers, [((row, 0), (1, 6)) for row in range(4)]),
+        "none": (none, [((0, 0), (0, 4))]),
+        "layers": (layers, [((0, 0), (0, 6)), *(((row, 0), (1, 6)) for row in range(4))]),
     }
     files, manifest = store(stored)
     wanted = [
