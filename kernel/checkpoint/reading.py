@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from math import prod
 from typing import NamedTuple
 
@@ -48,8 +49,7 @@ class Read(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkRead:
+class ChunkRead(NamedTuple):
     """All that is wanted of one stored chunk, whose dtype it is; `strides` counts elements, `itemsize` bytes."""
 
     key: str
@@ -156,12 +156,10 @@ def plan_read(wanted: Sequence[Wanted], manifest: Manifest, *, cast: bool = Fals
                 plan.zeros.append(position)
     for (key, row), reads in found.items():
         held = stored.tensors[key]
-        chunk = held.stored.chunks[row]
+        chunk = held.stored.chunks[held.rows[row]]
         name = manifest.files[chunk.file].name
-        strides = _strides(chunk)
-        plan.chunks.append(
-            ChunkRead(key, name, chunk, held.stored.dtype, held.itemsize, strides, tuple(reads)),
-        )
+        strides = held.strides_of(row)
+        plan.chunks.append(ChunkRead(key, name, chunk, held.stored.dtype, held.itemsize, strides, tuple(reads)))
     plan.chunks.sort(key=lambda each: (each.chunk.file, each.chunk.data))
     return plan
 
@@ -187,6 +185,20 @@ class _Held:
     def shape(self) -> Integers:
         return self._extents(self.stored.chunks[row].shape for row in self.rows)
 
+    @cached_property
+    def strides(self) -> Integers:
+        """Elements between neighbours along each axis of each chunk's data."""
+        steps = np.ones_like(self.shape)
+        np.cumprod(self.shape[:, :0:-1], axis=1, out=steps[:, -2::-1])
+        for at, row in enumerate(self.rows):
+            if (own := self.stored.chunks[row].strides) is not None:
+                steps[at] = own
+        return steps
+
+    def strides_of(self, at: int) -> Shape:
+        """Those of one chunk."""
+        return tuple(self.strides[at].tolist())
+
     def mismatch(self, wanted: Wanted, *, cast: bool) -> str:
         """Why this is not what is wanted, "" if it is."""
         shape = self.stored.shape
@@ -210,24 +222,20 @@ class _Held:
         return ""
 
     def overlaps(self, position: int, wanted: Wanted) -> Iterator[tuple[int, Read]]:
-        """The chunks, by number, that share elements with what is wanted, each with the box that they share."""
+        """The chunks, by row of the arrays, that share elements with what is wanted, each with the box shared."""
         start = np.asarray(wanted.offset, np.int64)
         low = np.maximum(self.offset, start)
         high = np.minimum(self.offset + self.shape, start + np.asarray(wanted.shape, np.int64))
         meets = np.flatnonzero((low < high).all(axis=1))
         low, high = low[meets], high[meets]
-        boxes = zip(
-            meets.tolist(),
+        source = low - self.offset[meets]
+        columns = (
             map(tuple, (low - start).tolist()),
-            map(tuple, (low - self.offset[meets]).tolist()),
+            map(tuple, source.tolist()),
             map(tuple, (high - low).tolist()),
-            strict=True,
+            (source * self.strides[meets]).sum(axis=1).tolist(),
         )
-        for at, target, source, shape in boxes:
-            row = self.rows[at]
-            steps = _strides(self.stored.chunks[row])
-            first = sum(place * step for place, step in zip(source, steps, strict=True))
-            yield row, Read(position, target, source, shape, first)
+        yield from zip(meets.tolist(), map(Read, repeat(position), *columns), strict=True)
 
 
 class _StoredTensors:
@@ -245,17 +253,6 @@ class _StoredTensors:
             )
             for row in np.flatnonzero(~sound).tolist():
                 group[row].sound = False
-
-
-def _strides(chunk: Chunk) -> Shape:
-    """Elements between neighbours along each axis of a chunk's data."""
-    if chunk.strides is not None:
-        return chunk.strides
-    steps, step = [], 1
-    for size in reversed(chunk.shape):
-        steps.append(step)
-        step *= size
-    return tuple(reversed(steps))
 
 
 def _moved(place: Shape, axis: int, by: int) -> Shape:
