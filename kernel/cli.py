@@ -1,7 +1,8 @@
 """The command `rankbook`.
 
-Owns: the command line and its exit codes: 0, 1 when a cell failed, 2 when the command cannot be carried out as typed,
-128 + the signal's number when it was stopped. Refuses: to import torch, IPython or nbclient before they are needed.
+Owns: the command line and its exit codes: 0, 1 when a cell failed or a checkpoint is damaged, 2 when the command cannot
+be carried out as typed, 128 + the signal's number when it was stopped. Refuses: to import torch, IPython or nbclient
+before they are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a progress bar must not end the run in an ASCII terminal
     try:
-        return _run(args)
+        return _run(args) if args.command == "run" else _checkpoint(args)
     except KeyboardInterrupt:  # before the run took over the signals
         return 130
     except BrokenPipeError:  # `rankbook run … | head`
@@ -60,7 +61,41 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--output", type=Path, metavar="FILE", help="write the executed notebook here, up to where it got")
     run.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds that each cell may take")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel; default: this interpreter's own")
+    _add_checkpoint(commands)
     return parser
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`rankbook checkpoint ls|show|verify|convert`."""
+    checkpoint = commands.add_parser("checkpoint", help="look into checkpoints, verify and convert them")
+    actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
+    folder = "a folder of steps, a checkpoint, also of torch.distributed.checkpoint or Megatron, or a URL of one"
+    listing = actions.add_parser("ls", help="list the steps of a folder", description="Lists the steps of a folder.")
+    listing.add_argument("path", metavar="PATH", help=folder)
+    show = actions.add_parser(
+        "show", help="list what a checkpoint holds", description="Lists a checkpoint's tensors, objects and files."
+    )
+    show.add_argument("path", metavar="PATH", help=folder)
+    show.add_argument("--step", type=int, metavar="N", help="default: the latest")
+    verify = actions.add_parser(
+        "verify",
+        help="read every byte of a checkpoint and compare it with its checksum",
+        description="Reads every byte of a checkpoint, compares it with its checksum, and names what is damaged: "
+        "file, key, and the rank that wrote it. Exits with 1 if something is.",
+    )
+    verify.add_argument("path", metavar="PATH", help=folder)
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="default: the latest")
+    which.add_argument("--all", action="store_true", help="every finished step")
+    convert = actions.add_parser(
+        "convert",
+        help="to safetensors and back",
+        description="Writes a checkpoint's tensors as safetensors files with an index, or safetensors files as a step "
+        "of a checkpoint folder. One tensor at a time is in memory.",
+    )
+    convert.add_argument("path", metavar="SOURCE", help=f"{folder}; or a .safetensors file, or a folder of them")
+    convert.add_argument("target", metavar="TARGET", help="the folder to write into")
+    convert.add_argument("--step", type=int, metavar="N", help="which step to read (default: the latest) or write (0)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -97,6 +132,62 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.message:
         console.note(outcome.message)
     return outcome.code
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from rankbook.errors import RankbookError
+
+    try:
+        return _ACTIONS[args.action](args)
+    except (RankbookError, OSError) as error:
+        return _usage_error(str(error))
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint.describe import describe_folder
+
+    sys.stdout.write(describe_folder(args.path) + "\n")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint.describe import describe
+
+    sys.stdout.write(describe(args.path, args.step) + "\n")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint import steps, storage
+    from rankbook.checkpoint.verify import verify
+
+    which = (steps.finished(storage.storage_of(args.path)) if args.all else []) or [args.step]
+    whole = True
+    for step in which:
+        report = verify(args.path, step)
+        sys.stdout.write(f"{report}\n")
+        whole = whole and report.ok
+    return 0 if whole else 1
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint import convert, describe, safetensors, storage
+
+    into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
+        name.endswith(safetensors.SUFFIX) for name in storage.storage_of(args.path).list()
+    )
+    if into_checkpoint:
+        done = convert.from_safetensors(args.path, args.target, step=args.step or 0)
+    else:
+        done = convert.to_safetensors(args.path, args.target, step=args.step)
+    size = describe.size_in_words(done.nbytes)
+    sys.stdout.write(f"{done.tensors} tensors, {size}: {', '.join(f'{args.target}/{name}' for name in done.files)}\n")
+    if done.left_out:
+        sys.stdout.write(f"left out, which safetensors cannot hold: {', '.join(done.left_out)}\n")
+    return 0
+
+
+_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "convert": _convert}
 
 
 def _usage_error(message: str) -> int:

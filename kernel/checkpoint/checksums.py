@@ -24,11 +24,14 @@ _ONE = 0x80000000
 
 def pieces(buffer: Buffer, piece: int = PIECE) -> tuple[int, ...]:
     """The CRC-32 of every `piece` bytes of a contiguous buffer, the last one shorter. Empty for an empty buffer."""
-    with memoryview(buffer) as view:
-        if not view.nbytes:
-            return ()
-        with view.cast("B") as flat:
-            return tuple(zlib.crc32(flat[start : start + piece]) for start in range(0, len(flat), piece))
+    flat = as_bytes(buffer)
+    return tuple(zlib.crc32(flat[start : start + piece]) for start in range(0, len(flat), piece))
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The same memory as a row of bytes. Python cannot cast an array that has an axis of size 0."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def combine(crc1: int, crc2: int, length2: int) -> int:

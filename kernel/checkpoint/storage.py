@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from rankbook.checkpoint.checksums import Buffer
+from rankbook.checkpoint.checksums import Buffer, as_bytes
 
 SEALS = ("manifest.json", ".metadata")
 """The files that make a folder a checkpoint. Where a folder cannot be moved or removed at once, they are moved last and
@@ -37,7 +36,7 @@ _NUMBERS: dict[type[OSError], int] = {
     PermissionError: errno.EACCES,
     FileExistsError: errno.EEXIST,
 }
-_AT_ONCE = 512  # parts in one call; the system takes 1024
+_MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # in one call, but for a single larger part; the system takes 1024 parts
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 
@@ -140,8 +139,8 @@ class LocalStorage:
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`: straight from the file into the buffer."""
         source = self._at(path)
-        done = 0
-        with _naming(source), into.cast("B") as flat:
+        done, flat = 0, as_bytes(into)
+        with _naming(source):
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 while done < len(flat) and (count := os.preadv(descriptor, [flat[done:]], start + done)):
@@ -223,10 +222,9 @@ class LocalStorage:
 
 
 def _write_all(descriptor: int, parts: Iterable[Buffer]) -> int:
-    """Straight out of the parts' own memory, many in a call."""
+    """Straight out of the parts' own memory, small ones together; a part that is written is let go."""
     written = 0
-    left = (memoryview(part).cast("B") for part in parts if memoryview(part).nbytes)
-    while batch := list(islice(left, _AT_ONCE)):
+    for batch in _batches(parts):
         while batch:
             count = os.writev(descriptor, batch)
             written += count
@@ -235,6 +233,20 @@ def _write_all(descriptor: int, parts: Iterable[Buffer]) -> int:
             if count:
                 batch[0] = batch[0][count:]
     return written
+
+
+def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    batch: list[memoryview] = []
+    held = 0
+    for part in parts:
+        if view := as_bytes(part):
+            batch.append(view)
+            held += len(view)
+        if held >= _MOST_BYTES or len(batch) == _MOST_PARTS:
+            del part, view
+            yield batch
+            batch, held = [], 0
+    yield batch
 
 
 def _sync_folder(folder: Path) -> None:
@@ -317,7 +329,8 @@ class RemoteStorage:
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`: by a ranged request, copied once."""
         target = self._at(path)
-        with self._telling(path), into.cast("B") as flat:
+        flat = as_bytes(into)
+        with self._telling(path):
             found = self._filesystem.cat_file(target, start=start, end=start + len(flat))
             flat[: len(found)] = found
         return len(found)

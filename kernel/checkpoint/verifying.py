@@ -20,7 +20,7 @@ from typing import Any
 
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.checking import Blob, Check, run_checks
-from rankbook.checkpoint.checksums import Buffer
+from rankbook.checkpoint.checksums import Buffer, as_bytes
 from rankbook.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -119,11 +119,11 @@ def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[i
     `buffer` holds their bytes, as `manifest.covering` gives them. A chunk without checksums has no damaged pieces.
     """
     piece = piece_bytes(chunk)
-    with memoryview(buffer) as view, view.cast("B") as flat:
-        found = {
-            number: zlib.crc32(flat[(number - first) * piece : (number - first + 1) * piece])
-            for number in range(first, min(last, len(chunk.pieces)))
-        }
+    flat = as_bytes(buffer)
+    found = {
+        number: zlib.crc32(flat[(number - first) * piece : (number - first + 1) * piece])
+        for number in range(first, min(last, len(chunk.pieces)))
+    }
     return tuple(number for number, crc in found.items() if crc != chunk.pieces[number])
 
 

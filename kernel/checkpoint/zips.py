@@ -14,10 +14,9 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rankbook.checkpoint.manifest import ITEM_BYTES
-from rankbook.checkpoint.storage import Storage
 from rankbook.errors import CheckpointingException
 
 _EDGE = 2048  # bytes that are read at once at both ends of a blob: headers and directory of a single tensor
@@ -37,6 +36,14 @@ _STORAGE_DTYPES = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
+
+
+class Readable(Protocol):
+    """What a zip is read from: a storage, or bytes in memory that act as one."""
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Storage`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class StoredView:
 class BlobFile(io.RawIOBase):
     """A part of a file in a storage, as a file of its own; both its ends are read once."""
 
-    def __init__(self, storage: Storage, path: str, start: int, length: int) -> None:
+    def __init__(self, storage: Readable, path: str, start: int, length: int) -> None:
         super().__init__()
         self._storage, self._path, self._start, self._length = storage, path, start, length
         self._at = 0
@@ -111,7 +118,7 @@ class BlobFile(io.RawIOBase):
         return bytes(buffer[: self._storage.read(self._path, self._start + at, memoryview(buffer))])
 
 
-def open_blob(storage: Storage, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+def open_blob(storage: Readable, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
     """The zip at [start, start + length) of a file, and its members by their names below the zip's one folder.
 
     Raises `zipfile.BadZipFile` where it is none, or one that was cut off.
@@ -139,13 +146,13 @@ def without_checksums(members: dict[str, Member]) -> bool:
     return all(member.crc == 0 for member in members.values())
 
 
-def read_member(storage: Storage, path: str, member: Member) -> bytes:
+def read_member(storage: Readable, path: str, member: Member) -> bytes:
     """The bytes of a member, not compared with its checksum."""
     buffer = bytearray(member.nbytes)
     return bytes(buffer[: storage.read(path, member.data, memoryview(buffer))])
 
 
-def tensor_in(storage: Storage, path: str, start: int, length: int) -> StoredView:
+def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredView:
     """What lies in a blob that holds one tensor. Reads its ends only.
 
     Raises `CheckpointingException` saying what it is instead, without naming the file, which the caller knows.

@@ -1,0 +1,262 @@
+"""A checkpoint to safetensors and back, one tensor at a time.
+
+Owns: which tensor goes into which file, and the whole of a tensor from its chunks. Refuses: more memory than the
+largest tensor needs, objects and the common part, which safetensors cannot hold.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankbook.checkpoint import safetensors, steps, verify
+from rankbook.checkpoint.checksums import Buffer, pieces
+from rankbook.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    METADATA,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    decode,
+    encode,
+    now,
+    piece_bytes,
+)
+from rankbook.checkpoint.pickles import foreign
+from rankbook.checkpoint.storage import Storage, read_all, storage_of
+from rankbook.checkpoint.zips import tensor_in
+from rankbook.errors import CheckpointingException
+
+MOST_BYTES = 5_000_000_000
+"""Bytes of data in one safetensors file, unless a single tensor has more."""
+
+Folder = str | os.PathLike[str] | Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written: into which files, how many tensors and bytes of data, and what had to stay behind."""
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    left_out: tuple[str, ...] = ()
+
+
+def manifest_at(storage: Storage, path: str) -> Manifest:
+    """The manifest of the checkpoint in a folder, made from its `.metadata` where another program wrote it.
+
+    Raises `CheckpointingException`, naming the file, where it is damaged or there is none.
+    """
+    where = f"{path}/{MANIFEST}" if path else MANIFEST
+    try:
+        return decode(read_all(storage, where), f"{storage}/{where}")
+    except FileNotFoundError:
+        return foreign(storage, path)
+
+
+def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A whole tensor as bytes, of shape (*its shape, bytes of an element); every byte is verified.
+
+    Raises `CheckpointingException` with the words of `verify` where a chunk is damaged, and where chunks are missing.
+    """
+    stored = manifest.tensors[key]
+    item = ITEM_BYTES[stored.dtype]
+    whole = np.empty((*stored.shape, item), dtype=np.uint8)
+    held = sum(math.prod(chunk.shape) for chunk in stored.chunks)
+    if held != math.prod(stored.shape):
+        raise CheckpointingException(
+            f"{storage}/{path}: {key} of shape {stored.shape} has {math.prod(stored.shape)} elements, and its "
+            f"{len(stored.chunks)} chunks {held}"
+        )
+    for chunk in stored.chunks:
+        data = _read_chunk(storage, path, manifest, key, chunk)
+        if chunk.strides is None:
+            shaped = data.reshape(*chunk.shape, item)
+        else:
+            strides = (*(stride * item for stride in chunk.strides), 1)
+            shaped = np.lib.stride_tricks.as_strided(data, (*chunk.shape, item), strides)
+        where = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))
+        whole[where] = shaped
+    return whole
+
+
+def _read_chunk(
+    storage: Storage, path: str, manifest: Manifest, key: str, chunk: Chunk
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    data = np.empty(chunk.nbytes, dtype=np.uint8)
+    file = manifest.files[chunk.file].name
+    storage.read(f"{path}/{file}" if path else file, chunk.data, data.data)
+    count = -(-chunk.nbytes // piece_bytes(chunk))
+    if bad := verify.check_pieces(chunk, 0, count, data.data):
+        raise CheckpointingException(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
+    return data
+
+
+def to_safetensors(
+    folder: Folder, target: Folder, *, step: int | None = None, most_bytes: int = MOST_BYTES
+) -> Converted:
+    """Write all tensors of a checkpoint, the latest if no step is given, as safetensors files with an index.
+
+    At any time one tensor is in memory. The index is written last. Objects and the common part are left out, and
+    named. Raises `CheckpointingException` where a chunk is damaged or a type is not in the format.
+    """
+    source, goal = storage_of(folder), storage_of(target)
+    path = steps.locate(source, step)
+    manifest = manifest_at(source, path)
+    shares = _shares(manifest, most_bytes)
+    names = [_file_name(number, len(shares)) for number in range(len(shares))]
+    for name, keys in zip(names, shares, strict=True):
+        held = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
+        beginning = safetensors.header(held, {"format": "pt"})
+        goal.write(name, _file_parts(beginning, source, path, manifest, keys))
+    weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
+    total = sum(safetensors.nbytes_of(each.dtype, each.shape) for each in manifest.tensors.values())
+    goal.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
+    left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == "common.pt")]
+    return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
+
+
+def _file_parts(
+    beginning: bytes, source: Storage, path: str, manifest: Manifest, keys: Sequence[str]
+) -> Iterator[Buffer]:
+    yield beginning
+    for key in keys:
+        yield read_tensor(source, path, manifest, key).data
+
+
+def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
+    shares: list[list[str]] = [[]]
+    held = 0
+    for key, tensor in manifest.tensors.items():
+        size = safetensors.nbytes_of(tensor.dtype, tensor.shape)
+        if shares[-1] and held + size > most_bytes:
+            shares.append([])
+            held = 0
+        shares[-1].append(key)
+        held += size
+    return shares
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int = 0) -> Converted:
+    """Write the tensors of a safetensors file, or of a folder with an index, as step `step` of a checkpoint folder.
+
+    The step is what one rank would have saved; any number of ranks loads it. At any time one tensor is in memory, and
+    once more as its blob. Raises `CheckpointingException` where a file is damaged.
+    """
+    given = os.fspath(source)
+    parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
+    origin, goal = storage_of(parent or "."), storage_of(folder)
+    found = safetensors.entries(origin, name)
+    partial = steps.begin(goal, step)
+    try:
+        _write_step(origin, found, goal, partial, step)
+        steps.commit(goal, step)
+    except BaseException:
+        steps.abandon(goal, step)
+        raise
+    total = sum(entry.nbytes for entry in found)
+    return Converted((steps.step_name(step),), len(found), total)
+
+
+_DATA = "__RANK_0.distcp"
+
+
+def _write_step(origin: Storage, found: Sequence[safetensors.Entry], goal: Storage, partial: str, step: int) -> None:
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    tensors: dict[str, StoredTensor] = {}
+
+    def blobs() -> Iterator[Buffer]:
+        start = 0
+        for entry in found:
+            blob = _blob(origin, entry)
+            tensors[entry.key] = _stored(entry, blob, start)
+            start += len(blob)
+            yield blob
+
+    size = goal.write(f"{partial}/{_DATA}", blobs())
+    described: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for key, tensor in tensors.items():
+        (chunk,) = tensor.chunks
+        whole = dcp.ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
+        described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+        places[dcp.MetadataIndex(key, chunk.offset, 0)] = _StorageInfo(_DATA, chunk.start, chunk.length)
+    metadata = dcp.Metadata(described, {key: (key,) for key in tensors}, places, dcp.StorageMeta(), "1.0.0")
+    common = io.BytesIO()
+    torch.save({}, common)
+    small = {
+        METADATA: pickle.dumps(metadata),
+        "common.pt": common.getvalue(),
+        "metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+        b'"common_backend": "torch", "common_backend_version": 1}',
+    }
+    for name, data in small.items():
+        goal.write(f"{partial}/{name}", [data])
+    files = (
+        StoredFile(_DATA, size, None, 0),
+        *(StoredFile(name, len(data), zlib.crc32(data), 0) for name, data in small.items()),
+    )
+    manifest = Manifest(
+        step=step, world_size=1, tensors=tensors, objects={}, files=files, created=now(), torch=str(torch.__version__)
+    )
+    goal.write(f"{partial}/{MANIFEST}", [encode(manifest)])
+
+
+def _blob(origin: Storage, entry: safetensors.Entry) -> bytes:
+    """What `torch.save` makes of the tensor."""
+    import torch
+
+    data = torch.empty(entry.nbytes, dtype=torch.uint8)
+    if origin.read(entry.file, entry.start, data.numpy().data) < entry.nbytes:
+        raise CheckpointingException(f"{origin}/{entry.file}: it was cut off within {entry.key}")
+    file = io.BytesIO()
+    torch.save(data.view(getattr(torch, entry.dtype)).reshape(entry.shape), file)
+    return file.getvalue()
+
+
+def _stored(entry: safetensors.Entry, blob: bytes, start: int) -> StoredTensor:
+    view = tensor_in(_InMemory(blob), "", 0, len(blob))
+    bytes_of = memoryview(blob)
+    end = view.data + view.nbytes
+    chunk = Chunk(
+        offset=(0,) * len(entry.shape),
+        shape=entry.shape,
+        file=0,
+        start=start,
+        length=len(blob),
+        data=start + view.data,
+        nbytes=view.nbytes,
+        pieces=pieces(bytes_of[view.data : end]),
+        envelope=zlib.crc32(bytes_of[end:], zlib.crc32(bytes_of[: view.data])),
+        rank=0,
+    )
+    return StoredTensor(entry.dtype, entry.shape, (chunk,))
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    data: bytes
+
+    def read(self, _path: str, start: int, into: memoryview) -> int:
+        part = self.data[start : start + len(into)]
+        into[: len(part)] = part
+        return len(part)

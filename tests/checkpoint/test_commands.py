@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rankbook import cli
+from rankbook.checkpoint import steps
+from rankbook.checkpoint.describe import size_in_words
+from rankbook.checkpoint.storage import storage_of
+from tests.checkpoint.hand_made import write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_checkpoint(tmp_path / "run", 30)
+    write_checkpoint(tmp_path / "run", 40)
+    return tmp_path / "run"
+
+
+def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
+    steps.begin(storage_of(run), 50)
+    (run / "step-60.partial").mkdir()
+    assert cli.main(["checkpoint", "ls", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["STEP", "SIZE", "TENSORS", "RANKS", "SAVED"]
+    assert lines[1].split()[0] == "30"
+    assert lines[2].split()[:2] == ["*", "40"]
+    assert lines[2].split()[4:6] == ["5", "2"]
+    assert lines[3] == "not finished:"
+    assert lines[4] == "  step-60.partial: a save that was broken off; the next save removes it"
+    steps.abandon(storage_of(run), 50)
+
+
+def test_ls_tells_of_a_damaged_latest_and_a_damaged_manifest(run, capsys):
+    (run / "latest").write_bytes(b"step-4")
+    (run / "step-30/manifest.json").write_bytes(b"{}")
+    assert cli.main(["checkpoint", "ls", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "latest: the file is damaged" in out
+    assert "step-30/manifest.json: its last line" in out
+
+
+def test_show_lists_tensors_objects_and_files(run, capsys):
+    assert cli.main(["checkpoint", "show", str(run), "--step", "30"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}/step-30"
+    assert "loss: 0.5" in lines
+    assert ["model.0.w", "float32", "16×6", "2", "384", "B", "0-1"] in [line.split() for line in lines]
+    assert ["rng/shard_1_2", "1"] in [[*line.split()[:1], *line.split()[-1:]] for line in lines]
+    assert any(line.startswith("__RANK_1.distcp") for line in lines)
+
+
+def test_verify_exits_with_1_where_something_is_damaged(run, capsys):
+    assert cli.main(["checkpoint", "verify", str(run), "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    (run / "step-30/common.pt").write_bytes(b"x")
+    assert cli.main(["checkpoint", "verify", str(run)]) == 0
+    assert cli.main(["checkpoint", "verify", str(run), "--all"]) == 1
+    assert "step-30/common.pt" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(run), "--step", "30"]) == 1
+
+
+def test_convert_goes_both_ways(run, tmp_path, capsys):
+    assert cli.main(["checkpoint", "convert", str(run), str(tmp_path / "hf")]) == 0
+    assert "left out, which safetensors cannot hold: rng/shard_0_2" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--step", "9"]) == 0
+    assert "5 tensors" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
+
+
+def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys):
+    for action in (["ls"], ["show"], ["verify"], ["convert", str(tmp_path / "x")]):
+        assert cli.main(["checkpoint", action[0], str(tmp_path / "nowhere"), *action[1:]]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("rankbook: ") and "there is no checkpoint" in err and err.count("\n") == 1
+
+
+def test_looking_needs_no_torch(run):
+    code = (
+        "import sys\nfrom rankbook import cli\n"
+        f"codes = [cli.main(['checkpoint', action, {str(run)!r}]) for action in ('ls', 'show', 'verify')]\n"
+        "assert 'torch' not in sys.modules and codes == [0, 0, 0], codes\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_070_000_000, "1.07 GB"), (10**16, "1e+04 TB")]
+)
+def test_sizes_are_told_in_the_unit_that_fits(nbytes, words):
+    assert size_in_words(nbytes) == words

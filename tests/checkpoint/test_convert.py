@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rankbook.checkpoint import convert, safetensors, steps
+from rankbook.checkpoint import storage as storages
+from rankbook.checkpoint.convert import from_safetensors, read_tensor, to_safetensors
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.verify import verify
+from rankbook.errors import CheckpointingException
+from tests.checkpoint.hand_made import write_checkpoint
+
+MODEL = {
+    "w": torch.arange(12.0).reshape(3, 4),
+    "transposed": torch.arange(12.0).reshape(3, 4).t(),
+    "bf16": torch.randn(3, 5).bfloat16(),
+    "f8": torch.randn(4).to(torch.float8_e4m3fn),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3),
+    "bool": torch.tensor([True, False, True]),
+    "int": torch.arange(7, dtype=torch.int16),
+}
+
+
+def dcp_saved(folder, state):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def same(one, other):
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    return one.float().equal(other.float())
+
+
+def test_a_checkpoint_goes_to_safetensors_and_back_bit_for_bit(tmp_path):
+    done = to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf", most_bytes=60)
+    assert done.tensors == len(MODEL)
+    index = json.loads((tmp_path / "hf" / safetensors.INDEX).read_bytes())
+    assert index["metadata"]["total_size"] == done.nbytes == sum(each.nbytes for each in MODEL.values())
+    assert index["weight_map"].keys() == MODEL.keys()
+    assert len(set(index["weight_map"].values())) == len(done.files) - 1 == 3
+    assert min(index["weight_map"].values()) == "model-00001-of-00003.safetensors"
+
+    assert from_safetensors(tmp_path / "hf", tmp_path / "run", step=7).tensors == len(MODEL)
+    assert verify(tmp_path / "run").ok
+    assert verify(tmp_path / "run").unchecked == 0
+    found = {key: torch.empty_like(value).contiguous() for key, value in MODEL.items()}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        dcp.load(found, checkpoint_id=tmp_path / "run/step-7", no_dist=True)
+    assert all(same(found[key], value) for key, value in MODEL.items())
+
+
+def test_their_own_package_reads_ours_and_we_read_theirs(tmp_path):
+    theirs = pytest.importorskip("safetensors.torch")
+    to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
+    found = theirs.load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == MODEL.keys()
+    assert all(same(found[key], value) for key, value in MODEL.items())
+
+    theirs.save_file({key: value.contiguous() for key, value in MODEL.items()}, tmp_path / "their.safetensors")
+    from_safetensors(tmp_path / "their.safetensors", tmp_path / "run")
+    assert verify(tmp_path / "run").ok
+    to_safetensors(tmp_path / "run", tmp_path / "again")
+    found = theirs.load_file(tmp_path / "again/model.safetensors")
+    assert all(same(found[key], value) for key, value in MODEL.items())
+
+
+def test_chunks_of_many_ranks_become_one_tensor(tmp_path):
+    write_checkpoint(tmp_path / "run", 3, seed=5)
+    done = to_safetensors(tmp_path / "run", tmp_path / "hf")
+    assert done.left_out == ("rng/shard_0_2", "rng/shard_1_2", "common.pt")
+    (entry, *_) = safetensors.entries(storage_of(tmp_path / "hf"), "model.safetensors")
+    data = (tmp_path / "hf/model.safetensors").read_bytes()[entry.start : entry.start + entry.nbytes]
+    expected = torch.randn(16, 6, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(entry.shape), expected)
+
+
+def test_a_damaged_chunk_stops_the_conversion_with_its_name(tmp_path):
+    manifest = write_checkpoint(tmp_path / "run", 3)
+    path = tmp_path / "run/step-3/__RANK_1.distcp"
+    data = bytearray(path.read_bytes())
+    data[manifest.tensors["model.2.w"].chunks[1].data] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointingException, match=r"__RANK_1\.distcp: model\.2\.w \(written by rank 1\): .*bytes"):
+        to_safetensors(tmp_path / "run", tmp_path / "hf")
+    assert list((tmp_path / "hf").iterdir()) == []
+
+
+def test_a_tensor_with_a_hole_is_not_written(tmp_path):
+    manifest = write_checkpoint(tmp_path / "run", 3)
+    key = "model.0.w"
+    manifest.tensors[key] = convert.StoredTensor("float32", (16, 6), manifest.tensors[key].chunks[:1])
+    with pytest.raises(CheckpointingException, match=r"model\.0\.w .* has 96 elements, and its 1 chunks 48"):
+        read_tensor(storage_of(tmp_path / "run"), "step-3", manifest, key)
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(storages, "_MOST_BYTES", 1000)
+    write_checkpoint(tmp_path / "run", 3, tensors=9, rows=100)
+    alive, most = [], []
+    real = convert.read_tensor
+
+    def read(*args):
+        gc.collect()
+        most.append(sum(each() is not None for each in alive))
+        found = real(*args)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(convert, "read_tensor", read)
+    to_safetensors(tmp_path / "run", tmp_path / "hf")
+    assert max(most) <= 1
+
+
+def test_types_that_the_format_lacks_are_named(tmp_path):
+    folder = dcp_saved(tmp_path / "dcp", {"c": torch.randn(2, dtype=torch.complex128)})
+    with pytest.raises(CheckpointingException, match="c is of type complex128, which safetensors files cannot hold"):
+        to_safetensors(folder, tmp_path / "hf")
+
+
+def test_a_failed_import_leaves_no_step(tmp_path, monkeypatch):
+    to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
+    monkeypatch.setattr(convert, "_blob", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        from_safetensors(tmp_path / "hf", tmp_path / "run", step=1)
+    assert list((tmp_path / "run").iterdir()) == []
+    assert steps.finished(storage_of(tmp_path / "run")) == []
+
+
+def raw(fields, data=b"", length=None):
+    text = json.dumps(fields).encode() if not isinstance(fields, bytes) else fields
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def field(start, end, dtype="U8", shape=None):
+    return {"dtype": dtype, "shape": [end - start] if shape is None else shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc", "cut off"),
+        (raw({}, length=1 << 40), "cut off"),
+        (raw(b"{not json"), "header is damaged"),
+        (raw({"a": 3}), "header is damaged"),
+        (raw({"a": field(0, 3, "X9")}, b"abc"), "header is damaged: KeyError"),
+        (raw({"a": field(0, 3, shape=[4])}, b"abc"), "a has 3 bytes, and uint8 of shape"),
+        (raw({"a": field(0, 3)}, b"ab"), r"has \d+ bytes, and its header says"),
+        (raw({"a": field(0, 3)}, b"abcd"), r"has \d+ bytes, and its header says"),
+        (raw({"a": field(0, 2), "b": field(1, 3)}, b"abc"), "b begins at byte"),
+        (raw({"a": field(1, 3)}, b"abc"), "a begins at byte"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, content, message):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointingException, match=rf"x\.safetensors: .*{message}"):
+        from_safetensors(tmp_path / "x.safetensors", tmp_path / "run")
+
+
+def test_an_index_that_does_not_fit_its_files_is_told(tmp_path):
+    def write_index(weight_map):
+        (tmp_path / safetensors.INDEX).write_bytes(json.dumps({"weight_map": weight_map}).encode())
+
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors").write_bytes(raw({name: field(0, 3), "both": field(3, 4)}, b"abcd"))
+    storage = storage_of(tmp_path)
+    write_index({"one": "gone.safetensors"})
+    with pytest.raises(CheckpointingException, match=r"index\.json names gone\.safetensors: missing"):
+        safetensors.entries(storage, "")
+    write_index({"three": "one.safetensors"})
+    with pytest.raises(CheckpointingException, match=r"one\.safetensors: three is missing"):
+        safetensors.entries(storage, "")
+    (tmp_path / safetensors.INDEX).unlink()
+    with pytest.raises(CheckpointingException, match="both is there more than once"):
+        safetensors.entries(storage, "")
+    (tmp_path / "two.safetensors").unlink()
+    assert [entry.key for entry in safetensors.entries(storage, "")] == ["one", "both"]
+    assert np.frombuffer((tmp_path / "one.safetensors").read_bytes()[-4:], dtype=np.uint8).tobytes() == b"abcd"
