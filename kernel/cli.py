@@ -158,10 +158,10 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint import steps, storage
-    from rankbook.checkpoint.verify import verify
+    from rankbook.checkpoint import folders, storage
+    from rankbook.checkpoint.verifying import verify
 
-    which = (steps.finished(storage.storage_of(args.path)) if args.all else []) or [args.step]
+    which = (folders.finished(storage.storage_of(args.path)) if args.all else []) or [args.step]
     whole = True
     for step in which:
         report = verify(args.path, step)

@@ -105,7 +105,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
     "IPython": {"rank", "magics"},
     "cloudpickle": {"transport", "rank.forks"},
-    "fsspec": {"checkpoint.storage"},  # only once a folder is named by a URL
+    "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
     "msgspec": {"checkpoint.manifest", "checkpoint.saving", "checkpoint.writing", "messages", "telemetry", "wire"},
@@ -118,6 +118,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         "checkpoint.async_save",  # the plan, the manifest, the storage and the steps are pure
         "checkpoint.blobs",
         "checkpoint.contents",
+        "checkpoint.convert",  # once a checkpoint is made of safetensors
         "checkpoint.driving",
         "checkpoint.dtensors",
         "checkpoint.factories",

@@ -20,15 +20,20 @@ plan.py           which rank stores which chunk
 reading.py        which bytes of which file go where
 strictness.py     what becomes of keys that only one side knows
 On disk:
-storage.py        where files go: a local folder, or whatever fsspec can reach
+stores.py         what a storage is: five methods between a checkpoint and the place it lies in
+storage.py        where files go: the local storage, and which one a folder means
+remote.py         storages that fsspec can reach
 checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
 manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
 owners.py         which process is at a save
-folders.py          a folder of steps: which is the latest, what is finished, what was broken off
+folders.py        a folder of steps: which is the latest, what is finished, what was broken off
 zips.py           where the data lies in a file of torch.save
 pickles.py        checkpoints that other programs wrote, read without running what their pickles name
 checking.py       the bytes of one chunk or object against their checksums
-verifying.py         every byte of a checkpoint, checked
+verifying.py      every byte of a checkpoint, checked
+describe.py       what a checkpoint has, in words
+safetensors.py    files of safetensors, with an index
+convert.py        a checkpoint to and from safetensors
 Saving and loading:
 contents.py       what one rank holds or asks for
 blobs.py          a chunk as the bytes that torch.load reads
@@ -37,11 +42,11 @@ telling.py        how far a save is, for whoever looks
 writing.py        one save: its planner, its files, their description
 driving.py        one call of torch.distributed.checkpoint, and the one error of all ranks
 async_save.py     saving while training goes on
-saving.py           save
+saving.py         save
 found.py          the checkpoint that a step or a folder means
 transfer.py       bytes of stored chunks into tensors, checked
 fetch.py          what a rank has planned to read, read
-loading.py           load, load_plain, load_metadata
+loading.py        load, load_plain, load_metadata
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from rankbook.checkpoint.storage import Storage
+from rankbook.checkpoint.stores import Storage
 
 WINDOW = 16 * 1024 * 1024
 """Bytes in one read, and in each thread's buffer."""

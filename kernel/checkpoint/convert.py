@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rankbook.checkpoint import safetensors, steps, verify
+from rankbook.checkpoint import folders, safetensors, verifying
 from rankbook.checkpoint.checksums import Buffer, pieces
 from rankbook.checkpoint.manifest import (
     ITEM_BYTES,
@@ -33,7 +33,8 @@ from rankbook.checkpoint.manifest import (
     piece_bytes,
 )
 from rankbook.checkpoint.pickles import foreign
-from rankbook.checkpoint.storage import Storage, read_all, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 
@@ -98,8 +99,8 @@ def _read_chunk(
     file = manifest.files[chunk.file].name
     storage.read(f"{path}/{file}" if path else file, chunk.data, data.data)
     count = -(-chunk.nbytes // piece_bytes(chunk))
-    if bad := verify.check_pieces(chunk, 0, count, data.data):
-        raise CheckpointingException(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
+    if bad := verifying.check_pieces(chunk, 0, count, data.data):
+        raise CheckpointingException(f"{storage}: {verifying.damaged_pieces(manifest, key, chunk, bad, path)}")
     return data
 
 
@@ -112,7 +113,7 @@ def to_safetensors(
     named. Raises `CheckpointingException` where a chunk is damaged or a type is not in the format.
     """
     source, goal = storage_of(folder), storage_of(target)
-    path = steps.locate(source, step)
+    path = folders.locate(source, step)
     manifest = manifest_at(source, path)
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
@@ -162,15 +163,15 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
     origin, goal = storage_of(parent or "."), storage_of(folder)
     found = safetensors.entries(origin, name)
-    partial = steps.begin(goal, step)
+    partial = folders.begin(goal, step)
     try:
         _write_step(origin, found, goal, partial, step)
-        steps.commit(goal, step)
+        folders.commit(goal, step)
     except BaseException:
-        steps.abandon(goal, step)
+        folders.abandon(goal, step)
         raise
     total = sum(entry.nbytes for entry in found)
-    return Converted((steps.step_name(step),), len(found), total)
+    return Converted((folders.step_name(step),), len(found), total)
 
 
 _DATA = "__RANK_0.distcp"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rankbook.checkpoint import steps
+from rankbook.checkpoint import folders
 from rankbook.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, decode
 from rankbook.checkpoint.pickles import foreign
-from rankbook.checkpoint.storage import Storage, read_all, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.errors import CheckpointingException
 
 
@@ -32,18 +33,18 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
     """
     storage = storage_of(folder)
     names = storage.list()
-    if steps.is_checkpoint(names):
+    if folders.is_checkpoint(names):
         return describe(storage)
-    finished, partials = steps.finished(storage), steps.partials(storage)
+    finished, partials = folders.finished(storage), folders.partials(storage)
     if not finished and not partials:
-        return steps.locate(storage)  # raises, and says so
+        return folders.locate(storage)  # raises, and says so
     try:
-        latest, trouble = steps.read_latest(storage), ""
+        latest, trouble = folders.read_latest(storage), ""
     except CheckpointingException as error:
         latest, trouble = None, f"\n{error}"
     rows = [("", "STEP", "SIZE", "TENSORS", "RANKS", "SAVED")]
     rows += [
-        ("*" if step == latest else "", str(step), *_columns(storage, steps.folder_of(storage, step)))
+        ("*" if step == latest else "", str(step), *_columns(storage, folders.folder_of(storage, step)))
         for step in finished
     ]
     rest = "".join(f"\n  {name}: {_state(storage, name)}" for name in partials)
@@ -56,7 +57,7 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     Raises `CheckpointingException` where there is none, or its manifest is damaged.
     """
     storage = storage_of(folder)
-    path = steps.locate(storage, step)
+    path = folders.locate(storage, step)
     manifest = _manifest(storage, path)
     who = f"Rankbook {manifest.rankbook} with torch {manifest.torch}".replace("  ", " ").strip()
     lines = [f"{storage}/{path}" if path else str(storage)]
@@ -94,9 +95,9 @@ def _columns(storage: Storage, path: str) -> tuple[str, str, str, str]:
 
 
 def _state(storage: Storage, name: str) -> str:
-    if not name.endswith(steps.PARTIAL):
+    if not name.endswith(folders.PARTIAL):
         return "what is left of a step; the next save removes it"
-    owner = steps.owner_of(storage, name)
+    owner = folders.owner_of(storage, name)
     return f"being saved by {owner}" if owner else "a save that was broken off; the next save removes it"
 
 

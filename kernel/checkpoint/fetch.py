@@ -18,7 +18,7 @@ from rankbook.checkpoint.contents import HeldTensor
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
-from rankbook.checkpoint.storage import read_all
+from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
 from rankbook.errors import CheckpointingException
 

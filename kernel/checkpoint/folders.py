@@ -24,7 +24,8 @@ from typing import Literal
 from rankbook.checkpoint import owners
 from rankbook.checkpoint.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.owners import PATIENCE, Owner
-from rankbook.checkpoint.storage import ASIDE, Storage, read_all, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 from rankbook.errors import BadRequest, CheckpointingException
 
 LATEST = "latest"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rankbook.checkpoint import folders, pickles
 from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
-from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.errors import CheckpointingException
 
 Step = int | Literal["latest"]

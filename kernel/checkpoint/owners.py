@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.checkpoint.stores import Storage, read_all
 
 PATIENCE = 24 * 3600.0
 """Seconds after which a save on another machine is taken for dead: nobody here can ask whether its process lives."""

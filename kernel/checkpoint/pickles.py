@@ -27,7 +27,7 @@ from rankbook.checkpoint.manifest import (
     StoredObject,
     StoredTensor,
 )
-from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 

@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass, field
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.storage import Storage
+from rankbook.checkpoint.stores import Storage
 from rankbook.errors import BadRequest
 
 

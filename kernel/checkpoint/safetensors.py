@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rankbook.checkpoint.manifest import ITEM_BYTES
-from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.errors import CheckpointingException
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,8 @@ from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
 from rankbook.checkpoint.driving import Saved, perform
 from rankbook.checkpoint.place import Place, Retention
-from rankbook.checkpoint.storage import Storage, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import BadRequest
 from rankbook.telemetry import CheckpointSave

@@ -33,7 +33,8 @@ from rankbook.checkpoint.manifest import (
     piece_bytes,
 )
 from rankbook.checkpoint.pickles import foreign, rank_of
-from rankbook.checkpoint.storage import Storage, read_all, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.zips import open_blob, without_checksums
 from rankbook.errors import CheckpointingException
 

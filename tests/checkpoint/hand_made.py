@@ -12,7 +12,8 @@ import torch
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.checksums import pieces
 from rankbook.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
-from rankbook.checkpoint.storage import Storage, storage_of
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.zips import tensor_in
 
 

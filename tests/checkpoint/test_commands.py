@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rankbook import cli
-from rankbook.checkpoint import steps
+from rankbook.checkpoint import folders
 from rankbook.checkpoint.describe import size_in_words
 from rankbook.checkpoint.storage import storage_of
 from tests.checkpoint.hand_made import write_checkpoint
@@ -20,7 +20,7 @@ def run(tmp_path):
 
 
 def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
-    steps.begin(storage_of(run), 50)
+    folders.begin(storage_of(run), 50)
     (run / "step-60.partial").mkdir()
     assert cli.main(["checkpoint", "ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -30,7 +30,7 @@ def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
     assert lines[2].split()[4:6] == ["5", "2"]
     assert lines[3] == "not finished:"
     assert lines[4] == "  step-60.partial: a save that was broken off; the next save removes it"
-    steps.abandon(storage_of(run), 50)
+    folders.abandon(storage_of(run), 50)
 
 
 def test_ls_tells_of_a_damaged_latest_and_a_damaged_manifest(run, capsys):

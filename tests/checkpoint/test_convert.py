@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rankbook.checkpoint import convert, safetensors, steps
+from rankbook.checkpoint import convert, folders, safetensors
 from rankbook.checkpoint import storage as storages
 from rankbook.checkpoint.convert import from_safetensors, read_tensor, to_safetensors
 from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.verify import verify
+from rankbook.checkpoint.verifying import verify
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.hand_made import write_checkpoint
 
@@ -134,7 +134,7 @@ def test_a_failed_import_leaves_no_step(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         from_safetensors(tmp_path / "hf", tmp_path / "run", step=1)
     assert list((tmp_path / "run").iterdir()) == []
-    assert steps.finished(storage_of(tmp_path / "run")) == []
+    assert folders.finished(storage_of(tmp_path / "run")) == []
 
 
 def raw(fields, data=b"", length=None):

@@ -13,7 +13,9 @@ import pytest
 
 from rankbook.checkpoint import folders, owners
 from rankbook.checkpoint import storage as storages
-from rankbook.checkpoint.storage import read_all, storage_of
+from rankbook.checkpoint.remote import RemoteStorage
+from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import read_all
 from rankbook.errors import BadRequest, CheckpointingException
 
 
@@ -156,7 +158,7 @@ def broken_off_after(storage, monkeypatch, operations):
 
         return call
 
-    if isinstance(storage, storages.RemoteStorage):
+    if isinstance(storage, RemoteStorage):
         for name in ("open", "copy", "rm", "rm_file"):
             monkeypatch.setattr(storage._filesystem, name, limited(getattr(storage._filesystem, name)))
         return

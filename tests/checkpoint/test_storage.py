@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from rankbook.checkpoint import storage as module
-from rankbook.checkpoint.storage import ASIDE, LocalStorage, RemoteStorage, Storage, read_all, storage_of
+from rankbook.checkpoint.remote import RemoteStorage
+from rankbook.checkpoint.storage import LocalStorage, storage_of
+from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 
 
 @pytest.fixture(params=["local", "local without exchange", "memory"])

@@ -1,0 +1,88 @@
+"""What a storage is: five methods between a checkpoint and the place it lies in.
+
+Owns: the protocol, which paths are allowed, how errors name them. Refuses: any storage.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from rankbook.checkpoint.checksums import Buffer
+
+SEALS = ("manifest.json", ".metadata")
+"""The files that make a folder a checkpoint. Where a folder cannot be moved or removed at once, they are moved last and
+removed first: what is left of a folder half way is not taken for a checkpoint."""
+
+ASIDE = ".old"
+"""Added to the name of a folder that is being replaced, where two folders cannot be exchanged. Whoever finds it and
+not the folder itself reads it instead: the move was broken off."""
+
+_NUMBERS: dict[type[OSError], int] = {
+    # what fsspec raises with nothing but a path
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+}
+
+
+class Storage(Protocol):
+    """Five methods between a checkpoint and the place it lies in."""
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> int:
+        """Write all parts into a new file, making its folders; it is durable on return. Returns the bytes written.
+
+        A file that is there is replaced. Where it fails nothing of the file is left.
+        """
+        ...
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """Read bytes from `start` into a buffer. Returns how many: fewer than it holds only at the file's end."""
+        ...
+
+    def list(self, path: str = "") -> dict[str, int | None]:
+        """The names in a folder with their sizes in bytes, None for folders. Empty where there is no such folder."""
+        ...
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file or folder another name, in place of what has that name now."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with all that is in it. Nothing happens where there is none."""
+        ...
+
+
+def read_all(storage: Storage, path: str) -> bytes:
+    """A whole file. For small ones: it is read until its end, in steps that grow."""
+    found, step = bytearray(), 64 * 1024
+    while True:
+        buffer = memoryview(bytearray(step))
+        count = storage.read(path, len(found), buffer)
+        found += buffer[:count]
+        if count < step:
+            return bytes(found)
+        step = min(step * 4, 64 * 1024 * 1024)
+
+
+def checked(path: str) -> str:
+    """A manifest that was tampered with must not lead out of the storage."""
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts or "\0" in path:
+        raise OSError(errno.EINVAL, "not a path inside the checkpoint's folder", path)
+    return "/".join(parts.parts)
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Calls on a descriptor raise errors that do not say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        number = error.errno or _NUMBERS.get(type(error), errno.EIO)
+        raise OSError(number, error.strerror or str(error), str(path)) from error
