@@ -188,7 +188,7 @@ def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, i
         for low in range(0, total, piece or 1):
             inside = min(piece, total - low)
             part = -(-inside // parts)
-            chosen.append((low + min(index * part, inside), low + min((index + 1) * part, inside)))
+            chosen.append((low + index * part, low + min((index + 1) * part, inside)))  # or nothing
         kept = _merged_runs(_select(kept, chosen))
     if len(kept) > 1:
         return None

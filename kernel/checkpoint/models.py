@@ -100,14 +100,23 @@ class OptimizerMap(Expecting):
         self.start = start
 
     def expected(self, stored: Stored) -> dict[str, Any]:
-        """With shards, of new memory, for the state that is stored and not here yet."""
+        """With shards, of new memory, for the state that is stored and not here yet.
+
+        Raises `CheckpointingException` for stored state that is more than one tensor, as LBFGS has it.
+        """
         state = {name: dict(values) for name, values in self["state"].items()}
         for key, (shape, dtype) in stored.items():
             if not key.startswith(self.start):
                 continue
             name, what = self._parted(key.removeprefix(self.start))
-            if name and what not in state.setdefault(name, {}):
-                state[name][what] = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
+            first, dot, _ = what.partition(".")
+            if not name or first in state.setdefault(name, {}):
+                continue
+            if dot:
+                raise CheckpointingException(
+                    f"{key!r} is stored: an optimizer that keeps lists of tensors has to step once before it is loaded"
+                )
+            state[name][what] = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
         return {**self, "state": state}
 
     def _parted(self, rest: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from rankbook.checkpoint.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    is_main_replica,
 )
 from rankbook.checkpoint.replicas import Copy, Gather, gather_objects, settle
 from rankbook.errors import CheckpointingException
@@ -96,11 +97,49 @@ def spell(path: Path) -> str:
 
 @dataclass
 class TensorEntry:
-    """One shard, and the tensor that stood in its place: a DTensor comes back as a DTensor."""
+    """One shard, and the tensor that stood in its place: a DTensor comes back as a DTensor.
+
+    Its properties are what a plan asks for; there the local shape counts prepended axes, with one element each.
+    """
 
     path: Path
     shard: ShardedTensor
     origin: torch.Tensor | None = None
+
+    @property
+    def key(self) -> str:
+        """The global tensor's."""
+        return self.shard.key
+
+    @property
+    def dtype_name(self) -> str:
+        """As torch's, without the "torch."."""
+        return str(self.shard.dtype).removeprefix("torch.")
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """In elements."""
+        return tuple(self.shard.global_shape)
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """In elements."""
+        return tuple(self.shard.global_offset)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """In elements, of all of the global tensor's axes."""
+        return (1,) * self.shard.prepend_axis_num + tuple(self.shard.local_shape)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the copy that is stored."""
+        return is_main_replica(self.shard.replica_id)
+
+    @property
+    def allow_shape_mismatch(self) -> bool:
+        """Whether the stored tensor may have another global shape."""
+        return self.shard.allow_shape_mismatch
 
     def restored(self, data: torch.Tensor) -> torch.Tensor:
         """What comes back in its place, on the memory of the loaded local part."""

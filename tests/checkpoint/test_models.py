@@ -236,11 +236,20 @@ def test_state_keeps_the_dtype_that_was_stored():
 def test_names_that_contain_each_other_keep_their_state_apart():
     model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.ModuleDict({"a": nn.Linear(1, 1, bias=False)})})
     _, _, state = pair(model)
-    stored = {"optimizer.state.a.weight.m": ((1, 1), "float32"), "optimizer.state.b.a.weight.m.0": ((), "int64")}
+    stored = {"optimizer.state.a.weight.m": ((1, 1), "float32"), "optimizer.state.b.a.weight.n": ((), "int64")}
     grown = state["optimizer"].expected({**stored, "optimizer.state.c.m": ((), "float32"), "a.weight": ((), "int8")})
-    assert {name: list(each) for name, each in grown["state"].items()} == {"a.weight": ["m"], "b.a.weight": ["m.0"]}
-    assert grown["state"]["b.a.weight"]["m.0"].dtype == torch.int64
+    assert {name: list(each) for name, each in grown["state"].items()} == {"a.weight": ["m"], "b.a.weight": ["n"]}
+    assert grown["state"]["b.a.weight"]["n"].dtype == torch.int64
     assert state["optimizer"]["state"] == {}
+
+
+def test_lists_of_state_are_not_made_anew():
+    model, optimizer, state = pair()
+    stored = {"optimizer.state.weight.momentum_buffer.0": ((), "float32")}
+    with pytest.raises(CheckpointingException, match=r"'optimizer\.state\.weight\.momentum_buffer\.0' is stored"):
+        state["optimizer"].expected(stored)
+    step(model, optimizer, 0)
+    assert set(sharded_state_dict(model, optimizer)["optimizer"].expected(stored)["state"]) == {"weight", "bias"}
 
 
 def other_parameter(model, optimizer, loaded):

@@ -89,6 +89,13 @@ def test_each_leaf_is_taken_for_what_it_is():
     assert state["plain"]["x"].data_ptr() == taken.tensors[3].shard.data.data_ptr()
 
 
+def test_an_entry_answers_what_a_plan_asks():
+    shard = F("k", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 4), prepend_axis_num=1, replica_id=(0, 1))
+    [entry] = split({"x": shard}).tensors
+    assert (entry.key, entry.dtype_name, entry.is_main, entry.allow_shape_mismatch) == ("k", "bfloat16", False, False)
+    assert (entry.global_shape, entry.global_offset, entry.local_shape) == ((4, 2, 3), (1, 0, 0), (1, 2, 3))
+
+
 def values_of(taken):
     return {each.path: each.restored(each.shard.data) for each in taken.tensors} | {
         path: each.data for path, each in taken.objects
