@@ -39,17 +39,18 @@ def sharded_state_dict(
     are stored by one rank, and all of them spread over the ranks by bytes; buffers are rank 0's.
 
     Raises `CheckpointingException`, the same on every rank, for a parameter of the optimizer that is none of the
-    model's, two names that are one without the wrappers, and DTensors that cannot be stored.
+    model's, two names that are one without the wrappers, DTensors that cannot be stored, and whatever a model's own
+    hooks raised on one of them.
     """
     found: ShardedStateDict = {}
     copies: list[Copy] = []
-    error = ""
+    error = None
     try:
         found["model"] = _model_map(model, prefix, copies)
         if optimizer is not None:
             found["optimizer"] = _optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
-    except CheckpointingException as raised:
-        error = str(raised)
+    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+        error = raised
     settle(copies, gather, error=error)
     return found
 
@@ -116,7 +117,9 @@ class OptimizerMap(Expecting):
                 raise CheckpointingException(
                     f"{key!r} is stored: an optimizer that keeps lists of tensors has to step once before it is loaded"
                 )
-            state[name][what] = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
+            shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
+            if shard is not None:
+                state[name][what] = shard
         return {**self, "state": state}
 
     def _parted(self, rest: str) -> tuple[str, str]:
@@ -130,9 +133,13 @@ class OptimizerMap(Expecting):
         return "", ""
 
 
-def _expected_shard(key: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> ShardedTensor:
+def _expected_shard(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor
+) -> ShardedTensor | None:
     copy = copy_of(key, parameter)
-    assert copy is not None and isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
+    if copy is None:
+        return None
+    assert isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
     if shape and shape == tuple(parameter.shape):
         place = copy.entry
         data = torch.empty(place.local_shape, dtype=dtype, device=copy.entry.data.device)

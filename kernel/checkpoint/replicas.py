@@ -55,11 +55,11 @@ def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pic
     return found
 
 
-def settle(copies: Sequence[Copy], gather: Gather = gather_objects, *, error: str = "") -> None:
+def settle(copies: Sequence[Copy], gather: Gather = gather_objects, *, error: Exception | None = None) -> None:
     """Set the replica id of every entry: 0 on the rank that stores it. A collective: each rank calls it.
 
-    A rank need not hold what others hold: of the ranks that hold a key, one stores it. `error`: why this rank has no
-    copies to offer; then all ranks raise `CheckpointingException` with it.
+    A rank need not hold what others hold: of the ranks that hold a key, one stores it. `error`: what this rank raised
+    instead of having copies to offer; then all ranks raise `CheckpointingException` with what it says.
     """
     places = _places([each for each in copies if len(each.holders) < world_size()], gather, error)
     placed = [(each, places.get(each.entry.key, [each.holders])) for each in copies]
@@ -70,13 +70,16 @@ def settle(copies: Sequence[Copy], gather: Gather = gather_objects, *, error: st
         each.entry.replica_id = (index - owners.get(_group(each, meshes), 0)) % total
 
 
-def _places(copies: Iterable[Copy], gather: Gather, error: str) -> dict[str, list[Holders]]:
+def _places(copies: Iterable[Copy], gather: Gather, error: Exception | None) -> dict[str, list[Holders]]:
     """For each key all meshes that hold it, in order. Where all ranks hold the same it takes one short exchange."""
     rank, world = this_rank(), world_size()
     held = sorted({(each.entry.key, () if each.holders == (rank,) else each.holders) for each in copies})
-    told = gather((error, hashlib.sha256(repr(held).encode()).digest()))
+    own = "" if error is None else str(error)
+    if error is not None and not isinstance(error, CheckpointingException):
+        own = f"{type(error).__name__}: {error}"
+    told = gather((own, hashlib.sha256(repr(held).encode()).digest()))
     if errors := [f"rank {each}: {said}" for each, (said, _) in enumerate(told) if said]:
-        raise CheckpointingException("the state dict cannot be stored: " + "; ".join(errors))
+        raise CheckpointingException("the state dict cannot be stored: " + "; ".join(errors)) from error
     if len({digest for _, digest in told}) == 1 and not any(holders for _, holders in held):
         return {key: [(each,) for each in range(world)] for key, _ in held}
     places: dict[str, set[Holders]] = {}

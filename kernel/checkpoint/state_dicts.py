@@ -190,17 +190,17 @@ def split(
     Factories are applied. Tensors and DTensors become shards: of copies rank 0's, or the first rank's that has one, is
     the main replica, which all ranks settle with `gather`, a collective; None leaves the replica ids as they come, for
     a load. `stored`: what a checkpoint holds, for parts that are `Expecting`. Raises `CheckpointingException`, on every
-    rank where there is a `gather`, for what is no dict, for tensors without a key whose paths spell the same, and for
-    DTensors that cannot be stored.
+    rank where there is a `gather`, for what is no dict, for tensors without a key whose paths spell the same, DTensors
+    that cannot be stored, and whatever a factory's `build_fn` raised.
     """
     made, copies = Split(), list[Copy]()
-    error = ""
+    error = None
     try:
         _take_apart(sharded_state_dict, stored, made, copies)
-    except CheckpointingException as raised:
+    except Exception as raised:
         if gather is None:
             raise
-        error = str(raised)
+        error = raised  # every rank raises it, instead of waiting for this one
     if gather is not None:
         settle(copies, gather, error=error)
     return made

@@ -37,7 +37,7 @@ def settled(ranks, errors=None):
     def work(rank):
         local.rank = rank
         try:
-            settle(ranks[rank], gather, error=(errors or {}).get(rank, ""))
+            settle(ranks[rank], gather, error=(errors or {}).get(rank))
         except CheckpointingException as error:
             return str(error)
         return {each.entry.key: each.entry.replica_id for each in ranks[rank]}
@@ -73,8 +73,9 @@ def test_copies_within_meshes_and_of_meshes_are_counted_together():
 
 
 def test_a_failure_of_one_rank_is_every_ranks():
-    found, exchanges = settled([[copy("a", (0,))], []], errors={1: "'w' is partial"})
-    assert found == ["the state dict cannot be stored: rank 1: 'w' is partial"] * 2
+    errors = {1: CheckpointingException("'w' is partial"), 2: ValueError("no")}
+    found, exchanges = settled([[copy("a", (0,))], [], []], errors=errors)
+    assert found == ["the state dict cannot be stored: rank 1: 'w' is partial; rank 2: ValueError: no"] * 3
     assert exchanges == 1
 
 

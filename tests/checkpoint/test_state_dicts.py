@@ -143,6 +143,15 @@ def test_two_tensors_of_one_name_are_an_error():
         split([torch.ones(1)])
 
 
+def test_what_a_factory_raises_is_told_and_stays_the_cause():
+    broken = {"x": ShardedTensorFactory("k", torch.ones(1), lambda *_: 1 / 0, torch.cat)}
+    with pytest.raises(CheckpointingException, match="rank 0: ZeroDivisionError: division by zero") as caught:
+        split(broken)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        split(broken, gather=None)
+
+
 def test_a_part_may_expect_more_than_it_has():
     class Optimizer(Expecting):
         def expected(self, stored):
