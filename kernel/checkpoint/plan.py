@@ -189,8 +189,7 @@ class _Keys:
         for table in self.tables:
             times[table.layout] = times.get(table.layout, 0) + 1
         for table in {table.layout: table for table in self.tables}.values():
-            rows = self.rows[table.head][(table.shape > 0).all(axis=1)]
-            chunks += times[table.layout] * np.bincount(rows, minlength=len(self.names))
+            np.add.at(chunks, self.rows[table.head][(table.shape > 0).all(axis=1)], times[table.layout])
         return np.asarray(chunks > np.bincount(mains, minlength=len(self.names)), np.bool_)
 
     def _chunks(self, row: int) -> Iterator[tuple[int, Table, int]]:

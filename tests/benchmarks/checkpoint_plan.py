@@ -109,7 +109,7 @@ def main() -> int:
             held = held and middle <= LIMITS[kind]
             verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
             print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
-        size = len(pickle.dumps(declared[-1], 5))
+        size = len(declared[-1].packed())
         print(f"         a rank's own declaration: {statistics.median(seconds['own']):.3f} s, {size / 1e3:.0f} kB")
         print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)
     return 0 if held else 1
