@@ -135,12 +135,11 @@ def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[st
         end = row + 1
         while end < len(same) and same[end]:
             end += 1
-        holders = ranks[row : end + 1]
-        twice = len(set(holders.tolist())) < len(holders)
-        found.append(
-            f"{said(holders)} {'holds' if len(set(holders.tolist())) == 1 else 'all hold'} the main replica of "
-            f"{box(offset[row], shape[row])}{', some of them more than once' if twice else ''}: one may"
-        )
+        holders = ranks[row : end + 1].tolist()
+        where, once = box(offset[row], shape[row]), len(set(holders))
+        who = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
+        times = f" {len(holders)} times" if once < len(holders) else ""
+        found.append(f"{who} the main replica of {where}{times}: only one may have replica_id 0")
     return some(found)
 
 

@@ -109,8 +109,10 @@ def main() -> int:
             held = held and middle <= LIMITS[kind]
             verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
             print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
-        size = len(declared[-1].packed())
-        print(f"         a rank's own declaration: {statistics.median(seconds['own']):.3f} s, {size / 1e3:.0f} kB")
+        packed = [each.packed() for each in declared]
+        unpacking, _ = timed(lambda packed=packed: [Declared.unpacked(each) for each in packed])
+        own, size = statistics.median(seconds["own"]), sum(map(len, packed)) / ranks / 1e3
+        print(f"         a rank's own declaration: {own:.3f} s, {size:.0f} kB; all unpacked in {unpacking:.2f} s")
         print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)
     return 0 if held else 1
 

@@ -235,6 +235,31 @@ def test_common_parts_that_differ_are_named_with_their_ranks(common, words):
     assert words in refusal(declare([], [], [], common=common))
 
 
+def test_a_message_in_full():
+    whole = {"key": "w", "whole": (4, 8)}
+    ranks = [
+        [chunk(**whole, offset=(0, 0), local=(2, 8)), chunk("v", (2,), (0,), (2,))],
+        [chunk(**whole, offset=(0, 0), local=(2, 8)), chunk("v", (3,), (0,), (3,))],
+        [chunk(**whole, offset=(2, 0), local=(2, 8), main=False)] * 2,
+        [chunk(**whole, offset=(1, 4), local=(2, 4))],
+    ]
+    assert refusal(declare(*ranks, common=["a", "a", "b", "a"])).splitlines() == [
+        "what ranks 0-3 hold is no whole checkpoint, and nothing was written:",
+        (
+            "  tensor 'v' is not the same on all ranks: float32, global shape (2,) on rank 0; "
+            "float32, global shape (3,) on rank 1"
+        ),
+        (
+            "  tensor 'w' (float32, global shape (4, 8)): "
+            "ranks 0-1 all hold the main replica of [0:2, 0:8]: only one may have replica_id 0; "
+            "rank 0's main chunk [0:2, 0:8] overlaps rank 3's [1:3, 4:8]; "
+            "no rank's main replica holds [2:4, 0:4]; replicas that are not main are on rank 2; "
+            "no rank's main replica holds [3:4, 4:8]; replicas that are not main are on rank 2"
+        ),
+        "  the common part: that on ranks 0-1 and 3 differs from that on rank 2. Make it the same, or a ShardedObject",
+    ]
+
+
 def test_all_faults_are_told_at_once_up_to_a_number():
     said = refusal(declare([chunk(f"t{n}", (2,), (0,), (1,)) for n in range(20)]))
     assert said.count("no rank's main replica holds [1:2]") == 8
