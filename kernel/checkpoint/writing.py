@@ -108,11 +108,12 @@ class Planner(SavePlanner):
         signature = declared.signature()
         known = not self._whole and self._plans.told == signature
         self._plans.told = signature
-        return SavePlan([], planner_data=signature if known else declared)
+        return SavePlan([], planner_data=signature if known else declared.packed())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On rank 0: who writes what. Raises `CheckpointingException` where the ranks' parts do not fit."""
-        parts = [each.planner_data for each in all_plans]
+        told = [each.planner_data for each in all_plans]
+        parts = [Declared.unpacked(each) if isinstance(each, bytes) else each for each in told]
         signatures = [each.signature() if isinstance(each, Declared) else each for each in parts]
         kept, parallel = self._plans.kept, self._fully_parallel
         plan = kept.recall(signatures, fully_parallel=parallel)
