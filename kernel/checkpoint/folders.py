@@ -186,21 +186,20 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
     back.
     """
     names = storage.list()
-    gone = []
-    for name in sorted(names):
-        base = name.removesuffix(ASIDE)
-        step = step_of(base)
-        if name != base and step is not None and _folder(storage, step, names) == name:
-            storage.remove(base)
-            storage.move(name, base)
+    busy = set(keep)
+    for name in names:
+        owner = owners.owner_of(storage, name) if name.endswith(PARTIAL + OWNER) else None
+        if owner is not None and owner.lives(patience) and (step := _step_in(name)) is not None:
+            busy.add(step)  # also its folder under its own name, which may be half moved
+    idle = {name: step for name in sorted(names) if (step := _step_in(name)) is not None and step not in busy}
+    for name, step in idle.items():
+        if name == step_name(step) + ASIDE and _folder(storage, step, names) == name:
+            storage.remove(step_name(step))
+            storage.move(name, step_name(step))
     names = storage.list()
-    for name in sorted(names):
-        partial = name.removesuffix(OWNER)
-        step = step_of(partial.removesuffix(PARTIAL))
-        owner = owners.owner_of(storage, partial + OWNER) if partial.endswith(PARTIAL) else None
-        if step in keep or (owner is not None and owner.lives(patience)):
-            continue
-        if partial != name or (names[name] is None and _is_rest(storage, name, names)):
+    gone = []
+    for name in idle:
+        if name in names and (name.endswith(OWNER) or (names[name] is None and _is_rest(storage, name, names))):
             storage.remove(name)
             gone.append(name)
     return gone
@@ -251,6 +250,11 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
 def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
     base = step_name(step)
     return next((name for name in (base, base + ASIDE) if name in names and MANIFEST in storage.list(name)), None)
+
+
+def _step_in(name: str) -> int | None:
+    """The step that a name in the folder has to do with, whatever is added to it."""
+    return step_of(name.removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
 
 def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:

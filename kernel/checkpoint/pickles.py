@@ -32,6 +32,8 @@ from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_PLANS = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _RANK = re.compile(r"__(?:RANK_)?(\d+)(?:_\d+)?\.distcp")
 
@@ -245,7 +247,14 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _text,
     (_OLD, "TensorProperties"): _Record,
     (_OLD, "MEM_FORMAT_ENCODING"): _text,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    (_FILES, "_StorageInfo"): _Record,
+    # Megatron keeps every rank's plan beside the metadata
+    (_PLANS, "SavePlan"): _Record,
+    (_MEGATRON, "MCoreSavePlan"): _Record,
+    (_PLANS, "WriteItem"): _Record,
+    (_PLANS, "WriteItemType"): _text,
+    (_PLANS, "TensorWriteData"): _Record,
+    (_FILES, "_StoragePrefix"): _Record,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _text,
     ("pathlib", "PosixPath"): _path,

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from rankbook.checkpoint.manifest import ITEM_BYTES
 from rankbook.checkpoint.pickles import foreign, rank_of, read_metadata
@@ -202,7 +204,9 @@ def test_megatrons_own_metadata_class_is_known_without_megatron(folder, monkeypa
     megatron.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": name})
     known = pickle.loads((folder / ".metadata").read_bytes())
     known.__class__ = megatron.MCoreMetadata
+    item = WriteItem(MetadataIndex("x"), WriteItemType.SHARD, tensor_data=None)
     known.mcore_data = {"model.w": {}}
+    known.all_local_plans = [SavePlan([item], storage_data=_StoragePrefix("__0_"))]
     with monkeypatch.context() as patch:
         for part in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
             patch.setitem(sys.modules, f"{part}", types.ModuleType(part))
