@@ -64,7 +64,7 @@ def run_checks(
 
     def run(window: list[Check]) -> list[tuple[Check, str]]:
         if not hasattr(kept, "buffer"):
-            kept.buffer = bytearray(WINDOW)
+            kept.buffer = bytearray(largest)
         path = prefix + window[0].blob.file
         try:
             with memoryview(kept.buffer) as buffer:
@@ -75,6 +75,8 @@ def run_checks(
             return [(check, f"cannot be read: {error.strerror or error}") for check in window]
 
     windows = list(_windows(checks))
+    extents = (max(check.end for check in window) - window[0].begin for window in windows)
+    largest = min(max(extents, default=0), WINDOW)
     with ThreadPoolExecutor(max_workers=threads or min(4, os.cpu_count() or 1)) as pool:
         return [found for each in pool.map(run, windows) for found in each]
 
