@@ -204,6 +204,21 @@ def test_a_manifest_that_is_wrong_in_itself_is_told(run):
     assert [(each.file, each.key) for each in verify(run).damages] == [("step-40/manifest.json", "scale")]
 
 
+def test_bytes_that_the_manifest_gives_to_nobody_are_told(run):
+    path = run / "step-40/manifest.json"
+    manifest = decode(path.read_bytes(), "m")
+    last = manifest.objects.pop("rng/shard_1_2")
+    del manifest.tensors["model.1.w"]
+    path.write_bytes(encode(manifest))
+    report = verify(run)
+    assert [(each.file, each.key) for each in report.damages] == [
+        ("step-40/__RANK_0.distcp", "model.2.w"),
+        ("step-40/__RANK_1.distcp", "model.2.w"),
+        ("step-40/__RANK_1.distcp", ""),
+    ]
+    assert report.damages[-1].what.endswith(f"the last blob ends at byte {last.start}")
+
+
 def test_a_disk_that_does_not_read_is_told_with_the_keys(run, monkeypatch):
     real = LocalStorage.read
 
