@@ -274,11 +274,11 @@ def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
     write_step(storage, 50)
     storage.write("step-50/__RANK_0.distcp", [b"half"])
     storage.write("step-50.old/manifest.json", [b"x"])
-    assert steps.sweep(storage) == []
+    assert folders.sweep(storage) == []
     assert {"step-50", "step-50.old", "step-50.partial"} <= storage.list().keys()
     storage.remove("step-50.partial.owner")
-    assert steps.sweep(storage) == ["step-50.partial"]
-    assert steps.finished(storage) == [40, 50]
+    assert folders.sweep(storage) == ["step-50.partial"]
+    assert folders.finished(storage) == [40, 50]
 
 
 def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storage):
