@@ -108,6 +108,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
+    "isal": {"checkpoint.checksums"},
     "msgspec": {"checkpoint.manifest", "checkpoint.saving", "checkpoint.writing", "messages", "telemetry", "wire"},
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},

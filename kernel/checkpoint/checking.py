@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
+from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.stores import Storage
 
 WINDOW = 16 * 1024 * 1024
@@ -106,7 +106,7 @@ def _in_one_read(storage: Storage, path: str, window: list[Check], buffer: memor
             continue
         crc = 0
         for start, length in check.spans:
-            crc = zlib.crc32(buffer[start - begin : start - begin + length], crc)
+            crc = crc32(buffer[start - begin : start - begin + length], crc)
         if crc != check.crc:
             yield check, CHANGED
 
@@ -119,6 +119,6 @@ def _in_steps(storage: Storage, path: str, check: Check, buffer: memoryview) -> 
             if storage.read(path, at, buffer[:wanted]) < wanted:
                 yield check, MISSING
                 return
-            crc = zlib.crc32(buffer[:wanted], crc)
+            crc = crc32(buffer[:wanted], crc)
     if crc != check.crc:
         yield check, CHANGED

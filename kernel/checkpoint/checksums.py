@@ -10,10 +10,18 @@ are read once for the pieces, and the zip's checksum of the whole chunk costs mi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
+try:
+    from isal.isal_zlib import crc32 as _crc32
+except ImportError:  # no wheel for this processor
+    _crc32 = zlib.crc32
+
 Buffer = bytes | bytearray | memoryview
+
+crc32: Callable[..., int] = _crc32
+"""`zlib.crc32`, five times as fast where it can be: it is the greater part of what a checked save or load computes."""
 
 PIECE = 8 * 1024 * 1024
 """Bytes under one checksum: a slice of a chunk is verified without reading all of the chunk."""
@@ -25,7 +33,7 @@ _ONE = 0x80000000
 def pieces(buffer: Buffer, piece: int = PIECE) -> tuple[int, ...]:
     """The CRC-32 of every `piece` bytes of a contiguous buffer, the last one shorter. Empty for an empty buffer."""
     flat = as_bytes(buffer)
-    return tuple(zlib.crc32(flat[start : start + piece]) for start in range(0, len(flat), piece))
+    return tuple(crc32(flat[start : start + piece]) for start in range(0, len(flat), piece))
 
 
 def as_bytes(buffer: Buffer) -> memoryview:

@@ -10,7 +10,6 @@ import io
 import math
 import os
 import pickle
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rankbook.checkpoint import folders, safetensors, verifying
-from rankbook.checkpoint.checksums import Buffer, pieces
+from rankbook.checkpoint.checksums import Buffer, crc32, pieces
 from rankbook.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -214,7 +213,7 @@ def _write_step(origin: Storage, found: Sequence[safetensors.Entry], goal: Stora
         goal.write(f"{partial}/{name}", [data])
     files = (
         StoredFile(_DATA, size, None, 0),
-        *(StoredFile(name, len(data), zlib.crc32(data), 0) for name, data in small.items()),
+        *(StoredFile(name, len(data), crc32(data), 0) for name, data in small.items()),
     )
     manifest = Manifest(
         step=step, world_size=1, tensors=tensors, objects={}, files=files, created=now(), torch=str(torch.__version__)
@@ -247,7 +246,7 @@ def _stored(entry: safetensors.Entry, blob: bytes, start: int) -> StoredTensor:
         data=start + view.data,
         nbytes=view.nbytes,
         pieces=pieces(bytes_of[view.data : end]),
-        envelope=zlib.crc32(bytes_of[end:], zlib.crc32(bytes_of[: view.data])),
+        envelope=crc32(bytes_of[end:], crc32(bytes_of[: view.data])),
         rank=0,
     )
     return StoredTensor(entry.dtype, entry.shape, (chunk,))

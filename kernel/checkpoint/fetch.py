@@ -6,7 +6,6 @@ Owns: that everything that is damaged is found and named, not only the first. Re
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.contents import HeldTensor
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
@@ -78,7 +78,7 @@ class Fetch:
         blob = bytearray(stored.length)
         if self._found.storage.read(self._found.path(stored.file), stored.start, memoryview(blob)) != len(blob):
             raise Damage("ends too early")
-        if self._verify and stored.crc is not None and zlib.crc32(blob) != stored.crc:
+        if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
             raise Damage("has other bytes than were written")
         value = self._unpickled(blob)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -91,7 +91,7 @@ class Fetch:
             return {}
         with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
             data = read_all(self._found.storage, self._found.path(COMMON))
-            if self._verify and stored.crc is not None and (zlib.crc32(data), len(data)) != (stored.crc, stored.size):
+            if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
                 raise Damage("has other bytes than were written")
             return self._unpickled(data)
         return {}
@@ -102,7 +102,7 @@ class Fetch:
             if self._verify and each.crc is not None and each.name != COMMON:
                 with self._naming(f"{each.name}, written by rank {each.rank}"):
                     data = read_all(self._found.storage, self._found.path(each.name))
-                    if (zlib.crc32(data), len(data)) != (each.crc, each.size):
+                    if (crc32(data), len(data)) != (each.crc, each.size):
                         raise Damage("has other bytes than were written")
         sizes = self._found.storage.list(self._found.folder)
         for each in self._found.manifest.files:

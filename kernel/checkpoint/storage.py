@@ -14,15 +14,18 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rankbook.checkpoint.checksums import Buffer, as_bytes
 from rankbook.checkpoint.stores import ASIDE, SEALS, Storage, checked, naming
 
 _MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # in one call, but for a single larger part; the system takes 1024 parts
+_FLUSHED = 32 * 1024 * 1024  # bytes after which the disk may begin
+_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no other
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 
@@ -55,7 +58,8 @@ class LocalStorage:
         with naming(target):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                written = _write_all(descriptor, parts)
+                with _Flusher(descriptor) as flusher:
+                    written = _write_all(descriptor, parts, flusher.wrote)
                 os.fsync(descriptor)
             except BaseException:
                 target.unlink(missing_ok=True)
@@ -150,13 +154,52 @@ class LocalStorage:
             _sync_folder(each.parent)
 
 
-def _write_all(descriptor: int, parts: Iterable[Buffer]) -> int:
+class _Flusher:
+    """Has the disk begin while more is being written, which the system by itself would not do before the fsync."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written = 0
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def wrote(self, count: int) -> None:
+        """More bytes are in the system's memory."""
+        self._written += count
+        if self._written >= _FLUSHED and (self._thread is None or not self._thread.is_alive()):
+            self._raise()
+            self._written = 0
+            self._thread = threading.Thread(target=self._flush, name="rankbook-flush", daemon=True)
+            self._thread.start()
+
+    def _flush(self) -> None:
+        try:
+            _flush(self._descriptor)
+        except OSError as error:  # the system tells of it once, and the fsync at the end would not hear of it
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __exit__(self, *failure: object) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if failure[0] is None:
+            self._raise()
+
+
+def _write_all(descriptor: int, parts: Iterable[Buffer], wrote: Callable[[int], None]) -> int:
     """Straight out of the parts' own memory, small ones together; a part that is written is let go."""
     written = 0
     for batch in _batches(parts):
         while batch:
             count = os.writev(descriptor, batch)
             written += count
+            wrote(count)
             while batch and count >= len(batch[0]):
                 count -= len(batch.pop(0))
             if count:

@@ -10,12 +10,12 @@ manifest has: the pieces that a slab shares with its neighbours are read again.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.manifest import Chunk, piece_bytes
 from rankbook.checkpoint.reading import ChunkRead, Read
 
@@ -123,7 +123,7 @@ class _Source:
             raise Damage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
 
     def _verify(self, number: int, begin: int, piece: memoryview) -> None:
-        if zlib.crc32(piece) != self._chunk.pieces[number]:
+        if crc32(piece) != self._chunk.pieces[number]:
             raise Damage(f"has other bytes than were written, between {begin} and {begin + len(piece)} of its data")
 
 
@@ -134,7 +134,7 @@ def data_holds(chunk: Chunk, read: ReadRange) -> bool:
         part: Any = memoryview(bytearray(min(SLAB, chunk.nbytes - at)))
         if read(chunk.data + at, part) != len(part):
             return False
-        checksum = zlib.crc32(part, checksum)
+        checksum = crc32(part, checksum)
     return checksum == chunk.pieces[0]
 
 
@@ -149,5 +149,5 @@ def envelope_holds(chunk: Chunk, read: ReadRange) -> bool:
         part: Any = memoryview(bytearray(length))
         if read(at, part) != length:
             return False
-        checksum = zlib.crc32(part, checksum)
+        checksum = crc32(part, checksum)
     return checksum == chunk.envelope

@@ -13,14 +13,13 @@ import json
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.checking import Blob, Check, run_checks
-from rankbook.checkpoint.checksums import Buffer, as_bytes
+from rankbook.checkpoint.checksums import Buffer, as_bytes, crc32
 from rankbook.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -122,7 +121,7 @@ def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[i
     piece = piece_bytes(chunk)
     flat = as_bytes(buffer)
     found = {
-        number: zlib.crc32(flat[(number - first) * piece : (number - first + 1) * piece])
+        number: crc32(flat[(number - first) * piece : (number - first + 1) * piece])
         for number in range(first, min(last, len(chunk.pieces)))
     }
     return tuple(number for number, crc in found.items() if crc != chunk.pieces[number])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from rankbook.checkpoint import blobs
-from rankbook.checkpoint.checksums import combine
+from rankbook.checkpoint.checksums import combine, crc32
 from rankbook.checkpoint.contents import Contents
 from rankbook.checkpoint.declared import Declared
 from rankbook.checkpoint.manifest import (
@@ -196,13 +195,13 @@ class Writer(StorageWriter):
             pieces = []
             for begin in range(0, len(data), PIECE):
                 piece = data[begin : begin + PIECE]
-                pieces.append(zlib.crc32(piece))
+                pieces.append(crc32(piece))
                 yield piece
                 self._telling.wrote(len(piece))
             ending = envelope.ending(_of_all(pieces, len(data)))
             yield ending
             begin, after = at + len(envelope.before), len(data) + len(ending)
-            around = zlib.crc32(ending, zlib.crc32(envelope.before))
+            around = crc32(ending, crc32(envelope.before))
             chunk = Chunk(
                 offset=tensor.global_offset,
                 shape=tensor.local_shape,
@@ -221,7 +220,7 @@ class Writer(StorageWriter):
             stored = self._contents.objects[number]
             blob = blobs.object_blob(stored.data)
             yield blob
-            file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), zlib.crc32(blob), file.rank)))
+            file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,7 +251,7 @@ class Writer(StorageWriter):
         }
         for name, content in small.items():
             self._place.storage.write(f"{self._partial}/{name}", [content])
-            files.append(StoredFile(name, len(content), zlib.crc32(content), self.rank))
+            files.append(StoredFile(name, len(content), crc32(content), self.rank))
         manifest = Manifest(
             created=now(),
             world_size=len(results),

@@ -1,0 +1,246 @@
+"""What a checkpoint costs: `python tests/benchmarks/checkpoint.py`.
+
+Owns: the jobs, the shuffled order, the ratios and the verdicts. Two ranks hold half a gigabyte each, as eight tensors.
+In each round every contender does its job once, in an order that both ranks draw from the same seed; the time is that
+of the slower rank, and every ratio is to a plain write and fsync of the same bytes in the same round. Beside Rankbook
+stands torch.distributed.checkpoint, which writes neither checksums nor a commit. Refuses: the planning of large worlds
+(`checkpoint_plan.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+from tests.runtime.ranks import run_ranks
+
+LIMITS = {
+    "save": 1.3,
+    "load, verified": 0.45,
+    "load": 0.25,
+    "async: training blocked": 0.08,
+}
+"""The median of the ratios to a plain write and fsync, Rankbook's."""
+
+MATMUL = 0.75
+"""What a loop of matrix products beside an asynchronous save keeps of its rate, at least."""
+
+SLICE = 0.1
+"""A slice of 64 MiB out of 1 GiB, as a share of the time that torch.distributed.checkpoint takes for it."""
+
+
+def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one place
+    """On one rank: for each job its seconds, round by round."""
+    import os
+    import time
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from rankbook.checkpoint import ShardedTensor, load, save
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = megabytes * 1024 * 1024 // 8 // 4 // 1024 // world
+    tensors = [torch.randn(rows, 1024) for _ in range(8)]
+    others = [torch.zeros(rows, 1024) for _ in range(8)]
+    root = Path(folder)
+
+    def state(data):
+        return {
+            f"t{number}": ShardedTensor.from_rank_offsets(f"t{number}", each, (0, rank, world))
+            for number, each in enumerate(data)
+        }
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def of_torch(data):
+        return {f"t{number}": DTensor.from_local(each, mesh, [Shard(0)]) for number, each in enumerate(data)}
+
+    def raw(number):
+        with (root / f"raw-{number}-{rank}").open("wb", buffering=0) as file:
+            for each in tensors:
+                data = each.numpy().reshape(-1).view("uint8").data
+                while data:
+                    data = data[file.write(data) :]
+            os.fsync(file.fileno())
+
+    def saved(number):
+        save(state(tensors), root / "ours", step=number, keep=2)
+
+    def beside(number):
+        handle = save(state(tensors), root / "async", step=number, keep=2, async_=True)
+        blocked.append(time.perf_counter() - began)
+        handle.wait()
+
+    def saved_by_torch(number):
+        dcp.save(of_torch(tensors), checkpoint_id=str(root / f"torch-{number}"))
+
+    def loaded(_number, verify=True):
+        load(state(others), root / "ours", verify=verify)
+
+    def loaded_by_torch(number):
+        dcp.load(of_torch(others), checkpoint_id=str(root / f"torch-{number}"))
+
+    chance = random.Random(seed)
+    seconds = {}
+    blocked = []
+    writes = {"raw": raw, "save": saved, "torch's save": saved_by_torch, "async": beside}
+    reads = {
+        "load, verified": loaded,
+        "load": lambda number: loaded(number, verify=False),
+        "torch's load": loaded_by_torch,
+    }
+    for number in range(rounds + 1):  # the first one warms up
+        for jobs in (writes, reads):
+            for name in chance.sample(sorted(jobs), len(jobs)):
+                if rank == 0:
+                    os.sync()
+                dist.barrier()
+                began = time.perf_counter()
+                jobs[name](number)
+                taken = torch.tensor(time.perf_counter() - began)
+                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                if number:
+                    seconds.setdefault(name, []).append(taken.item())
+                if name == "async":
+                    stalled = torch.tensor(blocked.pop())
+                    dist.all_reduce(stalled, op=dist.ReduceOp.MAX)
+                    if number:
+                        seconds.setdefault("async: training blocked", []).append(stalled.item())
+        assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+        dist.barrier()
+        if rank == 0:
+            for each in root.glob("torch-*"):
+                shutil.rmtree(each)
+            for each in root.glob("raw-*"):
+                each.unlink()
+        dist.barrier()
+    return seconds
+
+
+def beside_training(folder, rounds, megabytes):
+    """On one rank: the rate of matrix products beside an asynchronous save, of ours and of torch's, to that without."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from rankbook.checkpoint import ShardedTensor, save
+
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = torch.randn(megabytes * 1024 // 4 // world, 1024)
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
+
+    def rate(until):
+        count, began = 0, time.perf_counter()
+        while not until(time.perf_counter() - began):
+            for _ in range(10):
+                a @ b
+            count += 10
+        return count / (time.perf_counter() - began)
+
+    kept = {"ours": [], "torch's": []}
+    for number in range(rounds):
+        alone = rate(lambda passed: passed > 1.0)
+        shard = ShardedTensor.from_rank_offsets("t", data, (0, rank, world))
+        handle = save({"t": shard}, folder + "/ours", step=number, keep=1, async_=True)
+        kept["ours"].append(rate(lambda _, handle=handle: handle.done) / alone)
+        dist.barrier()
+        alone = rate(lambda passed: passed > 1.0)
+        future = dcp.async_save({f"t{rank}": data}, checkpoint_id=f"{folder}/torch-{number}", process_group=None)
+        kept["torch's"].append(rate(lambda _, future=future: future.done()) / alone)
+        future.result()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(f"{folder}/torch-{number}")
+        dist.barrier()
+    return kept
+
+
+def slices(folder, rounds):
+    """On one rank alone: 64 MiB out of a tensor of 1 GiB, of ours and of torch's."""
+    import time
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from rankbook.checkpoint import ShardedTensor, load, save
+
+    whole = torch.randn(262144, 1024)
+    save({"t": ShardedTensor.from_rank_offsets("t", whole)}, folder)
+    part = torch.zeros(16384, 1024)
+    seconds = {"ours": [], "torch's": []}
+
+    for _ in range(rounds):
+        began = time.perf_counter()
+        wanted = ShardedTensor("t", part, torch.float32, (16384, 1024), (262144, 1024), (16384, 0), None)
+        load({"t": wanted}, folder)
+        seconds["ours"].append(time.perf_counter() - began)
+        assert torch.equal(part, whole[16384:32768])
+        began = time.perf_counter()
+        dcp.load({"t": torch.empty_like(whole)}, checkpoint_id=f"{folder}/step-0")
+        seconds["torch's"].append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> int:
+    options = _options()
+    seed = random.randrange(1_000_000) if options.seed is None else options.seed
+    held = True
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        seconds = run_ranks(measure, 2, folder, options.rounds, seed, options.megabytes, timeout=1800)[0]
+        plain = seconds["raw"]
+        print(f"raw write and fsync: {statistics.median(plain):.2f} s for {options.megabytes} MB, {len(plain)} rounds")
+        for name, taken in seconds.items():
+            if name == "raw":
+                continue
+            ratios = [one / other for one, other in zip(taken, plain, strict=True)]
+            held = _say(f"{name} / raw", statistics.median(ratios), LIMITS.get(name), ratios) and held
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        kept = run_ranks(beside_training, 2, folder, options.rounds, options.megabytes, timeout=1800)[0]
+        for name, rates in kept.items():
+            limit = MATMUL if name == "ours" else None
+            held = (
+                _say(f"matrix products beside a save, {name}", statistics.median(rates), limit, rates, least=True)
+                and held
+            )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        taken = run_ranks(slices, 1, folder, options.rounds, timeout=1800)[0]
+        ratios = [one / other for one, other in zip(taken["ours"], taken["torch's"], strict=True)]
+        held = _say("a slice of 64 MiB / torch's", statistics.median(ratios), SLICE, ratios) and held
+    print(f"seed {seed}")
+    return 0 if held else 1
+
+
+def _say(name, middle, limit, all_of_them, least=False):
+    fine = limit is None or (middle >= limit if least else middle <= limit)
+    verdict = "      " if limit is None else "held  " if fine else "BROKEN"
+    said = "" if limit is None else f" {'>=' if least else '<='} {limit:g}"
+    print(f"{verdict} {name}: {middle:.3f}{said} ({min(all_of_them):.3f} to {max(all_of_them):.3f})", flush=True)
+    return fine
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each contender; 5")
+    parser.add_argument("--megabytes", type=int, default=1024, metavar="N", help="of all ranks; 1024")
+    parser.add_argument("--folder", metavar="PATH", help="on the disk that is to be written; the temporary folder")
+    parser.add_argument("--seed", type=int, help="of the order; a random one, printed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
