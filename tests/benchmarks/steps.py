@@ -1,4 +1,4 @@
-"""What a prepared training step costs: `python tests/benchmarks/folders.py`.
+"""What a prepared training step costs: `python tests/benchmarks/steps.py`.
 
 Owns: the models, the shuffled order of their steps, the ratios and the verdict. On two ranks a step of a prepared model
 is held against one of bare DDP, and on one rank against a bare loop; where Accelerate is installed (`--peer PYTHON`
