@@ -100,6 +100,7 @@ FAULTS = (
            needs="Accelerator"),
     raised("a prepared loop", "prepared_epoch()",
            "for _ in prepared_loader:\n    break\nnow()\nraise ValueError('in the loop')", needs="Accelerator"),
+    raised("a dispatcher", "dispatch('of rank CULPRIT')", "now()\ndispatch('of rank CULPRIT')", needs="Accelerator"),
     raised("gather", "accelerator.gather(torch.ones(4))", needs="Accelerator"),
     raised("main_process_first", "with accelerator.main_process_first():\n    pass",
            "now()\nwith accelerator.main_process_first():\n    raise ValueError('whose turn it is')",
@@ -207,7 +208,7 @@ holds.update(mesh=mesh, fsdp=fsdp, fsdp_optimizer=fsdp_optimizer)
 checks.append(check_fsdp)
 """,
     "Accelerator": """
-from rankbook import Accelerator
+from rankbook import Accelerator, prepare_data_loader
 accelerator = Accelerator()
 _prepared, prepared_twin = network(), network()
 prepared, prepared_optimizer, prepared_loader = accelerator.prepare(
@@ -219,6 +220,12 @@ def prepared_epoch():
         accelerator.gather_for_metrics(batch)
         with accelerator.accumulate(prepared):
             accelerator.backward(loss_of(prepared) * 0)
+class Unsendable:
+    def __init__(self, words): self.words = words
+    def __reduce__(self): raise ValueError(f"a record that cannot be sent, {self.words}")
+def dispatch(words):
+    records = [torch.ones(2)] * 2 * world_size + [Unsendable(words)] * world_size
+    for _ in prepare_data_loader(DataLoader(records, batch_size=1, collate_fn=list), dispatch_batches=True): pass
 def check_prepared():
     prepared_optimizer.zero_grad()
     train(prepared, prepared_optimizer, prepared_twin, prepared_twins)

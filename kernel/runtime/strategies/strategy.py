@@ -5,6 +5,7 @@ Owns: `Setup`, the `Strategy` base, and what their defaults are. Refuses: any pr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class Setup:
         return self.process_index // (self.num_processes // self.data_parallel_size)
 
 
-class Strategy:
+class Strategy(ABC):
     """One way. `wrapper` names it in reports; `name` is the value of `DistributedType`."""
 
     name: ClassVar[str]
@@ -48,9 +49,9 @@ class Strategy:
         self.setup = setup
 
     @classmethod
+    @abstractmethod
     def fits(cls, setup: Setup) -> bool:
         """Whether `setup` asks for this way."""
-        raise NotImplementedError
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -61,11 +62,11 @@ class Strategy:
         """Spread `model`, which is on this rank's device. Returns what the person calls from now on."""
         return model
 
-    def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:
+    def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: B027 - most have nothing to do
         """Undo `wrap`: `model` is as it was before, and `wrapped` holds nothing of it but itself."""
 
-    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:  # noqa: B027
         """Have the next backward reduce gradients over the ranks, or only gather them up here."""
 
-    def drop_gradients(self, wrapped: nn.Module) -> None:
+    def drop_gradients(self, wrapped: nn.Module) -> None:  # noqa: B027
         """Forget what backward has gathered on this rank and not put into a parameter's `grad` yet."""
