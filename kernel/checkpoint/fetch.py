@@ -6,6 +6,7 @@ Owns: that everything that is damaged is found and named, not only the first. Re
 from __future__ import annotations
 
 import io
+import pkgutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,19 +21,31 @@ from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
 from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
-from rankbook.errors import CheckpointingException
+from rankbook.errors import BadRequest, CheckpointingException
 
 COMMON = "common.pt"
 MOST_SAID = 8
 
 
+def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its name
+    if not isinstance(allowed, str):
+        return allowed
+    try:
+        return pkgutil.resolve_name(allowed)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadRequest(f'allow=[{allowed!r}]: "package.module.Name" of a class that can be imported here') from error
+
+
 class Fetch:
-    """One rank's reading of one checkpoint. `allow` are classes that its objects may have, beside torch's safe ones."""
+    """One rank's reading of one checkpoint.
+
+    `allow` are classes, or their names, that its objects may have, beside those that torch takes for safe.
+    """
 
     def __init__(self, found: Found, *, verify: bool, allow: Sequence[Any] = ()) -> None:
         self._found = found
         self._verify = verify
-        self._allow = list(allow)
+        self._allow = [_named(each) for each in allow]
         self.damages: list[str] = []
 
     def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor]) -> None:

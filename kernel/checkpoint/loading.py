@@ -42,7 +42,7 @@ def load(
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify: bool = True,
     cast: bool = False,
-    allow: Sequence[type] = (),
+    allow: Sequence[type | str] = (),
 ) -> Any:  # noqa: ANN401 - nested as the given one
     """What this rank asks for, from `step` of `folder` or from `folder` itself. Every rank calls it.
 
@@ -52,7 +52,7 @@ def load(
     keys, (state dict, missing keys, unexpected keys).
 
     What is read is verified unless `verify` is False. Another dtype than the stored one is an error unless `cast`.
-    Stored objects may have `allow`ed classes beside those that torch takes for safe.
+    Stored objects may have `allow`ed classes, given as such or by name, beside those that torch takes for safe.
 
     Raises `CheckpointingException`, the same on every rank: where there is no such checkpoint, where keys, shapes or
     dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. The memory of the
@@ -93,7 +93,7 @@ def read(
     mode: StrictHandling,
     verify: bool,
     cast: bool = False,
-    allow: Sequence[type] = (),
+    allow: Sequence[type | str] = (),
     together: bool = True,
 ) -> Loaded:
     """Fill what `wishes` asks for. A collective with `together`. Raises as `load`."""
@@ -223,7 +223,9 @@ class Reader(StorageReader):
         return done
 
 
-def load_plain(folder: Folder, *, step: Step | None = "latest", verify: bool = True, allow: Sequence[type] = ()) -> Any:  # noqa: ANN401
+def load_plain(
+    folder: Folder, *, step: Step | None = "latest", verify: bool = True, allow: Sequence[type | str] = ()
+) -> Any:  # noqa: ANN401 - nested dicts and lists
     """Everything there is, without a map, on this process alone: whole tensors and objects by key, the common part.
 
     Raises `CheckpointingException` as `load` does.
