@@ -7,6 +7,7 @@ position to resume from. Refuses: to deal the samples (`samplers.py`) or to read
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from rankbook import telemetry
 from rankbook.runtime import agreement
 from rankbook.runtime.fetch import Arrived
 from rankbook.runtime.gradient_state import GradientState
@@ -83,6 +85,21 @@ def _process() -> PartialState | None:
     return PartialState() if PartialState._shared_state or dist.is_initialized() else None
 
 
+def _position(name: str, reference: weakref.ref[PreparedLoader]) -> telemetry.Source:
+    def source() -> telemetry.LoaderPosition | None:
+        loader = reference()
+        if loader is None:
+            return None
+        try:
+            batches: int | None = len(loader)
+        except TypeError:  # an iterable dataset: nobody knows
+            batches = None
+        at = loader.position
+        return telemetry.LoaderPosition(name=name, epoch=at.epoch, delivered=at.delivered, batches=batches)
+
+    return source
+
+
 class PreparedLoader(DataLoader[Any]):
     """A loader that `prepare` made. What is not its own (`batch_size`, `collate_fn`, ...) is the person's loader's.
 
@@ -103,6 +120,16 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.rng_types = check_rng_types(parts.rng_types)
+
+    def tell(self, name: str) -> None:
+        """Have telemetry know where a loop over it is, under `name`."""
+        self.told_as = name
+        telemetry.offer(name, _position(name, weakref.ref(self)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "told_as" in state:  # on a rank that takes a lost one's place
+            self.tell(state["told_as"])
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the person's loader's
         if name == "parts" or name.startswith("__"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import NamedTuple
 
@@ -390,10 +391,20 @@ def test_what_is_prepared_is_told_and_what_counts_is_read_when_asked():
     assert said[telemetry.TrainingStep].rate > 0
     assert said[telemetry.LoaderPosition].delivered == 7
     del loader
-    import gc
-
     gc.collect()
     assert telemetry.LoaderPosition not in {type(each) for each in telemetry.snapshot()}
+
+
+def test_a_loader_that_has_come_to_another_process_tells_of_itself():
+    loader = Accelerator().prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+    sent = pickle.dumps(loader)
+    del loader
+    gc.collect()
+    telemetry._sources.clear()
+    came = pickle.loads(sent)
+    next(iter(came))
+    (said,) = [each for each in telemetry.snapshot() if isinstance(each, telemetry.LoaderPosition)]
+    assert (said.delivered, said.batches) == (1, 4)
 
 
 def test_an_optimizer_behaves_as_its_own():

@@ -7,11 +7,9 @@ own modules do that.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from rankbook import telemetry
 from rankbook.runtime.loaders import prepare_data_loader
 from rankbook.runtime.prepare.context import Context
 from rankbook.runtime.prepare.reports import report_loader
@@ -49,21 +47,6 @@ def prepare_loader(
     )
     if prepared is not loader:
         name = f"loader {next(_numbers)}"
-        telemetry.offer(name, _position(name, weakref.ref(prepared)))
+        prepared.tell(name)
         report_loader(name, prepared)
     return prepared
-
-
-def _position(name: str, reference: weakref.ref[Any]) -> telemetry.Source:
-    def source() -> telemetry.LoaderPosition | None:
-        loader = reference()
-        if loader is None:
-            return None
-        try:
-            batches: int | None = len(loader)
-        except TypeError:  # an iterable dataset: nobody knows
-            batches = None
-        at = loader.position
-        return telemetry.LoaderPosition(name=name, epoch=at.epoch, delivered=at.delivered, batches=batches)
-
-    return source
