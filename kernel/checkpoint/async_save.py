@@ -6,22 +6,28 @@ itself, and the handle. Refuses: what a save does (`driving.py`).
 The thread talks to the other ranks' threads through a gloo group of its own: in the training's group its collectives
 would meet the training's. A group lives as long as all ranks have it; where one has not (its process is new), all make
 a new one.
+
+A rank that has begun to save comes to the plan whatever happens, for the others' threads wait there for it. One whose
+group breaks lets go of it at once: that is what ends the waiting of the others.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rankbook.checkpoint.contents import Contents, HeldTensor
+from rankbook.checkpoint.contents import Contents, HeldTensor, Unstaged
 from rankbook.checkpoint.driving import Saved
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import CheckpointingException
@@ -29,12 +35,16 @@ from rankbook.errors import CheckpointingException
 NICENESS = 8
 """Of the thread that saves, above the process's own: a tenth of a processor that training wants all of."""
 
+PATIENCE = timedelta(hours=6)
+"""How long a rank waits for the others: one may write for long. One that has died is noticed at once."""
+
 
 @dataclass
 class _Process:
-    """What this process keeps from one save to the next."""
+    """What this process keeps from one save to the next. `world`: the default group when `group` was made."""
 
     group: Any = None
+    world: Any = None
     current: SaveHandle | None = None
     pool: list[torch.Tensor] = field(default_factory=list)
 
@@ -113,9 +123,9 @@ def settle(*, refuse: bool) -> None:
             handle._ended.wait()
             if handle.error is not None and not handle.heard:
                 failed = f"the save before this one failed in the background: {handle.error}"
-    have_group, no_complaint = _least(_process.group is not None, not (busy or failed))
-    if not have_group:
-        _process.group = None
+    have_group, no_complaint = _least(_has_group(), not (busy or failed))
+    if not have_group and no_complaint:
+        _let_go()
     if not busy:
         _process.current = None
     if not no_complaint:
@@ -151,35 +161,60 @@ def start(
 ) -> SaveHandle:
     """Copy what this rank writes, and have `perform(copies, group)` run in a thread. A collective.
 
-    `everything`: replicas too may be chosen to be written.
+    `everything`: replicas too may be chosen to be written. Where this rank cannot copy, all handles fail for it.
     """
-    group = _own_group()
-    telling.enter("staging")
-    staged, taken = _staged(contents, everything)
+    _make_group()
     handle = SaveHandle(telling)
+    taken: list[torch.Tensor] = []
+    failure: BaseException | None = None
+    try:
+        telling.enter("staging")
+        staged = _staged(contents, everything, taken)
+    except BaseException as error:  # noqa: BLE001 - raised in the plan, where every rank learns of it
+        staged, failure = Unstaged(error), error
 
     def work() -> Saved:
         try:
-            return perform(staged, group)
+            return perform(staged, _process.group)
+        except (CheckpointingException, KeyboardInterrupt):  # told by a rank to all
+            raise
+        except BaseException as error:
+            # the frames of the error hold the group, whose connections close with the last that holds it
+            traceback.clear_frames(error.__traceback__)
+            _let_go()
+            raise
         finally:
             _process.pool.extend(taken)
 
     thread = threading.Thread(target=handle._run, args=(work,), name="rankbook-checkpoint")
     _process.current = handle
     thread.start()
+    if failure is not None and not isinstance(failure, Exception):  # an interrupt
+        raise failure
     return handle
 
 
-def _own_group() -> Any:  # noqa: ANN401 - a process group, None alone
+def _has_group() -> bool:
+    return _process.group is not None and _process.world is dist.group.WORLD
+
+
+def _make_group() -> None:
     """The group of the saving threads. A collective where `settle` found that a rank has none."""
     if _process.group is None and dist.is_initialized():
-        _process.group = dist.new_group(backend="gloo")
-    return _process.group
+        _process.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        _process.world = dist.group.WORLD
 
 
-def _staged(contents: Contents, everything: bool) -> tuple[Contents, list[torch.Tensor]]:
-    """The contents with copies of what this rank may write, and the buffers that they lie in."""
-    taken: list[torch.Tensor] = []
+def _let_go() -> None:
+    """Leave the group, so that nobody waits in it for this rank."""
+    group, _process.group, _process.world = _process.group, None, None
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(ValueError):  # it went with the default group that it was made beside
+            dist.destroy_process_group(group)
+
+
+def _staged(contents: Contents, everything: bool, taken: list[torch.Tensor]) -> Contents:
+    """The contents, of which the caller can change nothing. The buffers that they lie in come into `taken`."""
     copies: list[HeldTensor] = []
     for each in contents.tensors:
         if not (each.is_main or everything) or not each.nbytes:
@@ -190,9 +225,11 @@ def _staged(contents: Contents, everything: bool) -> tuple[Contents, list[torch.
         copy = buffer[: each.nbytes].view(each.data.dtype).view(each.data.shape)
         copy.copy_(each.data.detach(), non_blocking=True)
         copies.append(replace(each, data=copy))
+    _process.pool.clear()  # of other sizes than are needed now
+    staged = contents.frozen(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
     if torch.cuda.is_available() and any(each.data.is_cuda for each in contents.tensors):
         torch.cuda.synchronize()
-    return contents.with_tensors(copies), taken
+    return staged
 
 
 def _buffer(size: int) -> torch.Tensor:
@@ -201,3 +238,19 @@ def _buffer(size: int) -> torch.Tensor:
         if size <= each.numel() <= size + size // 4:
             return _process.pool.pop(number)
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _last_words() -> None:
+    """At the end of the process, when its threads have ended: say what nobody has asked for."""
+    handle = _process.current
+    if handle is not None and handle.error is not None and not handle.heard:
+        sys.stderr.write(f"rankbook: {handle!r}\n")
+
+
+def _in_child() -> None:
+    """A fork has the handle, and not the thread. It keeps the group: to end it would end the parent's."""
+    _process.current = None
+
+
+atexit.register(_last_words)
+os.register_at_fork(after_in_child=_in_child)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rankbook.checkpoint.blobs import object_blob
 from rankbook.checkpoint.declared import Declared, Shard
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -82,6 +83,15 @@ class HeldObject:
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     is_main: bool
+    pickled: bytes | None = None
+
+    def blob(self) -> bytes:
+        """As it is stored."""
+        return object_blob(self.data) if self.pickled is None else self.pickled
+
+    def frozen(self) -> HeldObject:
+        """The same, as it is now."""
+        return replace(self, data=None, pickled=self.blob())
 
     @classmethod
     def of(cls, each: ShardedObject) -> HeldObject:
@@ -97,6 +107,7 @@ class Contents:
     tensors: Sequence[HeldTensor]
     objects: Sequence[HeldObject]
     common: Any = field(default_factory=dict)
+    common_pickled: bytes | None = None
 
     @cached_property
     def _declared(self) -> Declared:
@@ -115,13 +126,30 @@ class Contents:
 
     def common_file(self) -> bytes:
         """The common part, as `torch.save` writes it."""
+        if self.common_pickled is not None:
+            return self.common_pickled
         stream = io.BytesIO()
         torch.save(self.common, stream)
         return stream.getvalue()
 
-    def with_tensors(self, tensors: Sequence[HeldTensor]) -> Contents:
-        """The same, with other tensors' data."""
-        return replace(self, tensors=tensors)
+    def frozen(self, tensors: Sequence[HeldTensor], *, is_coordinator: bool) -> Contents:
+        """The same with these copies of its tensors, and all else as it is now, whatever the caller does to it."""
+        objects = [each.frozen() for each in self.objects]
+        made = Contents(tensors, objects, {}, self.common_file() if is_coordinator else b"")
+        made._declared = self._declared
+        return made
+
+
+class Unstaged(Contents):
+    """What could not be copied: whoever asks for it gets the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__((), ())
+        self._error = error
+
+    def declared(self) -> Declared:
+        """Raises it."""
+        raise self._error
 
 
 def digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict

@@ -63,9 +63,12 @@ def perform(
                 place.abandon()
             telling.failed(said := words(failure, "save"))
             raise_own(failure, writer.rank, said)
-        except BaseException as error:
+        except BaseException as error:  # the ranks have lost each other
             _plans.forget()
+            if writer.is_coordinator:
+                place.abandon()
             telling.failed(f"{type(error).__name__}: {error}")
+            error.add_note(f"The save to {place.folder} was broken off; what was saved before is untouched.")
             raise
         break
     telling.enter("done")

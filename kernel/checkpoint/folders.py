@@ -29,6 +29,7 @@ from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 from rankbook.errors import BadRequest, CheckpointingException
 
 LATEST = "latest"
+NEXT = "latest.new"
 PARTIAL = ".partial"
 OWNER = ".owner"
 
@@ -152,30 +153,44 @@ def begin(storage: Storage, step: int) -> str:
 def commit(storage: Storage, step: int) -> None:
     """Make a partial step a finished one, and the latest. Raises `CheckpointingException` where it has no manifest.
 
-    The step gets its name first and `latest` after it, so `latest` never names what is not there.
+    The step gets its name first and `latest` after it, so `latest` never names what is not there. All that needs room
+    on the disk is done before.
     """
     name = partial_name(step)
     if MANIFEST not in storage.list(name):
         raise CheckpointingException(
             f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
         )
+    _write_next(storage, step)
     storage.move(name, step_name(step))
-    write_latest(storage, step)
+    try:
+        storage.move(NEXT, LATEST)
+    except OSError as error:
+        raise CheckpointingException(
+            f"{storage}/{step_name(step)} is complete, but {LATEST} could not be replaced and names what it named "
+            f"before: {error}"
+        ) from error
     owners.release(storage, name + OWNER)
 
 
 def abandon(storage: Storage, step: int) -> None:
     """Give up a save of this process: nothing of it stays. What was finished before is as it was."""
     name = partial_name(step)
-    storage.remove(name)
-    owners.release(storage, name + OWNER)
+    try:
+        storage.remove(name)
+    finally:
+        owners.release(storage, name + OWNER)
 
 
 def write_latest(storage: Storage, step: int) -> None:
     """Point `latest` at a step, at once."""
+    _write_next(storage, step)
+    storage.move(NEXT, LATEST)
+
+
+def _write_next(storage: Storage, step: int) -> None:
     name = step_name(step)
-    storage.write(f"{LATEST}.new", [f"{name} crc32={zlib.crc32(name.encode()):08x}\n".encode()])
-    storage.move(f"{LATEST}.new", LATEST)
+    storage.write(NEXT, [f"{name} crc32={zlib.crc32(name.encode()):08x}\n".encode()])
 
 
 def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PATIENCE) -> list[str]:

@@ -22,7 +22,7 @@ from rankbook.checkpoint.stores import Storage, read_all
 PATIENCE = 24 * 3600.0
 """Seconds after which a save on another machine is taken for dead: nobody here can ask whether its process lives."""
 
-_under_way: set[str] = set()  # the tokens of this process's own saves
+_under_way: dict[str, str] = {}  # the tokens of this process's own saves, by where they claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +48,26 @@ class Owner:
         if self.machine != _machine():
             return time.time() - self.since < patience
         if self.pid == os.getpid() and self.started == _started(self.pid):
-            return self.token in _under_way
+            return self.token in _under_way.values()
         return bool(self.started) and self.started == _started(self.pid)
 
 
 def claim(storage: Storage, path: str) -> Owner:
     """Writes into the file `path` that this process is at work from now on, until `release`."""
     own = Owner(platform.node(), _machine(), os.getpid(), _started(os.getpid()), uuid.uuid4().hex, time.time())
-    _under_way.add(own.token)
+    _under_way[f"{storage}/{path}"] = own.token
     try:
         storage.write(path, [json.dumps(asdict(own)).encode()])
     except BaseException:
-        _under_way.discard(own.token)
+        _under_way.pop(f"{storage}/{path}", None)
         raise
     return own
 
 
 def release(storage: Storage, path: str) -> None:
-    """Ends a claim, whoever made it."""
-    owner = owner_of(storage, path)
+    """Ends a claim, whoever made it. This process's is over also where the storage cannot be reached."""
+    _under_way.pop(f"{storage}/{path}", None)
     storage.remove(path)
-    if owner is not None:
-        _under_way.discard(owner.token)
 
 
 def owner_of(storage: Storage, path: str) -> Owner | None:

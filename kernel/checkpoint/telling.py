@@ -5,11 +5,14 @@ Owns: the phases, and that a listener hears of each and of bytes in between, not
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from rankbook import telemetry
 from rankbook.telemetry import CheckpointSave
+
+logger = logging.getLogger(__name__)
 
 OFTEN = 0.1
 """Seconds between two reports of bytes."""
@@ -74,7 +77,11 @@ class Telling:
         said = self.now()
         telemetry.report(said)
         if self._on_progress is not None:
-            self._on_progress(said)
+            try:
+                self._on_progress(said)
+            except Exception:  # the other ranks go on, and so does this one's save
+                logger.exception("on_progress= has failed and is not called again for this save to %s", self.folder)
+                self._on_progress = None
 
     def _still(self) -> CheckpointSave | None:
         return None if self.phase in {"done", "failed"} else self.now()

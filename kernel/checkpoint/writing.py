@@ -218,7 +218,7 @@ class Writer(StorageWriter):
             at = begin + after
         for number in own.objects:
             stored = self._contents.objects[number]
-            blob = blobs.object_blob(stored.data)
+            blob = stored.blob()
             yield blob
             file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
