@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rankbook.checkpoint.contents import Contents, HeldTensor, Unstaged
 from rankbook.checkpoint.driving import Saved
@@ -34,6 +35,9 @@ from rankbook.errors import CheckpointingException
 
 NICENESS = 8
 """Of the thread that saves, above the process's own: a tenth of a processor that training wants all of."""
+
+MEETING = timedelta(seconds=60)
+"""How long a rank waits for the others to make the group: one that dies meanwhile is not noticed there."""
 
 PATIENCE = timedelta(hours=6)
 """How long a rank waits for the others: one may write for long. One that has died is noticed at once."""
@@ -201,8 +205,9 @@ def _has_group() -> bool:
 def _make_group() -> None:
     """The group of the saving threads. A collective where `settle` found that a rank has none."""
     if _process.group is None and dist.is_initialized():
-        _process.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        _process.world = dist.group.WORLD
+        group = dist.new_group(backend="gloo", timeout=MEETING)
+        _set_pg_timeout(PATIENCE, group)
+        _process.group, _process.world = group, dist.group.WORLD
 
 
 def _let_go() -> None:

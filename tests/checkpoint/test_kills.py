@@ -1,0 +1,189 @@
+"""SIGKILL at any moment of a save, on real processes and real files: what can be loaded is the step before, or the new one.
+
+A kill comes after a random time, or before a random one of the file operations of the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import crew
+from tests.runtime.ranks import run_ranks
+
+OLD, NEW = 1, 2
+WORLD = 2
+
+
+@dataclass
+class Kill:
+    """`ranks` die when `after` seconds of the save have passed, or one before its file operation number `operation`."""
+
+    background: bool
+    step: int
+    ranks: list[int]
+    operation: int = 0
+    after: float | None = None
+
+
+def saving(root, kill):
+    """What a rank does: save, and die on the way."""
+
+    def work(rank, say):
+        import torch.distributed as dist
+
+        from rankbook.checkpoint import async_save, save
+
+        async_save.MEETING = timedelta(seconds=3)
+        held = crew.state(rank, WORLD, NEW)
+        dist.barrier()
+        say("go")
+        count = 0
+
+        def operation(event, args):
+            nonlocal count
+            if rank in kill.ranks and args and str(args[0]).startswith(str(root)):
+                count += 1
+                if count == kill.operation:
+                    os.kill(os.getpid() if len(kill.ranks) == 1 else 0, signal.SIGKILL)
+
+        if kill.after is None:
+            sys.addaudithook(operation)
+        if len(kill.ranks) > 1 and kill.after is None and rank == kill.ranks[-1]:
+            kill.operation = 0  # the other one takes it along
+        began = time.monotonic()
+        saved = save(held, root, step=kill.step, async_=kill.background)
+        if kill.background:
+            crew.train(held)
+            saved.wait()
+        say(("saved", time.monotonic() - began, count))
+
+    return work
+
+
+def strike(folder, template, kill):
+    """One save that is broken off. Which generation is loaded, whether something was left, what survivors said."""
+    root = folder / "run"
+    shutil.copytree(template, root)
+    ranks = crew.Crew(WORLD, folder, saving(root, kill))
+    if kill.after is not None:
+        assert ranks.hear(lambda: all(ranks.said))
+        ranks.hear(lambda: False, timeout=kill.after)
+        ranks.kill(kill.ranks)
+    try:
+        codes = ranks.end()
+    except AssertionError as error:
+        raise AssertionError(f"{kill}: {error}") from None
+    ends = [said[-1] for said in ranks.said if said]
+    survivors = [said[-1] for rank, said in enumerate(ranks.said) if codes[rank] != -signal.SIGKILL]
+    return root, survivors, any(end[0] == "saved" for end in ends)
+
+
+def loaded(rank, root):
+    from rankbook.checkpoint import load
+
+    return crew.generation_of(rank, WORLD, load(crew.state(rank, WORLD, 0), root))
+
+
+def check(folder, root, kill, saved):
+    """That the previous or the new step is there, whole; that the rest is named, and swept by the next save."""
+    from rankbook import cli
+    from rankbook.checkpoint import folders, save, steps, verify
+    from rankbook.checkpoint.storage import storage_of
+
+    found = crew.run(WORLD, folder, lambda rank: loaded(rank, root))
+    assert found in ([OLD, OLD], [NEW, NEW]), (kill, found)
+    assert not saved or found == [NEW, NEW], (kill, "a rank was told that it is saved")
+    storage = storage_of(root)
+    for step in steps(root):
+        assert verify(root, step).ok, (kill, str(verify(root, step)))
+    rests = folders.partials(storage)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert cli.main(["checkpoint", "ls", str(root)]) == 0
+    for rest in rests:
+        assert f"{rest}: a save that was broken off" in said.getvalue(), (kill, said.getvalue())
+
+    def again(rank):
+        save(crew.state(rank, WORLD, 3), root, step=60)
+        return loaded(rank, root)
+
+    assert crew.run(WORLD, folder, again) == [3, 3]
+    assert folders.partials(storage) == []
+    leftover = set(storage.list()) - {"latest", "step-40", "step-50", "step-60"}
+    assert not leftover - {"latest.new"}, (kill, leftover)
+    return found[0], bool(rests)
+
+
+def many(count, seed):
+    """In a process of its own: `count` kills. How often each thing happened."""
+    import tempfile
+
+    import torch.distributed.checkpoint  # noqa: F401 - once, for all forks
+
+    import rankbook.checkpoint.loading
+    import rankbook.checkpoint.saving  # noqa: F401
+    from rankbook.checkpoint import save
+
+    chance = random.Random(seed)
+    seen = Counter()
+    with tempfile.TemporaryDirectory(prefix="kills-") as place:
+        base = Path(place)
+        template = base / "template"
+        crew.run(WORLD, base, lambda rank: save(crew.state(rank, WORLD, OLD), template, step=40).step)
+        known = {}
+        for background in (False, True):
+            for step in (40, 50):
+                for rank in range(WORLD):
+                    folder = base / f"calm-{background}-{step}-{rank}"
+                    folder.mkdir()
+                    calm = Kill(background, step, [rank], operation=-1)
+                    shutil.copytree(template, folder / "run")
+                    ranks = crew.Crew(WORLD, folder, saving(folder / "run", calm))
+                    assert ranks.end() == [0] * WORLD, ranks.said
+                    known[background, step, rank] = ranks.said[rank][-1][1:]
+                    shutil.rmtree(folder)
+        for number in range(count):
+            folder = base / str(number)
+            folder.mkdir()
+            background, step = bool(number % 2), (40, 50)[number // 2 % 2]
+            victims = chance.choice([[0], [1], [0, 1]])
+            seconds, operations = known[background, step, victims[0]]
+            kill = Kill(background, step, victims)
+            if number // 4 % 2:
+                kill.after = chance.uniform(0, seconds)
+            else:
+                kill.operation = chance.randint(1, operations)
+            root, survivors, saved = strike(folder, template, kill)
+            generation, rests = check(folder, root, kill, saved)
+            kinds = Counter(each[0] if isinstance(each, tuple) else each.partition(":")[0] for each in survivors)
+            seen.update({"old": generation == OLD, "new": generation == NEW, "left": rests, **kinds})
+            shutil.rmtree(folder)
+    return seen
+
+
+def test_a_kill_leaves_the_previous_step_or_the_new_one():
+    (seen,) = run_ranks(many, 1, 12, 5, timeout=110, group=False)
+    assert seen["old"] + seen["new"] == 12
+    assert seen["old"] >= 2
+    assert seen["left"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_kills_leave_the_previous_step_or_the_new_one():
+    (seen,) = run_ranks(many, 1, 100, 11, timeout=850, group=False)
+    assert seen["old"] + seen["new"] == 100
+    print("100 kills:", dict(seen))
+    assert min(seen["old"], seen["new"], seen["left"]) >= 10
