@@ -1,4 +1,4 @@
-"""Ranks that are forked within a moment, to be killed, and what they hold: a state that tells of which generation it is.
+"""Ranks that are forked within a moment, to be killed; what they hold tells of which generation it is.
 
 Owns: the forks, their pipes, that they end. Refuses: to know what they do.
 

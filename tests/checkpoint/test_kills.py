@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a save, on real processes and real files: what can be loaded is the step before, or the new one.
+"""SIGKILL at any moment of a save, on real processes and files: what can be loaded is the step before, or the new one.
 
 A kill comes after a random time, or before a random one of the file operations of the save.
 """
@@ -164,7 +164,7 @@ def many(count, seed):
             if number // 4 % 2:
                 kill.after = chance.uniform(0, seconds)
             else:
-                kill.operation = chance.randint(1, operations)
+                kill.operation = chance.randint(chance.choice([1, max(1, operations - 15)]), operations)
             root, survivors, saved = strike(folder, template, kill)
             generation, rests = check(folder, root, kill, saved)
             kinds = Counter(each[0] if isinstance(each, tuple) else each.partition(":")[0] for each in survivors)
