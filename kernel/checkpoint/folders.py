@@ -82,7 +82,7 @@ def owner_of(storage: Storage, partial: str) -> Owner | None:
 def folder_of(storage: Storage, step: int) -> str:
     """The folder of a finished step. Raises `CheckpointingException` where there is none, saying what there is."""
     if (name := _folder(storage, step, storage.list())) is None:
-        raise CheckpointingException(f"{storage}: there is no finished step {step}; {_what_there_is(storage)}")
+        raise CheckpointingException(f"{storage}: there is no finished step {step}; {_what_there_is(storage, step)}")
     return name
 
 
@@ -113,7 +113,7 @@ def read_latest(storage: Storage) -> int | None:
         return max(finished(storage), default=None)
     if _folder(storage, step, storage.list()) is None:
         raise CheckpointingException(
-            f"{storage}/{LATEST} names step {step}, which is not there or not finished; {_what_there_is(storage)}"
+            f"{storage}/{LATEST} names step {step}, which is not there or not finished; {_what_there_is(storage, step)}"
         )
     return step
 
@@ -279,7 +279,10 @@ def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:
     return step is not None and _folder(storage, step, names) != name
 
 
-def _what_there_is(storage: Storage) -> str:
+def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
     steps, rests = finished(storage), partials(storage)
     there = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
-    return there + (f"; not finished: {', '.join(rests)}" if rests else "")
+    there += f"; not finished: {', '.join(rests)}" if rests else ""
+    if wanted is not None and (name := step_name(wanted)) in rests:
+        there += f"; {name}/{MANIFEST} is missing"
+    return there

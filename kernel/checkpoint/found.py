@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rankbook.checkpoint import folders, pickles
 from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
-from rankbook.checkpoint.stores import Storage, read_all
+from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 from rankbook.errors import CheckpointingException
 
 Step = int | Literal["latest"]
@@ -61,5 +61,12 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
 def _read(storage: Storage, folder: str) -> Found:
     prefix = f"{folder}/" if folder else ""
     if MANIFEST in storage.list(folder):
-        return Found(storage, folder, decode(read_all(storage, f"{prefix}{MANIFEST}"), f"{storage}/{prefix}{MANIFEST}"))
+        where = f"{storage}/{prefix}{MANIFEST}"
+        manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
+        step = folders.step_of(folder.removesuffix(ASIDE))
+        if folder and manifest.step != step:
+            raise CheckpointingException(
+                f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
+            )
+        return Found(storage, folder, manifest)
     return Found(storage, folder, pickles.foreign(storage, folder))

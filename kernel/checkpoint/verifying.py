@@ -91,7 +91,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     prefix = f"{path}/" if path else ""
     names = storage.list(path)
     if MANIFEST not in names:
-        if METADATA not in names or any(name.startswith("__RANK_") for name in names):
+        if path or METADATA not in names or any(name.startswith("__RANK_") for name in names):
             damages.append(
                 Damage(prefix + MANIFEST, "", (), f"is missing: {path or storage} is no finished checkpoint")
             )
@@ -149,6 +149,8 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
         if step is not None and step not in folders.finished(storage) and folders.step_name(step) not in names:
             damages.append(Damage(folders.LATEST, "", (), f"it names step {step}, which is not there"))
             step = None
+        elif step is None and not damages and (there := folders.finished(storage)):
+            damages.append(Damage(folders.LATEST, "", (), f"is missing; the highest step counts, {there[-1]}"))
         if step is None:
             step = max(folders.finished(storage), default=None)
         if step is None:
