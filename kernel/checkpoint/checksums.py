@@ -23,8 +23,8 @@ Buffer = bytes | bytearray | memoryview
 crc32: Callable[..., int] = _crc32
 """`zlib.crc32`, five times as fast where it can be: it is the greater part of what a checked save or load computes."""
 
-PIECE = 8 * 1024 * 1024
-"""Bytes under one checksum: a slice of a chunk is verified without reading all of the chunk."""
+PIECE = 1024 * 1024
+"""Bytes under one checksum: a slice of a chunk is verified with at most two pieces more than it has itself."""
 
 _POLYNOMIAL = 0xEDB88320  # bit 31 is x^0, as in all tables of the reflected CRC-32
 _ONE = 0x80000000

@@ -39,14 +39,15 @@ _TAIL = re.compile(rb'"crc32":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = len(b'"crc32":"00000000"}\n')
 
 
-class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One stored part of a tensor. All positions and lengths are in bytes, positions from the file's start.
 
     `offset` and `shape` place it in the tensor. Its blob is a `torch.save` zip at [`start`, `start` + `length`) of
     file number `file`, its raw data at [`data`, `data` + `nbytes`), row-major unless `strides` (in elements, dense)
     says otherwise, as in chunks that others wrote. `pieces` are CRC-32s, one for every `PIECE` bytes of the data, or
     one for all of it, see `piece_bytes`; none where nobody computed them. `envelope` is the CRC-32 of the blob's
-    bytes before and after the data, in that order. `rank` wrote it, -1 where that is not known.
+    bytes before and after the data, in that order. `rank` wrote it, -1 where that is not known. A manifest has one of
+    these for every chunk there is, so in JSON fields that have their default are left out.
     """
 
     offset: tuple[int, ...]

@@ -99,32 +99,35 @@ class _Source:
         if not self._check or not self._chunk.pieces:
             self._exactly(first, into)
             return
-        size = piece_bytes(self._chunk)
+        size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
         at, end = first, first + len(into)
+        whole = end if end == nbytes else end - end % size  # the pieces before it are wanted to their ends
         while at < end:
-            number, within = divmod(at, size)
-            begin, length = number * size, min(size, self._chunk.nbytes - number * size)
-            if not within and length <= end - at:
-                piece = into[at - first : at - first + length]
-                self._exactly(begin, piece)
-                self._verify(number, begin, piece)
-                at += length
-                continue
-            whole = memoryview(bytearray(length))
-            self._exactly(begin, whole)
-            self._verify(number, begin, whole)
-            taken = min(length - within, end - at)
-            into[at - first : at - first + taken] = whole[within : within + taken]
-            at += taken
+            begin = at - at % size
+            if at == begin and at < whole:
+                stop = min(whole, at + max(size, SLAB // size * size))
+                self._verified(at, into[at - first : stop - first])
+            else:
+                piece = memoryview(bytearray(min(size, nbytes - begin)))
+                self._verified(begin, piece)
+                stop = min(begin + len(piece), end)
+                into[at - first : stop - first] = piece[at - begin : stop - begin]
+            at = stop
+
+    def _verified(self, begin: int, pieces: memoryview) -> None:
+        """Whole pieces from the byte `begin` of the data on."""
+        self._exactly(begin, pieces)
+        size = piece_bytes(self._chunk)
+        for at in range(0, len(pieces), size):
+            piece = pieces[at : at + size]
+            if crc32(piece) != self._chunk.pieces[(begin + at) // size]:
+                low, high = begin + at, begin + at + len(piece)
+                raise Damage(f"has other bytes than were written, between {low} and {high} of its data")
 
     def _exactly(self, first: int, into: memoryview) -> None:
         found = self._read(self._chunk.data + first, into)
         if found != len(into):
             raise Damage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
-
-    def _verify(self, number: int, begin: int, piece: memoryview) -> None:
-        if crc32(piece) != self._chunk.pieces[number]:
-            raise Damage(f"has other bytes than were written, between {begin} and {begin + len(piece)} of its data")
 
 
 def data_holds(chunk: Chunk, read: ReadRange) -> bool:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from rankbook.checkpoint import blobs
-from rankbook.checkpoint.checksums import combine, crc32
+from rankbook.checkpoint.checksums import crc32, whole
 from rankbook.checkpoint.contents import Contents
 from rankbook.checkpoint.declared import Declared
 from rankbook.checkpoint.manifest import (
@@ -198,7 +198,7 @@ class Writer(StorageWriter):
                 pieces.append(crc32(piece))
                 yield piece
                 self._telling.wrote(len(piece))
-            ending = envelope.ending(_of_all(pieces, len(data)))
+            ending = envelope.ending(whole(pieces, len(data)))
             yield ending
             begin, after = at + len(envelope.before), len(data) + len(ending)
             around = crc32(ending, crc32(envelope.before))
@@ -235,9 +235,9 @@ class Writer(StorageWriter):
         for each in written:
             for key, chunk in each.tensors:
                 chunks.setdefault(key, []).append(msgspec.structs.replace(chunk, file=places[each.rank]))
-        for key, whole in plan.tensors().items():
+        for key, planned in plan.tensors().items():
             tensors[key] = StoredTensor(
-                whole.dtype, whole.shape, tuple(sorted(chunks.get(key, ()), key=lambda each: each.offset))
+                planned.dtype, planned.shape, tuple(sorted(chunks.get(key, ()), key=lambda each: each.offset))
             )
         objects = {
             key: msgspec.structs.replace(stored, file=places[each.rank])
@@ -265,14 +265,6 @@ class Writer(StorageWriter):
         )
         self._place.storage.write(f"{self._partial}/{MANIFEST}", [encode(manifest)])
         self._place.commit()
-
-
-def _of_all(pieces: list[int], length: int) -> int:
-    """The CRC-32 of data from those of its pieces."""
-    checksum = 0
-    for number, piece in enumerate(pieces):
-        checksum = combine(checksum, piece, min(PIECE, length - number * PIECE))
-    return checksum
 
 
 def for_torch(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject], files: list[str]) -> Metadata:

@@ -62,6 +62,15 @@ def test_it_is_json_that_anybody_can_read():
     assert set(read) == {*Manifest.__struct_fields__, "crc32"}
 
 
+def test_a_chunk_that_lies_in_order_says_nothing_of_strides():
+    chunks = (chunk(), chunk(offset=(0, 0), strides=(1, 4)))
+    given = manifest(tensors={"model.w": StoredTensor("float32", (8, 8), chunks)})
+    in_order, other = json.loads(encode(given))["tensors"]["model.w"]["chunks"]
+    assert "strides" not in in_order
+    assert other["strides"] == [1, 4]
+    assert decode(encode(given), "m") == given
+
+
 def test_every_flipped_bit_is_found():
     data = encode(manifest())
     for bit in range(len(data) * 8):

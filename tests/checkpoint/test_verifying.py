@@ -306,7 +306,7 @@ def test_a_slice_is_checked_while_it_is_loaded(run):
     assert check_pieces(chunk_of(b""), 0, 0, b"") == ()
     manifest = decode((run / "step-40/manifest.json").read_bytes(), "m")
     assert str(damaged_pieces(manifest, "w", chunk, (2,), "step-40")) == (
-        "step-40/__RANK_0.distcp: w (written by rank 3): the chunk of shape (16777316,) at offset (0,): "
-        "bytes 16777226 to 16777325 do not match their checksum"
+        f"step-40/__RANK_0.distcp: w (written by rank 3): the chunk of shape ({2 * PIECE + 100},) at offset (0,): "
+        f"bytes {2 * PIECE + 10} to {2 * PIECE + 109} do not match their checksum"
     )
     assert module.piece_bytes(chunk) == PIECE
