@@ -184,14 +184,19 @@ def contents_of(sharded_state_dict: Any) -> Contents:  # noqa: ANN401
 class Wishes:
     """What this rank asks for: the memory to fill, and where it comes in the state dict."""
 
-    def __init__(self, sharded_state_dict: Any, manifest: Manifest) -> None:  # noqa: ANN401
+    def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
         stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
         self._split = split(sharded_state_dict, stored=stored, gather=None)
+        self._all_values = all_values
         for entry in self._split.tensors:
             if entry.shard.data is None:
                 entry.shard.init_data("cpu")
         self.tensors = [HeldTensor.of(each.shard) for each in self._split.tensors]
         self.objects = [HeldObject.of(each) for _, each in self._split.objects]
+
+    def asks_for(self, name: Any) -> bool:  # noqa: ANN401 - a key of a dict
+        """Whether the state dict has a part of this name, or all plain values are wanted."""
+        return self._all_values or name in self._split.containers
 
     def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
         """The state dict with what was loaded in its places, but for keys that were skipped."""
@@ -211,6 +216,6 @@ def everything(manifest: Manifest) -> dict[str, Any]:
     for key, each in manifest.tensors.items():
         nothing = (0,) * len(each.shape)
         wanted[key] = ShardedTensor(key, None, dtype_named(each.dtype), each.shape, each.shape, nothing, None)
-    for key in manifest.objects:
+    for key in manifest.objects.keys() - manifest.values.keys():
         wanted[key] = ShardedObject.empty_from_unique_key(key)
     return wanted

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pkgutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,8 +19,10 @@ from rankbook.checkpoint.contents import HeldTensor
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
+from rankbook.checkpoint.state_dicts import nested
 from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
+from rankbook.checkpoint.zips import zip_holds
 from rankbook.errors import BadRequest, CheckpointingException
 
 COMMON = "common.pt"
@@ -77,6 +79,11 @@ class Fetch:
 
     def objects(self, keys: Collection[str]) -> dict[str, Any]:
         """The objects of these unique keys that the checkpoint has."""
+        found = self._objects(keys)
+        return {key: each[0] if isinstance(each, list) and len(each) == 1 else each for key, each in found.items()}
+
+    def _objects(self, keys: Collection[str]) -> dict[str, Any]:
+        """Their blobs, unpickled."""
         loaded: dict[str, Any] = {}
         for key in keys:
             stored = self._found.manifest.objects.get(key)
@@ -93,18 +100,26 @@ class Fetch:
             raise Damage("ends too early")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
             raise Damage("has other bytes than were written")
-        value = self._unpickled(blob)
-        return value[0] if isinstance(value, list) and len(value) == 1 else value
+        if self._verify and stored.crc is None and not zip_holds(bytes(blob)):
+            raise Damage("has other bytes than were written")
+        return self._unpickled(blob)
 
-    def common(self) -> Any:  # noqa: ANN401 - nested dicts and lists
-        """The common part, {} where there is none."""
+    def common(self, asks_for: Callable[[Any], bool] = lambda _: True) -> Any:  # noqa: ANN401 - nested dicts and lists
+        """The common part, {} where there is none.
+
+        Where each of its values is an object of its own, those of which `asks_for(first part of the path)` holds.
+        """
         known = {each.name: each for each in self._found.manifest.files}
         stored = known.get(COMMON)
         if stored is None:
-            return {}
+            wanted = {key: path for key, path in self._found.manifest.values.items() if asks_for(path[0])}
+            values = self._objects(wanted)
+            return nested((path, values[key]) for key, path in wanted.items() if key in values)
         with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
             data = read_all(self._found.storage, self._found.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
+                raise Damage("has other bytes than were written")
+            if self._verify and stored.crc is None and not zip_holds(data):
                 raise Damage("has other bytes than were written")
             return self._unpickled(data)
         return {}

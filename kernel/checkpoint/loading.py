@@ -153,7 +153,8 @@ class Planner(LoadPlanner):
             )
         manifest = self._found.manifest
         asked = [each.planner_data[0] for each in global_plan]
-        decision = decide(asked, [*manifest.tensors, *manifest.objects], self._mode, str(self._found))
+        sharded = [*manifest.tensors, *(key for key in manifest.objects if key not in manifest.values)]
+        decision = decide(asked, sharded, self._mode, str(self._found))
         if decision.error:
             raise CheckpointingException(decision.error)
         return [LoadPlan([], planner_data=decision) for _ in global_plan]
@@ -213,7 +214,7 @@ class Reader(StorageReader):
         assert wishes is not None
         fetch.tensors(own.plan, wishes.tensors)
         objects = fetch.objects([each.unique_key for each in wishes.objects])
-        common = fetch.common()
+        common = fetch.common(wishes.asks_for)
         if own.is_coordinator:
             fetch.small_files()
         fetch.conclude()
@@ -233,7 +234,7 @@ def load_plain(
     found = find(storage_of(folder), step, together=False)
     return read(
         found,
-        lambda: Wishes(everything(found.manifest), found.manifest),
+        lambda: Wishes(everything(found.manifest), found.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,

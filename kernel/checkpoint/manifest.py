@@ -94,7 +94,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A whole checkpoint. `created` is an ISO time in UTC, `metadata` the person's own, JSON.
 
     The keys of `objects` are those of the blobs; a sharded object's is its `unique_key`. `format` is the number of
-    this layout; a checkpoint that Rankbook did not write has the number 0.
+    this layout; a checkpoint that Rankbook did not write has the number 0. It may lack a common part, and keep values
+    as objects of their own: `values` says where each of those belongs in the state dict, ("optim", "groups", 0, "lr").
     """
 
     step: int | None
@@ -107,6 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rankbook: str = ""
     torch: str = ""
     format: int = FORMAT
+    values: dict[str, tuple[str | int, ...]] = {}
 
     @property
     def foreign(self) -> bool:

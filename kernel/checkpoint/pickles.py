@@ -35,6 +35,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _PLANS = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_SHARDED_OBJECT = re.compile(r".*/shard_[\d.]*_[\d.]*", re.DOTALL)
 _RANK = re.compile(r"__(?:RANK_)?(\d+)(?:_\d+)?\.distcp")
 
 OnDamage = Callable[[str, str, int, str], None]
@@ -112,7 +113,13 @@ def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = Non
     files = tuple(StoredFile(name, size, None, rank_of(name)) for name, size in sizes.items())
     ranks = {file.rank for file in files} - {-1}
     return Manifest(
-        format=0, step=None, world_size=max(ranks, default=0) + 1, tensors=tensors, objects=objects, files=files
+        format=0,
+        step=None,
+        world_size=max(ranks, default=0) + 1,
+        tensors=tensors,
+        objects=objects,
+        files=files,
+        values={key: known.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
     )
 
 

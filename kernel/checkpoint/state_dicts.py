@@ -90,6 +90,29 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     return _rebuilt(value, [(key, map_leaves(function, each, (*path, key))) for key, each in children])
 
 
+def nested(leaves: Iterable[tuple[Path, Any]]) -> StateDict:
+    """The state dict that has these leaves at these paths. A container whose keys are 0, 1, 2, ... becomes a list."""
+    made = _Node()
+    for path, leaf in leaves:
+        at = made
+        for key in path[:-1]:
+            at = at.setdefault(key, _Node())
+        at[path[-1]] = leaf
+    return {key: _with_lists(each) for key, each in made.items()}
+
+
+class _Node(dict[Any, Any]):
+    """A container that is made here, and no leaf."""
+
+
+def _with_lists(value: Any) -> Any:  # noqa: ANN401 - a leaf or a container
+    if not isinstance(value, _Node):
+        return value
+    below = {key: _with_lists(each) for key, each in value.items()}
+    in_order = all(isinstance(key, int) for key in below) and sorted(below) == list(range(len(below)))
+    return [below[number] for number in range(len(below))] if in_order else below
+
+
 def spell(path: Path) -> str:
     """The path as it would be written after the state dict's name."""
     return "".join(f"[{each!r}]" for each in path) or "the state dict"
