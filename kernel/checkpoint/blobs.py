@@ -95,8 +95,8 @@ def _places(after: bytes) -> Iterator[int]:
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order: its own memory if it lies so on the CPU, a copy's if not."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    row = plain.as_strided((plain.numel(),), (1,))  # also where an axis of one element has another stride
+    return row.view(torch.uint8).numpy().data
 
 
 def object_blob(value: object) -> bytes:

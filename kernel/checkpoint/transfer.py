@@ -51,7 +51,8 @@ def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, ch
     """
     dtype = dtype_named(chunk.dtype)
     source = _Source(chunk.chunk, read, check)
-    in_place = target.device.type == "cpu" and target.dtype == dtype
+    as_it_is = not (target.is_conj() or target.is_neg())  # its memory holds the values, and not others to be turned
+    in_place = target.device.type == "cpu" and target.dtype == dtype and as_it_is
     if in_place and target.is_contiguous() and _in_order(chunk, part):
         source.read(chunk.span(part)[0], _bytes_of(target))
         return
@@ -76,14 +77,16 @@ def _in_order(chunk: ChunkRead, part: Read) -> bool:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.dtype == source.dtype and not target.is_complex():  # as numbers of the same size: not all can be copied
+    turned = target.is_complex() or target.is_neg()
+    if target.dtype == source.dtype and not turned:  # as numbers of the same size: not all can be copied
         plain = _SAME_SIZE[target.dtype.itemsize]
         target, source = target.view(plain), source.view(plain)
     target.copy_(source)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    row = tensor.detach().as_strided((tensor.numel(),), (1,))  # also where an axis of one element has another stride
+    return row.view(torch.uint8).numpy().data
 
 
 class _Source:

@@ -1,0 +1,279 @@
+"""From any grid of ranks to any other, bit for bit: the real planner, writer and reader, with the ranks simulated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankbook.checkpoint.contents import HeldTensor
+from rankbook.checkpoint.fetch import Fetch
+from rankbook.checkpoint.found import find
+from rankbook.checkpoint.manifest import PIECE
+from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from rankbook.checkpoint.reading import plan_read
+from rankbook.errors import CheckpointingException
+from tests.checkpoint.boxes import cuts, shapes
+from tests.checkpoint.simulated import InMemory, load_ranks, save_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so at its first use
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.bool,
+    torch.int8,
+    torch.uint16,
+    torch.int64,
+]
+
+
+def numbered(shape, dtype, start=0):
+    """A tensor whose bytes tell its elements apart, whatever they mean; NaNs and infinities are among them."""
+    count = math.prod(shape)
+    if dtype is torch.bool:
+        return (torch.arange(count) * 7 % 3 == 1).reshape(shape)
+    size = dtype.itemsize
+    data = (torch.arange(count * size) * 37 + start * 11 + torch.arange(count * size) // 251) % 256
+    return data.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def bits(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
+
+
+def part(whole, box):
+    return whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+
+
+def shard(key, data, whole, offset, **more):
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(whole.shape), tuple(offset), None, **more)
+
+
+def spread(entries, ranks, kind=dict):
+    """Entries on ranks, the first on the first, and so on around."""
+    held = [{} for _ in range(ranks)]
+    for number, entry in enumerate(entries):
+        held[number % ranks][f"{entry.key} {number}"] = entry
+    return held
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_boxes_on_any_ranks_become_any_others(data):
+    tensors = []
+    storage = InMemory()
+    for number in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(shapes())
+        dtype = data.draw(st.sampled_from(DTYPES))
+        tensors.append((f"t{number}", numbered(shape, dtype, number), data.draw(cuts(shape)), data.draw(cuts(shape))))
+    saving, loading = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    strided = data.draw(st.booleans())
+
+    def memory(tensor):
+        """Of the same values; every other element of larger memory, if it is to lie badly."""
+        if not strided or not tensor.ndim:
+            return tensor.clone()
+        larger = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+        larger[..., ::2] = tensor
+        return larger[..., ::2]
+
+    held = spread(
+        [shard(key, memory(part(whole, box)), whole, box[0]) for key, whole, boxes, _ in tensors for box in boxes],
+        saving,
+    )
+    save_ranks(held, storage, fully_parallel=data.draw(st.booleans()))
+    asked, expected = [], []
+    for key, whole, _, boxes in tensors:
+        for box in boxes:
+            goal = part(whole, box)
+            asked.append(shard(key, memory(torch.zeros_like(goal)), whole, box[0]))
+            expected.append(goal)
+    verify = data.draw(st.booleans())
+    load_ranks(spread(asked, loading), storage, verify=verify)
+    for entry, goal in zip(asked, expected, strict=True):
+        assert bits(entry.data) == bits(goal), entry
+
+
+def grid(key, whole, counts, data=True, **more):
+    """The shards of a grid, rank by rank."""
+    sizes = [size // count for size, count in zip(whole.shape, counts, strict=True)]
+    shards = []
+    for place in itertools.product(*map(range, counts)):
+        box = [at * size for at, size in zip(place, sizes, strict=True)], sizes
+        offsets = [(axis, at, count) for axis, (at, count) in enumerate(zip(place, counts, strict=True))]
+        own = part(whole, box)
+        shards.append(
+            ShardedTensor.from_rank_offsets(key, own.clone() if data else torch.zeros_like(own), *offsets, **more)
+        )
+    return shards
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (3, 1)), ((2, 2), (1, 3)), ((1, 1), (4, 1)), ((4, 3), (1, 1))])
+def test_a_grid_becomes_another_grid(before, after, dtype):
+    whole, storage = numbered((12, 6), dtype), InMemory()
+    save_ranks([{"w": each} for each in grid("w", whole, before)], storage)
+    asked = grid("w", whole, after, data=False)
+    found = load_ranks([{"w": each} for each in asked], storage)
+    for state, goal in zip(found, grid("w", whole, after), strict=True):
+        assert state["w"].dtype == dtype
+        assert bits(state["w"]) == bits(goal.data)
+
+
+def test_scalars_empty_tensors_and_empty_chunks():
+    storage, whole = InMemory(), numbered((3, 4), torch.float32)
+    nothing = torch.zeros(0, 4)
+
+    def held(fill, rank, cut):
+        rows = whole[cut[rank] : cut[rank + 1]]
+        return {
+            "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5 if fill else 0.0), replica_id=rank),
+            "empty": ShardedTensor.from_rank_offsets("empty", nothing.clone(), replica_id=rank),
+            "rows": shard("rows", rows.clone() if fill else torch.zeros_like(rows), whole, (cut[rank], 0)),
+        }
+
+    save_ranks([held(True, rank, [0, 0, 2, 3, 3]) for rank in range(4)], storage)
+    for state, cut in zip(
+        load_ranks([held(False, rank, [0, 1, 1, 3]) for rank in range(3)], storage),
+        [(0, 1), (1, 1), (1, 3)],
+        strict=True,
+    ):
+        assert state["scalar"].item() == 2.5
+        assert state["empty"].shape == (0, 4)
+        assert torch.equal(state["rows"], whole[slice(*cut)])
+
+
+def test_prepended_axes_are_one_more_place_to_cut():
+    """Layers of a pipeline: saved one a rank, loaded as one tensor with all of them, and two by two."""
+    whole, storage = numbered((4, 3, 5), torch.bfloat16), InMemory()
+    save_ranks(
+        [
+            {"w": ShardedTensor.from_rank_offsets("layers", whole[rank].clone(), (0, rank, 4), prepend_axis_num=1)}
+            for rank in range(4)
+        ],
+        storage,
+    )
+    (all_of_it,) = load_ranks([{"w": grid("layers", whole, (1, 1, 1), data=False)[0]}], storage)
+    assert bits(all_of_it["w"]) == bits(whole)
+    pairs = load_ranks([{"w": each} for each in grid("layers", whole, (2, 1, 1), data=False)], storage)
+    assert bits(torch.cat([each["w"] for each in pairs])) == bits(whole)
+    cut = [
+        {
+            "w": ShardedTensor.from_rank_offsets(
+                "layers", torch.zeros(3, 1).bfloat16(), (0, layer, 4), (2, column, 5), prepend_axis_num=1
+            )
+        }
+        for layer in range(4)
+        for column in range(5)
+    ]
+    columns = [each["w"] for each in load_ranks(cut, storage)]
+    assert bits(torch.stack([torch.cat(columns[at : at + 5], dim=1) for at in range(0, 20, 5)])) == bits(whole)
+
+
+def test_a_tensor_of_another_size_keeps_what_both_have():
+    storage, whole = InMemory(), numbered((10, 3), torch.float32)
+    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
+    for rows in (6, 16):
+        asked = [
+            {"w": each} for each in grid("w", torch.full((rows, 3), 9.0), (2, 1), data=False, allow_shape_mismatch=True)
+        ]
+        for each in asked:
+            each["w"].data.fill_(7.0)
+        found = torch.cat([each["w"] for each in load_ranks(asked, storage)])
+        assert bits(found[: min(rows, 10)]) == bits(whole[:rows])
+        assert not found[10:].any()
+    with pytest.raises(CheckpointingException, match=r"'w'.*\(10, 3\).*\(6, 3\)"):
+        load_ranks([{"w": grid("w", torch.zeros(6, 3), (1, 1))[0]}], storage)
+
+
+def test_another_dtype_is_an_error_or_is_cast():
+    storage, whole = InMemory(), torch.arange(12.0).reshape(4, 3)
+    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
+    asked = {"w": grid("w", torch.zeros(4, 3, dtype=torch.bfloat16), (1, 1))[0]}
+    with pytest.raises(CheckpointingException, match=r"'w'.*float32.*bfloat16.*\(rank 0\)"):
+        load_ranks([asked], storage)
+    (found,) = load_ranks([asked], storage, cast=True)
+    assert found["w"].dtype == torch.bfloat16
+    assert torch.equal(found["w"].float(), whole)
+
+
+def test_memory_that_holds_its_values_turned_is_filled_with_them():
+    storage, whole = InMemory(), torch.arange(8.0).reshape(2, 4) + 1j * torch.arange(8).reshape(2, 4)
+    save_ranks([{"w": grid("w", whole.conj(), (1, 1))[0], "i": grid("i", whole.conj().imag, (1, 1))[0]}], storage)
+    into, imaginary = (
+        torch.zeros(2, 4, dtype=torch.complex64).conj(),
+        torch.zeros(2, 4, dtype=torch.complex64).conj().imag,
+    )
+    assert into.is_conj()
+    assert imaginary.is_neg()
+    load_ranks([{"w": shard("w", into, whole, (0, 0)), "i": shard("i", imaginary, whole, (0, 0))}], storage)
+    assert torch.equal(into, whole.conj())
+    assert torch.equal(imaginary, -whole.imag)
+
+
+def test_what_a_factory_cuts_it_puts_together_on_another_grid():
+    """A fused weight, gate over up, is stored as two tensors; both are cut over the ranks."""
+    storage, gate, up = InMemory(), numbered((6, 2), torch.float32), numbered((6, 2), torch.float32, 5)
+
+    def fused(rank, ranks, fill):
+        rows = slice(6 // ranks * rank, 6 // ranks * (rank + 1))
+        data = torch.cat([gate[rows], up[rows]])
+
+        def build(key, tensor, replica_id, _):
+            return [
+                ShardedTensor.from_rank_offsets(f"{key}.{name}", half, (0, rank, ranks), replica_id=replica_id)
+                for name, half in zip(("gate", "up"), tensor.chunk(2), strict=True)
+            ]
+
+        return {"w": ShardedTensorFactory("w", data if fill else torch.zeros_like(data), build, torch.cat)}, data
+
+    save_ranks([fused(rank, 3, True)[0] for rank in range(3)], storage)
+    found = load_ranks([fused(rank, 2, False)[0] for rank in range(2)], storage)
+    for rank, state in enumerate(found):
+        assert bits(state["w"]) == bits(fused(rank, 2, True)[1])
+
+
+def test_objects_stay_on_their_grid():
+    storage = InMemory()
+    save_ranks([{"rng": ShardedObject("rng", {"of": rank}, (3,), (rank,)), "step": 5} for rank in range(3)], storage)
+    found = load_ranks([{"rng": ShardedObject("rng", None, (3,), (at,)), "step": 0} for at in (2, 0, 1)], storage)
+    assert [each["rng"]["of"] for each in found] == [2, 0, 1]
+    assert all(each["step"] == 5 for each in found)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_of_a_large_chunk_little_more_is_read_than_is_asked_for(verify):
+    storage = InMemory()
+    whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)  # 20 MB
+    save_ranks([{"w": grid("w", whole, (1, 1))[0]}], storage)
+    rows = shard("w", torch.zeros(500, 2000, dtype=torch.int32), whole, (1003, 0))  # 4 MB
+    asked, found = HeldTensor.of(rows), find(storage, "latest")
+    before, fetch = storage.read_bytes, Fetch(found, verify=verify)
+    fetch.tensors(plan_read([asked.wanted()], found.manifest), [asked])
+    fetch.conclude()
+    assert torch.equal(rows.data, whole[1003:1503])
+    most = 2 * PIECE + 4096 if verify else 0
+    assert rows.data.nbytes <= storage.read_bytes - before <= rows.data.nbytes + most
+
+
+def test_of_columns_what_lies_between_them_is_read_once():
+    storage = InMemory()
+    whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)
+    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
+    asked = [{"w": each} for each in grid("w", whole, (1, 4), data=False)]
+    before = storage.read_bytes
+    found = load_ranks(asked[1:2], storage)
+    assert torch.equal(found[0]["w"], whole[:, 500:1000])
+    assert storage.read_bytes - before < whole.nbytes + 2 * PIECE + 50_000
