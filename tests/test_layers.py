@@ -116,6 +116,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "platformdirs": {"launch"},
     "psutil": {"launch", "rank", "transport"},
     "torch": {
+        "checkpoint.agreement",
         "checkpoint.async_save",  # the plan, the manifest, the storage and the steps are pure
         "checkpoint.blobs",
         "checkpoint.contents",

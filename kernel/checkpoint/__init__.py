@@ -40,6 +40,7 @@ blobs.py          a chunk as the bytes that torch.load reads
 place.py          where a checkpoint comes to be, and under which name
 telling.py        how far a save is, for whoever looks
 writing.py        one save: its planner, its files, their description
+agreement.py      what all ranks must have given alike
 driving.py        one call of torch.distributed.checkpoint, and the one error of all ranks
 async_save.py     saving while training goes on
 saving.py         save

@@ -49,8 +49,10 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
         try:
             found = _read(storage, folders.locate(storage, step))
             told = [(found.folder, found.manifest, None)]
-        except (CheckpointingException, OSError) as error:
+        except CheckpointingException as error:
             told = [("", None, f"{error}")]
+        except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait to be told
+            told = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
     dist.broadcast_object_list(told, src=0)
     folder, manifest, complaint = told[0]
     if complaint is not None:

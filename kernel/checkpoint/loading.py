@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from rankbook.checkpoint.agreement import agreed, spelt
 from rankbook.checkpoint.contents import Wishes, everything
 from rankbook.checkpoint.driving import quiet, raise_own, words
 from rankbook.checkpoint.fetch import Fetch
@@ -58,8 +59,16 @@ def load(
     dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. The memory of the
     state dict's tensors may be partly filled then.
     """
-    mode = StrictHandling.of(strict)
-    found = find(storage_of(folder), step)
+    mode, storage = agreed(
+        "load",
+        lambda: (StrictHandling.of(strict), storage_of(folder)),
+        folder=spelt(folder),
+        step=step,
+        strict=str(getattr(strict, "value", strict)).lower(),
+        verify=verify,
+        cast=cast,
+    )
+    found = find(storage, step)
     loaded = read(
         found,
         lambda: Wishes(sharded_state_dict, found.manifest),

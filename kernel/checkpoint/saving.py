@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from rankbook.checkpoint import async_save
+from rankbook.checkpoint.agreement import agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
 from rankbook.checkpoint.driving import Saved, perform
@@ -41,28 +42,44 @@ def save(
     """Save what all ranks hold as `step` of `folder`, the next step if None. Every rank calls it.
 
     The state dict may hold ShardedTensors, ShardedObjects, factories, DTensors, plain tensors (rank 0's are stored)
-    and values, which must be equal on all ranks. `metadata` is kept beside it, as JSON. `keep` and `keep_every` say
-    which older steps stay: the newest, and those that the second number divides; all by default.
+    and values, which must be equal on all ranks. `metadata`, rank 0's, is kept beside it, as JSON; all other arguments
+    but `on_progress` must be the same on all ranks. `keep` and `keep_every` say which older steps stay: the newest, and
+    those that the second number divides; all by default.
     With `fully_parallel` the replicas of a chunk share out who stores it, by bytes; else the main replica is stored.
-    `on_progress` is called with this rank's progress, in the thread that saves.
+    `on_progress` is called with this rank's progress, in the thread that saves; where it fails it is logged,
+    and not called again.
 
     With `async_` the data is copied, and a `SaveHandle` returned; a save that is still under way is waited for first,
     or refused with `busy="refuse"`.
 
-    Raises `CheckpointingException`, the same on every rank, when the parts do not fit together, when one rank cannot
-    write, and when a save in the background has failed of which nobody was told. What was saved before is untouched.
+    Raises `BadRequest` for arguments that are wrong or not the same, and `CheckpointingException` when the parts do not
+    fit together, when one rank cannot write, and when a save in the background has failed of which nobody was told:
+    the same on every rank. What was saved before is untouched.
     """
-    checked = _metadata(metadata)
-    if busy not in {"wait", "refuse"}:
-        raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
-    if step is not None and step < 0:
-        raise BadRequest(f"step={step}: steps count from 0")
-    storage = storage_of(folder)
-    place = Place(storage, str(folder), step, retention=Retention(keep, keep_every))
+
+    def checked() -> tuple[dict[str, Any], Place]:
+        if busy not in {"wait", "refuse"}:
+            raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
+        if step is not None and step < 0:
+            raise BadRequest(f"step={step}: steps count from 0")
+        retention = Retention(keep, keep_every)
+        return _metadata(metadata), Place(storage_of(folder), str(folder), step, retention=retention)
+
+    given, place = agreed(
+        "save",
+        checked,
+        folder=spelt(folder),
+        step=step,
+        async_=async_,
+        keep=keep,
+        keep_every=keep_every,
+        fully_parallel=fully_parallel,
+        busy=busy,
+    )
     return save_contents(
         contents_of(sharded_state_dict),
         place,
-        metadata=checked,
+        metadata=given,
         async_=async_,
         on_progress=on_progress,
         fully_parallel=fully_parallel,

@@ -34,8 +34,14 @@ class Telling:
         self._began = self._told = time.monotonic()
         self._writing_began = 0.0
         self._on_progress = on_progress
+        self._raised: BaseException | None = None
         telemetry.offer(f"checkpoint {next(_numbers)}", self._still)
         self._tell()
+
+    def check(self) -> None:
+        """Raises the interrupt that hit the listener. Called where an error of one rank reaches all of them."""
+        if self._raised is not None:
+            raise self._raised
 
     def now(self) -> CheckpointSave:
         """A snapshot."""
@@ -82,6 +88,8 @@ class Telling:
             except Exception:  # the other ranks go on, and so does this one's save
                 logger.exception("on_progress= has failed and is not called again for this save to %s", self.folder)
                 self._on_progress = None
+            except BaseException as error:  # noqa: BLE001 - `check` raises it: here other ranks might be left waiting
+                self._raised, self._on_progress = error, None
 
     def _still(self) -> CheckpointSave | None:
         return None if self.phase in {"done", "failed"} else self.now()

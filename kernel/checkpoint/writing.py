@@ -48,6 +48,7 @@ from rankbook.checkpoint.place import Place
 from rankbook.checkpoint.plan import Assignment, PlanCache, plan_save
 from rankbook.checkpoint.plan import SavePlan as Plan
 from rankbook.checkpoint.telling import Telling
+from rankbook.errors import CheckpointingException
 
 MEGATRON = {
     "sharded_backend": "torch_dist",
@@ -159,6 +160,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Called by torch with this process's `rank`."""
         self.rank, self.is_coordinator = kwargs.get("rank", 0), is_coordinator
+        self._telling.check()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
@@ -177,10 +179,18 @@ class Writer(StorageWriter):
         self._partial, telling.name, telling.step = plan.storage_data
         telling.total = sum(self._contents.tensors[number].nbytes for number in own.tensors)
         telling.enter("writing")
+        telling.check()
+        for number in own.tensors:
+            if (tensor := self._contents.tensors[number]).data.is_meta:
+                raise CheckpointingException(
+                    f"tensor {tensor.key!r}, the chunk at {tensor.global_offset}: rank {self.rank} is to store it and "
+                    "has no data for it"
+                )
         file = RankFile(self.rank, f"__{self.rank}_0.distcp")
         if len(own.tensors) or len(own.objects):
             file.size = self._place.storage.write(f"{self._partial}/{file.name}", self._parts(file, own))
         telling.enter("committing")
+        telling.check()
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(file.name), file.size, file)])
         return done
@@ -223,11 +233,23 @@ class Writer(StorageWriter):
             file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
 
+    def _find(self, written: list[RankFile]) -> None:
+        """Raises `CheckpointingException` where rank 0 does not see what a rank has written."""
+        there = self._place.storage.list(self._partial)
+        for each in written:
+            if each.size and there.get(each.name) != each.size:
+                path, found = f"{self._place.folder}/{self._partial}/{each.name}", there.get(each.name, "no such file")
+                raise CheckpointingException(
+                    f"rank {each.rank} wrote {each.size} bytes to {path}, and rank {self.rank} finds {found} there: "
+                    "all ranks must write to the same place, a file system that they share"
+                )
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, once all files are there: describe them, and make the checkpoint the newest one."""
         written: list[RankFile] = [each.storage_data for result in results for each in result]
         plan = self._planner.plan
         assert plan is not None
+        self._find(written)
         files = [StoredFile(each.name, each.size, None, each.rank) for each in written if each.size]
         places = {each.rank: number for number, each in enumerate(each for each in written if each.size)}
         tensors: dict[str, StoredTensor] = {}

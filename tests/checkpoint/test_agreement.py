@@ -1,0 +1,149 @@
+"""Ranks that do not agree, or of which one fails: all raise the same, none waits, and what was there stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankbook.checkpoint import agreement
+from rankbook.errors import BadRequest
+from tests.runtime.ranks import run_ranks
+
+
+def said(call):
+    """What it raises, as text."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - the test compares it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempts(folder):
+    """Every disagreement in turn, on two ranks. The text of this rank's error, and what is in the folder, by name."""
+    import torch
+    import torch.distributed as dist
+
+    import rankbook.checkpoint as rc
+    from rankbook.checkpoint.storage import storage_of
+
+    rank = dist.get_rank()
+    state = {"w": torch.arange(4.0), "lr": 0.5}
+    other = f"{folder}/other-{rank}"
+    told, listed = {}, {}
+
+    def attempt(name, call):
+        told[name] = said(call)
+        dist.barrier()
+        listed[name] = sorted(each.name for each in Path(folder).iterdir())
+        dist.barrier()
+
+    class Fails:
+        """A storage whose `method` fails on rank 1."""
+
+        def __init__(self, method, error, on=1):
+            self.inner, self.method, self.error, self.on = storage_of(folder), method, error, on
+
+        def __getattr__(self, name):
+            if name == self.method and rank == self.on:
+                raise self.error
+            return getattr(self.inner, name)
+
+    def broken(*_):
+        if rank == 1:
+            raise KeyboardInterrupt("in the listener")
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise TypeError("no pickle of this")
+
+    rc.save(state, folder, step=1)
+    attempt("step", lambda: rc.save(state, folder, step=5 + rank))
+    attempt("folder", lambda: rc.save(state, other))
+    attempt("one bad argument", lambda: rc.save(state, folder, keep=rank))
+    attempt("all bad", lambda: rc.save(state, folder, keep=0))
+    attempt("async", lambda: rc.save(state, folder, step=5, async_=rank == 1))
+    attempt("metadata", lambda: rc.save(state, folder, step=5, metadata={"f": len} if rank else {}))
+    attempt("common", lambda: rc.save({**state, "opt": {"lr": [0.1, rank]}}, folder, step=5))
+    attempt("absent", lambda: rc.save({**state, **({"epoch": 1} if rank else {})}, folder, step=5))
+    attempt("dtype", lambda: rc.save({"w": shard(rc, torch.zeros(2, dtype=[torch.int8, torch.half][rank]))}, folder))
+    attempt("hole", lambda: rc.save({"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}, folder))
+    attempt("unpicklable", lambda: rc.save({"x": Unpicklable() if rank else 1}, folder))
+    attempt("no dict", lambda: rc.save([] if rank else {}, folder))
+    attempt(
+        "no data",
+        lambda: rc.save({"w": shard(rc, torch.zeros(2)).without_data() if rank else shard(rc, torch.zeros(2))}, folder),
+    )
+    attempt("listener", lambda: rc.save(state, folder, step=5, on_progress=broken))
+    attempt("disk", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(28, "No space left"))))
+    attempt("interrupt", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", KeyboardInterrupt())))
+    attempt("rank 0", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(5, "I/O error"), on=0)))
+    attempt("commit", lambda: rc.save(state, Fails("move", OSError(5, "I/O error"), on=0), step=5))
+    attempt("load step", lambda: rc.load(state, folder, step=1 + rank))
+    attempt("load strict", lambda: rc.load(state, folder, strict="nonsense" if rank else "log_all"))
+    attempt("load missing", lambda: rc.load(state, folder, step=77))
+    attempt("load shape", lambda: rc.load({"w": torch.zeros(4 + rank)}, folder))
+    attempt("load key", lambda: rc.load({"w": torch.zeros(4), **({"v": torch.zeros(1)} if rank else {})}, folder))
+    attempt("load list", lambda: rc.load(state, Fails("list", RuntimeError("a broken client"), on=0)))
+    attempt("load read", lambda: rc.load(state, Fails("read", OSError(5, "I/O error"))))
+    attempt("good", lambda: rc.save(state, folder, step=5))
+    return told, listed
+
+
+def shard(rc, data):
+    import torch.distributed as dist
+
+    return rc.ShardedTensor.from_rank_offsets("w", data, (0, dist.get_rank(), 2))
+
+
+ALIKE = {
+    "step": r"BadRequest: .*step is 5 on rank 0, 6 on rank 1",
+    "folder": r"BadRequest: .*folder is .*other-0' on rank 0, .*other-1' on rank 1",
+    "one bad argument": r"BadRequest: the save has not begun: rank 0: BadRequest: keep=0",
+    "all bad": r"BadRequest: keep=0",
+    "async": r"BadRequest: .*async_ is False on rank 0, True on rank 1",
+    "metadata": r"BadRequest: .*rank 1: .*metadata= is written as JSON",
+    "common": r"CheckpointingException: .*common value 'opt.lr\[1\]': that on rank 0 differs from that on rank 1",
+    "absent": r"CheckpointingException: .*common value 'epoch' is on rank 1, not on rank 0",
+    "dtype": r"CheckpointingException: .*tensor 'w' is not the same on all ranks: int8, .*rank 0; float16, .*rank 1",
+    "hole": r"CheckpointingException: .*'w' \(float32, global shape \(4,\)\)",
+    "unpicklable": r"CheckpointingException: the save failed.*rank 1: TypeError: no pickle of this",
+    "no dict": r"CheckpointingException: .*rank 1: a sharded state dict is a dict, not a list",
+    "no data": r"CheckpointingException: .*'w', the chunk at \(2,\): rank 1 is to store it and has no data",
+    "listener": r"CheckpointingException: .*rank 1: KeyboardInterrupt: in the listener",
+    "disk": r"CheckpointingException: the save failed, and nothing was changed: rank 1: OSError: .*No space left",
+    "rank 0": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
+    "commit": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
+    "load step": r"BadRequest: the load has not begun.*step is 1 on rank 0, 2 on rank 1",
+    "load strict": r"BadRequest: .*rank 1: BadRequest: strict='nonsense'",
+    "load missing": r"CheckpointingException: .*there is no finished step 77; finished are 1",
+    "load shape": r"CheckpointingException: .*'w': its global shape .*\(4,\), and \(5,\) was asked for \(rank 1\)",
+    "load key": r"CheckpointingException: .*'v' \(rank 1\)",
+    "load list": r"CheckpointingException: .*RuntimeError: a broken client",
+    "load read": r"CheckpointingException: .*damaged:.*I/O error",
+    "good": r"",
+}
+
+
+def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
+    import re
+
+    (first, there), (second, _) = run_ranks(attempts, 2, str(tmp_path), timeout=90)
+    for name, pattern in ALIKE.items():
+        assert first[name] == second[name], name
+        assert re.search(pattern, first[name], re.DOTALL), (name, first[name])
+        assert bool(first[name]) == bool(pattern), (name, first[name])
+        assert there[name] == ["latest", "step-1", *(["step-5"] if name == "good" else [])], name
+    assert second["interrupt"] == "KeyboardInterrupt: "
+    assert "rank 1: KeyboardInterrupt" in first["interrupt"]
+    assert there["interrupt"] == ["latest", "step-1"]
+    assert first.keys() == {*ALIKE, "interrupt"}
+
+
+def test_alone_an_argument_that_is_wrong_is_told_as_it_is():
+    with pytest.raises(BadRequest, match=r"^mine$"):
+        agreement.agreed("save", lambda: (_ for _ in ()).throw(BadRequest("mine")), step=1)
+    with pytest.raises(OSError, match="disk"):
+        agreement.agreed("save", lambda: (_ for _ in ()).throw(OSError("disk")))
+    assert agreement.agreed("save", lambda: 7, step=1) == 7
