@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -144,11 +145,11 @@ class Fetch:
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
-                if "weights_only" not in str(error) and "GLOBAL" not in str(error):
-                    raise Damage(f"cannot be read: {error}") from error
-                named = str(error).split("GLOBAL ")[-1].split(" ")[0]
+                if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
+                    short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # within half a page of advice
+                    raise Damage(f"cannot be read: {short[1] if short else error}") from error
                 raise Damage(
-                    f"holds {named}, which may run code when it is loaded: if you trust it, import that class and "
+                    f"holds {named[1]}, which may run code when it is loaded: if you trust it, import that class and "
                     "give it to allow=[...]"
                 ) from error
 

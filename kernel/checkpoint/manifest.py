@@ -146,7 +146,7 @@ def covering(chunk: Chunk, start: int, stop: int) -> tuple[int, int, int, int]:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of a manifest file. Raises `CheckpointingException` where `metadata` is not JSON."""
-    _check_json(manifest.metadata, "metadata")
+    check_json(manifest.metadata, "metadata")
     try:
         body = msgspec.json.encode(manifest)[:-1] + b",\n"
     except (TypeError, ValueError) as error:
@@ -183,16 +183,19 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def _check_json(value: object, path: str) -> None:
-    """JSON would turn a NaN into null, a number as a key into text, and a large integer into a rounded one."""
+def check_json(value: object, path: str) -> None:
+    """Raises `CheckpointingException`, naming the path, for what would not come back from JSON as it is.
+
+    JSON would turn a NaN into null, a number as a key into text, and a large integer into a rounded one.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
             if not isinstance(key, str):
                 raise CheckpointingException(f"{path} has the key {key!r}: keys must be text")
-            _check_json(each, f"{path}[{key!r}]")
+            check_json(each, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            _check_json(each, f"{path}[{index}]")
+            check_json(each, f"{path}[{index}]")
     elif isinstance(value, bool | str | None):
         return
     elif isinstance(value, int):

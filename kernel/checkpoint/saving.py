@@ -16,11 +16,12 @@ from rankbook.checkpoint.agreement import agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
 from rankbook.checkpoint.driving import Saved, perform
+from rankbook.checkpoint.manifest import check_json
 from rankbook.checkpoint.place import Place, Retention
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.telling import Telling
-from rankbook.errors import BadRequest
+from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.telemetry import CheckpointSave
 
 Folder = str | os.PathLike[str] | Storage
@@ -111,6 +112,7 @@ def save_contents(
 
 def _metadata(given: dict[str, Any] | None) -> dict[str, Any]:
     try:
+        check_json(given or {}, "metadata")
         return msgspec.json.decode(msgspec.json.encode(given or {}), type=dict[str, Any])
-    except (TypeError, msgspec.MsgspecError, ValueError) as error:
+    except (CheckpointingException, TypeError, msgspec.MsgspecError, ValueError) as error:
         raise BadRequest(f"metadata= is written as JSON, which this cannot be: {error}") from error

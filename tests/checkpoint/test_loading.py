@@ -1,0 +1,168 @@
+"""A load from its front door, on one process without a group; several ranks are in test_agreement and test_ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from datetime import timedelta
+
+import pytest
+import torch
+
+import rankbook.checkpoint as rc
+from rankbook.errors import BadRequest, CheckpointingException
+
+STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "opt": {"lr": 0.1, "steps": [1, 2]}}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    rc.save({**STATE, "rng": rc.ShardedObject("rng", {"seed": 3}, (1,), (0,))}, tmp_path, step=1)
+    return tmp_path
+
+
+def asked():
+    return {"w": torch.zeros(2, 3), "b": torch.zeros(2), "opt": {"lr": 0.0}}
+
+
+def test_it_fills_the_memory_that_it_is_given(saved):
+    state = asked()
+    found = rc.load(state, saved)
+    assert found["w"] is state["w"] or found["w"].data_ptr() == state["w"].data_ptr()
+    assert torch.equal(state["w"], STATE["w"])
+    assert found["opt"] == STATE["opt"]  # all of the common part that is stored there
+    assert state["opt"] == {"lr": 0.0}
+
+
+def test_a_target_need_not_lie_in_order_and_may_need_a_gradient(saved):
+    memory = torch.zeros(3, 4).t()[1:3]
+    weight = torch.nn.Parameter(torch.zeros(2))
+    rc.load({"w": memory, "b": weight}, saved)
+    assert torch.equal(memory, STATE["w"])
+    assert weight.tolist() == [1, 1]
+    assert weight.requires_grad
+
+
+def test_without_data_new_memory_is_made(saved):
+    want = rc.ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 1, 2)).without_data()
+    assert rc.load({"w": want}, saved)["w"].tolist() == [[3, 4, 5]]
+
+
+def test_the_modes_decide_about_keys_that_one_side_knows(saved, caplog):
+    caplog.set_level(logging.WARNING)
+    more = {**asked(), "new": torch.full((2,), 5.0)}
+    less = {"w": torch.zeros(2, 3)}
+    for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        with pytest.raises(CheckpointingException, match=r"unexpected keys.*'new' \(rank 0\)"):
+            rc.load(more, saved, strict=mode)
+    assert rc.load(less, saved)["w"].equal(STATE["w"])
+    with pytest.raises(CheckpointingException, match=r"missing keys.*'b', 'rng/shard_0_1'"):
+        rc.load(less, saved, strict="raise_all")
+    for mode in ("log_unexpected", "log_all"):
+        caplog.clear()
+        found = rc.load(more, saved, strict=mode)
+        assert "new" not in found
+        assert found["w"].equal(STATE["w"])
+        assert "'new'" in caplog.text
+        assert ("rng" in caplog.text) == (mode == "log_all")
+    caplog.clear()
+    found, missing, unexpected = rc.load(more, saved, strict="return_all")
+    assert (missing, unexpected) == ({"rng/shard_0_1"}, {"new"})
+    assert "new" not in found
+    assert rc.load(more, saved, strict=rc.StrictHandling.RETURN_UNEXPECTED)[1:] == (set(), {"new"})
+    assert "new" not in rc.load(more, saved, strict="ignore_all")
+    assert more["new"].tolist() == [5, 5]
+    assert caplog.text == ""
+    with pytest.raises(BadRequest, match="strict='perhaps'"):
+        rc.load(less, saved, strict="perhaps")
+
+
+def test_a_dtype_is_what_was_stored_unless_a_cast_is_asked_for(saved):
+    with pytest.raises(CheckpointingException, match=r"'w'.*float32.*float16 was asked for"):
+        rc.load({"w": torch.zeros(2, 3).half()}, saved)
+    assert rc.load({"w": torch.zeros(2, 3).half()}, saved, cast=True)["w"].equal(STATE["w"].half())
+
+
+def test_what_is_local_stays_local(tmp_path):
+    rc.save({"w": torch.ones(2), "x": {"here": rc.LocalNonpersistentObject(3), "lr": 1}}, tmp_path)
+    assert b"here" not in (tmp_path / "step-0/common.pt").read_bytes()
+    found = rc.load({"w": torch.zeros(2), "x": {"here": rc.LocalNonpersistentObject(len), "lr": 0}}, tmp_path)
+    assert found["x"] == {"here": len, "lr": 1}
+
+
+def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
+    def held(value):
+        return {"o": rc.ShardedObject("o", value, (1,), (0,))}
+
+    for value in ([1], [[2]], None, {"a": torch.ones(1)}, {1, 2}):
+        rc.save(held(value), tmp_path)
+        assert rc.load(held(None), tmp_path)["o"] == value
+    rc.save(held(timedelta(1)), tmp_path)
+    with pytest.raises(CheckpointingException, match=r"object 'o/shard_0_1'.*datetime\.timedelta.*allow=\["):
+        rc.load(held(None), tmp_path)
+    assert rc.load(held(None), tmp_path, allow=[timedelta])["o"] == timedelta(1)
+    with pytest.raises(CheckpointingException):
+        rc.load(held(None), tmp_path)  # allowed for that load, and not from then on
+    rc.save({"common": timedelta(2)}, tmp_path)
+    with pytest.raises(CheckpointingException, match=r"common\.pt.*datetime\.timedelta"):
+        rc.load({"common": 0}, tmp_path)
+    assert rc.load_plain(tmp_path, allow=[timedelta]) == {"common": timedelta(2)}
+    rc.save({"common": deque([1])}, tmp_path)
+    with pytest.raises(CheckpointingException, match=r"common\.pt.*cannot be read: .*deque"):
+        rc.load({"common": 0}, tmp_path, allow=[deque])  # torch cannot fill it, allowed or not
+
+
+def test_everything_without_a_map(saved):
+    found = rc.load_plain(saved)
+    assert found.keys() == {"w", "b", "opt", "rng/shard_0_1"}
+    assert found["w"].equal(STATE["w"])
+    assert found["rng/shard_0_1"] == {"seed": 3}
+    assert found["opt"] == STATE["opt"]
+    assert rc.load_plain(saved / "step-1").keys() == found.keys()
+
+
+def test_which_step_it_is(saved):
+    rc.save({"w": torch.zeros(1)}, saved, step=4)
+    assert rc.load_metadata(saved).step == 4
+    assert rc.load_metadata(saved, step=1).tensors["w"].shape == (2, 3)
+    assert rc.load_plain(saved, step=4)["w"].tolist() == [0]
+    with pytest.raises(CheckpointingException, match=r"no finished step 3; finished are 1, 4"):
+        rc.load({}, saved, step=3)
+    with pytest.raises(CheckpointingException, match="there is no checkpoint"):
+        rc.load_plain(saved / "nothing")
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_named_wherever_it_is_unless_nobody_looks(saved):
+    manifest = rc.load_metadata(saved)
+    chunk = manifest.tensors["w"].chunks[0]
+    data = saved / "step-1/__0_0.distcp"
+    flip(data, chunk.data + 2)
+    with pytest.raises(
+        CheckpointingException, match=r"__0_0\.distcp: key 'w', the chunk at \(0, 0\) written by rank 0"
+    ):
+        rc.load(asked(), saved)
+    assert rc.load({"b": torch.zeros(2)}, saved)["b"].tolist() == [1, 1]  # not read, and not in the way
+    rc.load(asked(), saved, verify=False)
+    flip(data, chunk.data + 2)
+    flip(data, chunk.start + 5)
+    with pytest.raises(CheckpointingException, match="around its data"):
+        rc.load(asked(), saved)
+    flip(data, chunk.start + 5)
+    for name in (".metadata", "common.pt", "metadata.json"):
+        flip(saved / "step-1" / name, 30)
+        with pytest.raises(CheckpointingException, match=name):
+            rc.load(asked(), saved)
+        flip(saved / "step-1" / name, 30)
+    with data.open("ab") as more:
+        more.write(b"x")
+    with pytest.raises(CheckpointingException, match=r"__0_0\.distcp.* bytes, not"):
+        rc.load(asked(), saved)
+    data.unlink()
+    with pytest.raises(CheckpointingException, match=r"__0_0\.distcp: key 'w'.*No such file"):
+        rc.load(asked(), saved)

@@ -1,0 +1,170 @@
+"""A save from its front door, on one process without a group; several ranks are in test_agreement and test_ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import rankbook.checkpoint as rc
+from rankbook.checkpoint import driving
+from rankbook.checkpoint.manifest import PIECE
+from rankbook.checkpoint.plan import PlanCache
+from rankbook.errors import BadRequest, CheckpointingException
+from tests.checkpoint.simulated import InMemory
+
+STATE = {"w": torch.arange(6.0).reshape(2, 3), "opt": {"lr": 0.1, "steps": [1, 2]}}
+
+
+def names(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_it_says_what_it_saved_and_counts_its_steps(tmp_path):
+    first = rc.save(STATE, tmp_path)
+    assert (first.folder, first.name, first.step, first.bytes) == (str(tmp_path), "step-0", 0, 24)
+    assert 0 < first.seconds < 60
+    assert [rc.save(STATE, tmp_path, step=7).step, rc.save(STATE, tmp_path).step] == [7, 8]
+    assert rc.steps(tmp_path) == [0, 7, 8]
+    assert names(tmp_path / "step-8") == [".metadata", "__0_0.distcp", "common.pt", "manifest.json", "metadata.json"]
+    assert rc.verify(tmp_path).ok
+    assert rc.verify(tmp_path).unchecked == 0
+    rc.remove(tmp_path, 8)
+    assert rc.steps(tmp_path) == [0, 7]
+    assert rc.load_metadata(tmp_path).step == 7
+
+
+def test_old_steps_go_as_they_are_told_to(tmp_path):
+    for step in range(10):
+        rc.save(STATE, tmp_path, step=step, keep=2, keep_every=4)
+    assert rc.steps(tmp_path) == [0, 4, 8, 9]
+    rc.save(STATE, tmp_path, keep=1)
+    assert rc.steps(tmp_path) == [10]
+
+
+def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
+    rc.save(STATE, tmp_path, step=3)
+    rc.save({"w": torch.zeros(2, 3)}, tmp_path, step=3)
+    assert rc.load_plain(tmp_path).keys() == {"w"}
+    assert names(tmp_path) == ["latest", "step-3"]
+
+
+def test_metadata_is_json_that_comes_back(tmp_path):
+    given = {"loss": 0.25, "tags": ["a", "ü"], "nested": {"n": None, "yes": True}}
+    rc.save(STATE, tmp_path, metadata=given)
+    assert rc.load_metadata(tmp_path).metadata == given
+    assert json.loads((tmp_path / "step-0/manifest.json").read_bytes())["metadata"] == given
+    for wrong in ({"f": len}, {"loss": math.nan}, {1: 2}):
+        with pytest.raises(BadRequest, match="metadata"):
+            rc.save(STATE, tmp_path, metadata=wrong)
+        assert names(tmp_path) == ["latest", "step-0"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": -1}, {"keep": 0}, {"keep_every": 0, "keep": 1}, {"busy": "never"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path, wrong):
+    with pytest.raises(BadRequest, match=next(iter(wrong))):
+        rc.save(STATE, tmp_path, **wrong)
+    assert names(tmp_path) == []
+
+
+def test_progress_goes_through_its_phases(tmp_path):
+    seen = []
+    rc.save({"w": torch.zeros(3 * PIECE, dtype=torch.uint8)}, tmp_path, step=4, on_progress=seen.append)
+    phases = list(dict.fromkeys(each.phase for each in seen))
+    assert phases == ["planning", "writing", "committing", "done"]
+    assert (seen[-1].name, seen[-1].step, seen[-1].written, seen[-1].total) == ("step-4", 4, 3 * PIECE, 3 * PIECE)
+    assert [each.written for each in seen] == sorted(each.written for each in seen)
+    assert not any(each.error or each.background for each in seen)
+    seen.clear()
+    with pytest.raises(CheckpointingException):
+        rc.save(
+            {"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}, tmp_path, on_progress=seen.append
+        )
+    assert seen[-1].phase == "failed"
+    assert "'w'" in seen[-1].error
+
+
+def test_a_listener_that_breaks_ends_the_save_and_is_told(tmp_path):
+    def broken(_):
+        raise ValueError("the listener broke")
+
+    with pytest.raises(CheckpointingException, match="ValueError: the listener broke"):
+        rc.save(STATE, tmp_path, on_progress=broken)
+    assert rc.steps(tmp_path) == []
+
+
+def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
+    told = []
+
+    class Spied(driving.Planner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            told.append("digests" if isinstance(plan.planner_data, tuple) else "all")
+            return plan
+
+    monkeypatch.setattr(driving, "Planner", Spied)
+    monkeypatch.setattr(driving, "_plans", driving.Plans())
+    rc.save({"w": torch.zeros(3), "lr": 0.1}, tmp_path)
+    rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)  # another common part: it alone is told anew
+    rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)
+    assert told[0] == "all"
+    assert told[-1] == "digests"
+    told.clear()
+    rc.save({"w": torch.ones(4), "lr": 0.2}, tmp_path)
+    assert told == ["all"]
+    told.clear()
+    driving._plans.kept = PlanCache()  # rank 0 is a new process
+    rc.save({"w": torch.full((4,), 2.0), "lr": 0.2}, tmp_path)
+    assert told == ["digests", "all"]
+    assert rc.load_plain(tmp_path)["w"].tolist() == [2, 2, 2, 2]
+
+
+def test_an_interrupt_anywhere_leaves_nothing_and_the_step_can_be_saved(tmp_path, monkeypatch):
+    rc.save(STATE, tmp_path, step=1)
+    real = driving.dcp.save
+
+    def interrupted(*args, storage_writer, **kwargs):
+        storage_writer.prepare_global_plan([])
+        raise KeyboardInterrupt  # between two of its calls, where nobody catches it
+
+    monkeypatch.setattr(driving.dcp, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rc.save(STATE, tmp_path, step=2)
+    assert names(tmp_path) == ["latest", "step-1"]
+    monkeypatch.setattr(driving.dcp, "save", real)
+
+    class Interrupted(InMemory):
+        def write(self, path, parts):
+            if path.endswith(".distcp"):
+                raise KeyboardInterrupt
+            return super().write(path, parts)
+
+    storage = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        rc.save(STATE, storage)
+    assert storage.files == {}
+    assert rc.save(STATE, tmp_path, step=2).step == 2
+
+
+def test_a_file_that_rank_0_does_not_see_is_no_checkpoint():
+    class Elsewhere(InMemory):
+        def list(self, path=""):
+            return {name: size for name, size in super().list(path).items() if not name.endswith(".distcp")}
+
+    storage = Elsewhere()
+    with pytest.raises(CheckpointingException, match=r"rank 0 wrote \d+ bytes .* no such file .* a file system"):
+        rc.save(STATE, storage)
+    assert storage.files == {}
+
+
+def test_a_storage_of_ones_own_is_as_good_as_a_folder():
+    storage = InMemory()
+    rc.save(STATE, storage, step=2)
+    assert rc.load_plain(storage)["w"].equal(STATE["w"])
+    assert rc.steps(storage) == [2]
