@@ -46,9 +46,9 @@ def sharded_state_dict(
     copies: list[Copy] = []
     error = None
     try:
-        found["model"] = _model_map(model, prefix, copies)
+        found["model"] = model_map(model, prefix, copies)
         if optimizer is not None:
-            found["optimizer"] = _optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
+            found["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
     except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
         error = raised
     settle(copies, gather, error=error)
@@ -60,15 +60,26 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(each): clean_name(model, raw) for raw, each in model.named_parameters()}
 
 
-def _model_map(model: nn.Module, prefix: str, copies: list[Copy]) -> dict[str, Any]:
+def model_map(
+    model: nn.Module,
+    prefix: str,
+    copies: list[Copy],
+    *,
+    state: Mapping[str, Any] | None = None,
+    together: str = "",
+) -> dict[str, Any]:
+    """The entries of a model, or of its `state` dict as somebody has changed it; `copies` get theirs.
+
+    `together`: what stands before a parameter's name where its copy and those of its state are stored by one rank.
+    """
     parameters = {clean_name(model, raw) for raw, _ in model.named_parameters(remove_duplicate=False)}
     entries: dict[str, Any] = {}
-    for raw, value in model.state_dict().items():
+    for raw, value in (model.state_dict() if state is None else state).items():
         name = clean_name(model, raw)
         if name in entries:
             raise CheckpointingException(f"two parts of the model are called {name!r} without their wrappers")
         if isinstance(value, torch.Tensor):
-            copy = copy_of(prefix + name, value, name if name in parameters else None)
+            copy = copy_of(prefix + name, value, together + name if name in parameters else None)
         else:  # what a module keeps beside its tensors
             copy = Copy(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
         if copy is not None:
@@ -165,9 +176,13 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
     return found
 
 
-def _optimizer_map(
+def optimizer_map(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[Copy]
 ) -> OptimizerMap:
+    """The entries of an optimizer whose parameters have these `names`, by identity; `copies` get theirs.
+
+    `start`: what stands before a parameter's name in the keys of its state.
+    """
     state: dict[str, dict[str, Any]] = {}
     groups = _groups(optimizer, names)
     for name, parameter in (each for group in groups for each in group):
@@ -196,12 +211,13 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
     where it was not there yet, with the dtypes that were stored. Raises `CheckpointingException` for a name that the
     model or the optimizer does not have, another shape, and parameter groups of other parameters.
     """
-    _load_model(model, loaded.get("model", {}))
+    load_model(model, loaded.get("model", {}))
     if optimizer is not None and "optimizer" in loaded:
-        _load_optimizer(optimizer, _groups(optimizer, _names(model)), loaded["optimizer"])
+        load_optimizer(optimizer, _names(model), loaded["optimizer"])
 
 
-def _load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
+def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Put back what was loaded for a `model_map`."""
     own = model.state_dict()
     raw_names = {clean_name(model, raw): raw for raw in own}
     if unknown := sorted(values.keys() - raw_names.keys()):
@@ -229,20 +245,20 @@ def _same_memory(value: torch.Tensor, there: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, groups: list[list[tuple[str, torch.Tensor]]], loaded: StateDict
-) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict) -> None:
+    """Put back what was loaded for an `optimizer_map`."""
+    groups = _groups(optimizer, names)
     stored = loaded.get("param_groups", [{} for _ in groups])
     if len(stored) != len(groups):
         raise CheckpointingException(f"{len(stored)} parameter groups are stored, and the optimizer has {len(groups)}")
     numbers: dict[str, int] = {}
     param_groups = []
     for index, (own, kept, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
-        names = [name for name, _ in members]
-        if others := sorted({*kept.get("params", names)} ^ {*names}):
+        own_names = [name for name, _ in members]
+        if others := sorted({*kept.get("params", own_names)} ^ {*own_names}):
             raise CheckpointingException(f"group {index} of the optimizer is stored with other parameters: {others}")
-        numbers |= {name: len(numbers) + position for position, name in enumerate(names)}
-        param_groups.append({**own, **kept, "params": [numbers[name] for name in names]})
+        numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
+        param_groups.append({**own, **kept, "params": [numbers[name] for name in own_names]})
         if "param_names" in own:
             param_groups[-1]["param_names"] = own["param_names"]
     parameters = dict(each for members in groups for each in members)

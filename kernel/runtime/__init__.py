@@ -27,7 +27,9 @@ clipping.py        gradients within bounds, over shards too
 core.py            what an Accelerator is set to
 training.py        its steps of training
 communication.py   its collectives, and metrics over uneven data
-saved_state.py     what a checkpoint's files hold
+saved_state.py     parts of its state, and folders of checkpoints
+checkpoints.py     what a checkpoint of it holds
+model_files.py     a model in files that other programs read
 saving.py          its checkpoints
 tracking.py        its trackers
 recovery.py        what begins anew after a collective was broken off

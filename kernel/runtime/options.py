@@ -218,9 +218,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             raise BadRequest(
                 "transformer_based_wrap needs transformer_cls_names_to_wrap: the names of the block classes"
             )
-        if self.state_dict_type != "FULL_STATE_DICT":
+        if self.state_dict_type not in {"FULL_STATE_DICT", "SHARDED_STATE_DICT"}:
             raise BadRequest(
-                f"state_dict_type={self.state_dict_type!r} is not offered by save_state, which writes whole tensors"
+                f"state_dict_type={self.state_dict_type!r} is not offered: save_state stores shards, which any layout "
+                "reads, whether it is FULL_STATE_DICT or SHARDED_STATE_DICT"
             )
 
     def set_reshard_after_forward(self, value: bool | int) -> None:

@@ -1,24 +1,22 @@
-"""What a checkpoint's files hold.
+"""Parts of a training's state, and the folders that it is saved to.
 
-Owns: states with whole tensors, of models and optimizers however they are spread; random states; writing and reading
-one file. Refuses: to decide which files there are.
+Owns: a model's state with whole tensors, random states, one file, a project's numbered checkpoints. Refuses: what a
+checkpoint holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.options import ProjectConfiguration
 from rankbook.runtime.strategies.unshard import full
 
@@ -28,46 +26,6 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     return {
         name: full(value) if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
     }
-
-
-def load_model(model: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Put whole tensors into a model, each in the layout of the parameter that it is for."""
-    own = model.state_dict()
-    laid_out = {name: _like(value, own[name]) if name in own else value for name, value in state.items()}
-    model.load_state_dict(laid_out, strict=strict)
-
-
-def whole_optimizer_state(optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors on every rank. A collective where it is sharded."""
-    found = optimizer.state_dict()
-    state = {
-        key: {name: full(value) if isinstance(value, torch.Tensor) else value for name, value in kept.items()}
-        for key, kept in found["state"].items()
-    }
-    return {**found, "state": state}
-
-
-def load_optimizer(optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-    """Put whole tensors into an optimizer, each in the layout of its parameter."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    places = [key for group in state["param_groups"] for key in group["params"]]
-    if len(places) != len(parameters):
-        raise BadRequest(f"the checkpoint's optimizer has {len(places)} parameters, and this one {len(parameters)}")
-    own = dict(zip(places, parameters, strict=True))
-    laid_out = {
-        key: {
-            name: _like(value, own[key]) if isinstance(value, torch.Tensor) and value.shape == own[key].shape else value
-            for name, value in kept.items()
-        }
-        for key, kept in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": laid_out})
-
-
-def _like(value: Any, own: Any) -> Any:  # noqa: ANN401 - a tensor, or what a module keeps beside its tensors
-    if isinstance(own, DTensor) and isinstance(value, torch.Tensor) and value.dim() > 0:
-        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-    return value
 
 
 def random_state() -> dict[str, Any]:
@@ -105,28 +63,21 @@ def write(value: object, file: Path) -> None:
     draft.replace(file)
 
 
-def read(file: Path) -> Any:  # noqa: ANN401 - what was written
-    """What `write` wrote; nothing in it is executed."""
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def put_in_place(draft: Path, folder: Path) -> None:
-    """Move a finished checkpoint to its place; an earlier one there goes once the new one is complete."""
-    earlier = folder.with_name(f"{folder.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if folder.exists():
-        for other in folder.iterdir():  # what a hook or the person has put there stays
-            if not (draft / other.name).exists() and not other.name.startswith("random_states_"):
-                shutil.move(str(other), draft / other.name)
-        folder.rename(earlier)
-    draft.rename(folder)
-    shutil.rmtree(earlier, ignore_errors=True)
-
-
 def numbered(project: ProjectConfiguration) -> list[Path]:
-    """The project's numbered checkpoints, oldest first."""
-    found = [each for each in project.checkpoints.glob("checkpoint_*") if each.name.rpartition("_")[2].isdigit()]
-    return sorted(found, key=lambda each: int(each.name.rpartition("_")[2]))
+    """The project's numbered checkpoints that are complete, oldest first."""
+    found = [each for each in project.checkpoints.glob("checkpoint_*") if number_of(each) is not None]
+    return sorted((each for each in found if is_complete(each)), key=lambda each: number_of(each) or 0)
+
+
+def number_of(folder: Path) -> int | None:
+    """The number of a numbered checkpoint's folder, None for others."""
+    start, _, number = folder.name.rpartition("_")
+    return int(number) if start == "checkpoint" and number.isdecimal() else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether there is a checkpoint in a folder."""
+    return (folder / "manifest.json").is_file()
 
 
 def latest(project: ProjectConfiguration) -> Path:
@@ -138,11 +89,24 @@ def latest(project: ProjectConfiguration) -> Path:
 
 
 def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
-    """Remove numbered checkpoints beyond the project's limit, oldest first."""
-    if project.total_limit is None or not project.automatic_checkpoint_naming or newest.parent != project.checkpoints:
+    """Remove what is beyond the project's limit, oldest first, but never the `newest`; and half-written ones.
+
+    What cannot be removed now is tried again after the next save.
+    """
+    folder = project.checkpoints
+    if newest.parent != folder or not project.automatic_checkpoint_naming:
         return
-    for each in numbered(project)[: -project.total_limit]:
-        shutil.rmtree(each)
+    gone = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
+    if project.total_limit is not None:
+        others = [each for each in numbered(project) if each != newest]
+        gone += others[: max(0, len(others) + 1 - project.total_limit)]
+    if gone:
+        from rankbook.checkpoint.storage import LocalStorage
+
+        storage = LocalStorage(folder)
+        for each in gone:
+            with contextlib.suppress(OSError):
+                storage.remove(each.name)
 
 
 def register(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:

@@ -1,21 +1,18 @@
 """State written to files and read again, as methods of the `Accelerator`.
 
-Owns: which files there are, their names, and that every rank learns when one of them failed. Refuses: sharded files: a
-parameter is written whole, so that any other way to spread the model can read it.
-
-A checkpoint is a folder: `model.pt`, `optimizer.pt`, `scheduler.pt`, `loader.pt` (each with a number from the second
-on), `scaler.pt`, `custom_checkpoint_N.pt`, and `random_states_RANK.pt` of every rank. It is written beside its place
-and moved there once all ranks are done.
+Owns: which folder it is, hooks, numbers of checkpoints, and that every rank learns when one of them failed. Refuses:
+what lies in a checkpoint (`checkpoints.py`), and a model's own files (`model_files.py`); both are imported when they
+are used.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +24,9 @@ from rankbook.runtime.collectives import gather_object
 from rankbook.runtime.core import Core
 from rankbook.runtime.prepare.models import unwrap
 
-_MODEL = "model.pt"
+if TYPE_CHECKING:
+    from rankbook.checkpoint.async_save import SaveHandle
+    from rankbook.runtime.checkpoints import Parts
 
 
 class Saving(Core):
@@ -43,23 +42,52 @@ class Saving(Core):
         """The model's state with whole tensors, on every rank. A collective where the model is sharded."""
         return saved_state.whole_state(self.unwrap_model(model) if unwrap else model)
 
-    def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write `obj` with `torch.save`, on rank 0 alone, or on one rank of each machine if the project asks so."""
-        _refuse_safetensors(safe_serialization)
-        each_node = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if each_node else self.is_main_process:
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
+        """Write `obj` with `torch.save`, on rank 0 alone, or on one rank of each machine if the project asks so.
+
+        With `safe_serialization` it is a dict of whole tensors, and the file is one of safetensors.
+        """
+        if not self._writes:
+            return
+        if safe_serialization:
+            from rankbook.checkpoint.storage import storage_of
+            from rankbook.runtime import model_files
+
+            model_files.write_one(storage_of(Path(f).parent), Path(f).name, obj)
+        else:
             saved_state.write(obj, Path(f))
 
     def save_model(
-        self, model: nn.Module, save_directory: str | os.PathLike[str], safe_serialization: bool = False
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
-        """Write the model's whole state to `save_directory/model.pt`. Every rank calls it; rank 0 writes."""
-        _refuse_safetensors(safe_serialization)
-        state = self.get_state_dict(model)
+        """Write the model's whole tensors, as Hugging Face's libraries read them. Every rank calls it; rank 0 writes.
+
+        To `model.safetensors`, or where they take more than `max_shard_size` to `model-00001-of-00002.safetensors` and
+        so on with `model.safetensors.index.json`. Tensors that are tied are written once, under the first of their
+        names. Without `safe_serialization` torch writes the files, and they are called `pytorch_model.bin`. Raises on
+        every rank when one cannot write; an earlier model in the folder is left as it was then.
+        """
+        from rankbook.checkpoint.storage import storage_of
+        from rankbook.runtime import model_files
+
+        most = model_files.size_of(max_shard_size)
+        storage = storage_of(save_directory)
+        state = model_files.once(self.unwrap_model(model))
+        kind = model_files.SAFETENSORS if safe_serialization else model_files.PICKLED
         with self._told_to_all("save_model"):
-            if self.is_main_process:
-                Path(save_directory).mkdir(parents=True, exist_ok=True)
-                saved_state.write(state, Path(save_directory) / _MODEL)
+            failure = model_files.write(storage, state, kind, most, writes=self._writes)
+            if failure is not None:
+                raise failure
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank writes what is not sharded."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each_node else self.is_main_process
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # noqa: ANN401 - anything with the two methods
         """Have `save_state` and `load_state` include `objects`, by their `state_dict` and `load_state_dict`."""
@@ -78,100 +106,115 @@ class Saving(Core):
         """Call `hook(models, folder)` before each `load_state`. Returns a handle with `remove`."""
         return saved_state.register(self._load_hooks, hook)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = False) -> str:
-        """Write everything that was prepared or registered, and every rank's random state. Every rank calls it.
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = ...,
+        safe_serialization: bool = ...,
+        *,
+        async_: Literal[False] = ...,
+    ) -> str: ...
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = ...,
+        safe_serialization: bool = ...,
+        *,
+        async_: Literal[True],
+    ) -> SaveHandle: ...
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,  # noqa: ARG002 - see below
+        *,
+        async_: bool = False,
+    ) -> str | SaveHandle:
+        """Store everything that was prepared or registered, and every rank's random state. Every rank calls it.
 
-        Returns the folder. Without `output_dir` the project's numbered checkpoints are used. Raises on every rank when
-        one cannot write; the folder is left as it was then.
+        The folder becomes a checkpoint of `rankbook.checkpoint`; each rank writes what it holds. Without `output_dir`
+        the project's next numbered checkpoint. Objects that are not sharded are stored as rank 0 has them.
+        `safe_serialization` is taken for the sake of other programs' calls: nothing of a checkpoint is executed as it
+        is loaded.
+
+        Returns the folder; with `async_` at once a `SaveHandle`, whose `wait()` gives what was saved or raises, while
+        copies of everything are written in the background. Raises on every rank when one cannot write, and when an
+        earlier save in the background has failed of which nobody was told; the folder is left as it was then.
         """
-        _refuse_safetensors(safe_serialization)
-        folder = self._folder_to_write(output_dir)
-        models = self._models
-        states = [self.get_state_dict(each) for each in models]
-        optimizers = [saved_state.whole_optimizer_state(each) for each in self._optimizers]
-        for hook in tuple(self._save_hooks.values()):
-            hook(models, states, str(folder))
-        draft = folder.with_name(f"{folder.name}.writing")
+        from rankbook.checkpoint.driving import Saved
+        from rankbook.runtime import checkpoints
+
         with self._told_to_all("save_state"):
-            if self.is_main_process:
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir(parents=True)
+            folder = self._folder_to_write(output_dir)
+        found = self._parts(self._models)
         with self._told_to_all("save_state"):
-            if self.is_main_process:
-                for name, state in self._named(states, optimizers):
-                    saved_state.write(state, draft / name)
-            saved_state.write(saved_state.random_state(), draft / f"random_states_{self.process_index}.pt")
-        with self._told_to_all("save_state"):
-            if self.is_main_process:
-                saved_state.put_in_place(draft, folder)
-                saved_state.keep_latest(self.project_configuration, folder)
+            before = {name: each.state_dict() for name, each in found.models.items()}
+            states: list[Any] = list(before.values())
+            for hook in tuple(self._save_hooks.values()):
+                hook(self._models, states, folder)
+        # A hook may have taken states out, having saved them itself, or put others into their places.
+        names = {id(each): name for name, each in before.items()}
+        kept = {names.get(id(each), name): each for name, each in zip(before, states, strict=False)}
+        limit = partial(saved_state.keep_latest, self.project_configuration, Path(folder))
+        done = checkpoints.write(found, kept, folder, told=self._told_to_all, async_=async_, after=limit)
         if output_dir is None:
             self.project_configuration.iteration += 1
-        return str(folder)
+        return folder if isinstance(done, Saved) else done
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, strict: bool = True) -> None:
-        """Read what `save_state` wrote, into what is prepared now, however it is spread. Every rank calls it.
+        """Read what `save_state` stored into what is prepared now, however it is spread. Every rank calls it.
 
-        Without `input_dir` the latest of the project's numbered checkpoints. Raises `BadRequest` where the folder is no
-        checkpoint, or one of something else.
+        Without `input_dir` the latest of the project's numbered checkpoints, and the next one has the number after it.
+        Without `strict` a model may have other parts than the stored one; what both have is read. A rank beyond the
+        world that was saved keeps its random state.
+
+        Raises on every rank: `BadRequest` where the folder is no checkpoint, is one of something else, or a loader
+        cannot go on there with this many ranks; `CheckpointingException` where a model does not fit or something is
+        damaged; what was prepared may be partly read then.
         """
-        folder = Path(input_dir) if input_dir is not None else saved_state.latest(self.project_configuration)
+        from rankbook.checkpoint.async_save import finish
+        from rankbook.runtime import checkpoints
+
+        finish()  # what is being saved in the background may be what is asked for
+        project = self.project_configuration
         with self._told_to_all("load_state"):
-            if not folder.is_dir():
-                raise BadRequest(f"there is no checkpoint {folder}")
-            wanted = [name for name, _ in self._named(self._models, self._optimizers)]
-            missing = [name for name in wanted if not (folder / name).is_file()]
-            if missing:
-                raise BadRequest(f"{folder} has no {', '.join(missing)}: prepare what was prepared when it was saved")
-        for hook in tuple(self._load_hooks.values()):
-            hook(self._models, str(folder))
-        read = saved_state.read
-        for number, model in enumerate(self._models):
-            saved_state.load_model(self.unwrap_model(model), read(folder / _numbered(_MODEL, number)), strict=strict)
-        for number, each in enumerate(self._optimizers):
-            saved_state.load_optimizer(each, read(folder / _numbered("optimizer.pt", number)))
-        for kind, things in self._plain().items():
-            for number, each in enumerate(things):
-                each.load_state_dict(read(folder / _numbered(kind, number)))
-        for number, each in enumerate(self._custom_objects):
-            each.load_state_dict(read(folder / f"custom_checkpoint_{number}.pt"))
-        if self.scaler is not None and (folder / "scaler.pt").is_file():
-            self.scaler.load_state_dict(read(folder / "scaler.pt"))
-        own = folder / f"random_states_{self.process_index}.pt"
-        if own.is_file():  # a larger world has ranks that the saved one had not
-            saved_state.restore_random_state(read(own))
+            folder = os.fspath(input_dir) if input_dir is not None else str(saved_state.latest(project))
+            checkpoints.there(folder)
+            models = self._models
+            for hook in tuple(self._load_hooks.values()):
+                hook(models, folder)  # it may take models out, having read them itself
+        checkpoints.read(self._parts(models), folder, told=self._told_to_all, strict=strict)
+        if input_dir is None and (number := saved_state.number_of(Path(folder))) is not None:
+            project.iteration = max(project.iteration, number + 1)
         window.abandon(self.gradient_state)
 
-    def _plain(self) -> dict[str, list[Any]]:
-        return {
-            "scheduler.pt": self._schedulers,
-            "loader.pt": [e for e in self._dataloaders if hasattr(e, "state_dict")],
+    def _parts(self, models: list[Any]) -> Parts:
+        from rankbook.runtime import checkpoints
+
+        others = {
+            "scheduler": self._schedulers,
+            "loader": [each for each in self._dataloaders if hasattr(each, "state_dict")],
+            "custom_checkpoint": self._custom_objects,
+            "scaler": [self.scaler] if self.scaler is not None else [],
         }
+        raw = [self.unwrap_model(each) for each in models]
+        return checkpoints.parts(raw, self._optimizers, others, self.process_index, self.num_processes)
 
-    def _named(self, models: list[Any], optimizers: list[Any]) -> Iterator[tuple[str, Any]]:
-        """File names with what belongs into them."""
-        for number, model in enumerate(models):
-            yield _numbered(_MODEL, number), model
-        for number, optimizer in enumerate(optimizers):
-            yield _numbered("optimizer.pt", number), optimizer
-        for kind, things in self._plain().items():
-            for number, each in enumerate(things):
-                yield _numbered(kind, number), each.state_dict()
-        for number, each in enumerate(self._custom_objects):
-            yield f"custom_checkpoint_{number}.pt", each.state_dict()
-        if self.scaler is not None:
-            yield "scaler.pt", self.scaler.state_dict()
-
-    def _folder_to_write(self, given: str | os.PathLike[str] | None) -> Path:
+    def _folder_to_write(self, given: str | os.PathLike[str] | None) -> str:
         if given is not None:
-            return Path(given)
+            return os.fspath(given)
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             raise BadRequest(
                 "save_state() needs a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True and a "
                 "project_dir"
             )
-        return project.checkpoints / f"checkpoint_{project.iteration}"
+        folder = project.checkpoints / f"checkpoint_{project.iteration}"
+        if self.is_main_process and saved_state.is_complete(folder):
+            raise BadRequest(
+                f"there is a checkpoint {folder} already: load_state() goes on behind the latest, or give "
+                "ProjectConfiguration another iteration or project_dir"
+            )
+        return str(folder)
 
     @contextmanager
     def _told_to_all(self, what: str) -> Iterator[None]:
@@ -191,13 +234,3 @@ class Saving(Core):
         first = next((rank for rank, each in enumerate(told) if each is not None), None)
         if first is not None:
             raise BadRequest(f"{what} failed on rank {first}: {told[first]}")
-
-
-def _numbered(name: str, number: int) -> str:
-    stem, dot, ending = name.partition(".")
-    return f"{stem}_{number}{dot}{ending}" if number else name
-
-
-def _refuse_safetensors(wanted: bool) -> None:
-    if wanted:
-        raise BadRequest("safe_serialization=True is not offered: files are torch.save's, read with weights_only=True")

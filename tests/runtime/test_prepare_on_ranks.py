@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rankbook.errors import CheckpointingException
 from tests.runtime.ranks import run_ranks
 
 
@@ -317,11 +318,11 @@ def save_and_load(folder):
     def fail(*_):
         raise OSError("the disk is full")
 
-    if rank == 0:
-        from rankbook.runtime import saved_state
+    if rank == 1:
+        from rankbook.checkpoint.storage import LocalStorage
 
-        saved_state.put_in_place = fail
-    with pytest.raises(OSError if rank == 0 else ValueError, match="the disk is full"):
+        LocalStorage.write = fail
+    with pytest.raises(CheckpointingException, match=r"rank 1: OSError: the disk is full"):
         accelerator.save_state(folder)
     accelerator.load_state(folder)
     return True
