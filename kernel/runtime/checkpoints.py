@@ -109,10 +109,11 @@ def _linked(source: str | Path, target: str | Path) -> None:
 def parted(folder: str) -> tuple[str, str]:
     """A folder, or its URL, as the one above it and its name. Raises `BadRequest` where it has no name."""
     if "://" in folder:
-        above, _, name = folder.rstrip("/").rpartition("/")
-        if not name or above.endswith(("/", ":")):
-            raise BadRequest(f"{folder} has no folder behind it: give one, such as {folder.rstrip('/')}/state")
-        return above, name
+        scheme, _, path = folder.partition("://")
+        above, _, name = path.rstrip("/").rpartition("/")
+        if not above.strip("/"):
+            raise BadRequest(f"{folder}: a checkpoint needs a folder within another, such as {scheme}://run/state")
+        return f"{scheme}://{above}", name
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it leaves links as they are
     return str(path.parent), path.name
 

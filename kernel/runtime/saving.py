@@ -7,6 +7,7 @@ are used.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from rankbook.runtime.prepare.models import unwrap
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
     from rankbook.runtime.checkpoints import Parts
+
+_log = logging.getLogger(__name__)
 
 
 class Saving(Core):
@@ -145,6 +148,8 @@ class Saving(Core):
 
         with self._told_to_all("save_state"):
             folder = self._folder_to_write(output_dir)
+        if not self.gradient_state.sync_gradients and self.is_main_process:
+            _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
         found = self._parts(self._models)
         with self._told_to_all("save_state"):
             before = {name: each.state_dict() for name, each in found.models.items()}

@@ -1,0 +1,228 @@
+"""One checkpoint for every number of ranks and every way to spread a model: training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rankbook.errors import BadRequest, CheckpointingException
+from tests.runtime.ranks import run_ranks
+
+SAMPLES, BATCH, WINDOW = 48, 6, 2
+MIDDLE = 4
+"""Batches before the save, of the 8 of an epoch."""
+
+
+def training(**options):
+    """All that is prepared, as in a fresh process: batches of 6 that the ranks split, two of them to a step."""
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from rankbook.runtime import Accelerator, DataLoaderConfiguration, set_seed
+    from rankbook.runtime.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=True), gradient_accumulation_steps=WINDOW, **options
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6))
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(5))
+    set_seed(1)
+    loader = DataLoader(TensorDataset(rows, torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def go_on(accelerator, model, optimizer, scheduler, loader, stop=None):
+    """What happens with each batch until `stop`: which samples it has, the loss over all ranks, the rate."""
+    told = []
+    for rows, numbers in loader:
+        with accelerator.accumulate(model):
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        samples = sorted(set(accelerator.gather(numbers).tolist()))
+        told.append((samples, accelerator.reduce(loss.detach(), "mean").item(), scheduler.get_last_lr()[0]))
+        if len(told) == stop:
+            break
+    return told
+
+
+def options_of(way, world):
+    from rankbook.runtime import FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig
+
+    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    return (
+        {
+            "whole": {"parallelism_config": ParallelismConfig(dp_replicate_size=world)},
+            "shards": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+            "layers": {"parallelism_config": ParallelismConfig(tp_size=world, tp_handler=plan)},
+        }[way]
+        if world > 1
+        else {}
+    )
+
+
+def save_in(folder, ways):
+    """Save in the middle of an epoch, then go on: the rest of it, and what each rank drew."""
+    import torch.distributed as dist
+
+    found = {}
+    for way in ways:
+        parts = training(**options_of(way, dist.get_world_size()))
+        seen = go_on(*parts, stop=MIDDLE)
+        torch.manual_seed(50 + dist.get_rank())
+        handle = parts[0].save_state(f"{folder}/{way}", async_=True)
+        drawn = torch.rand(1).item()
+        rest = go_on_within(parts)
+        handle.wait(30)
+        assert sorted(each for samples, _, _ in seen + rest for each in samples) == list(range(SAMPLES))
+        found[way] = rest, drawn
+    return found
+
+
+def go_on_within(parts):
+    """The rest of the epoch, by a loader that stands where the broken-off loop has left it."""
+    loader = parts[-1]
+    loader.load_state_dict(loader.state_dict())
+    return go_on(*parts)
+
+
+def load_in(folder, saved, ways):
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    found = {}
+    for where in saved:
+        for way in ways:
+            parts = training(**options_of(way, world))
+            go_on(*parts, stop=MIDDLE // 2)
+            torch.manual_seed(7)
+            own = torch.rand(1).item()
+            torch.manual_seed(7)
+            parts[0].load_state(f"{folder}/{where}")
+            drawn = torch.rand(1).item()
+            found[where, way] = go_on(*parts), drawn, own
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "others"),
+    [
+        pytest.param(2, {1: ["whole"], 3: ["shards"], 2: ["whole", "layers"]}, id="2"),
+        pytest.param(1, {2: ["shards"]}, id="1"),
+        pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3", marks=pytest.mark.slow),  # the same the other way
+    ],
+)
+def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, others, tmp_path):
+    ways = ["whole", "shards", "layers"] if world == 2 else ["whole"]
+    runs = run_ranks(save_in, world, str(tmp_path), ways)
+    for other, how in others.items():
+        for rank, found in enumerate(run_ranks(load_in, other, str(tmp_path), ways, how)):
+            for (where, way), (rest, drawn, own) in found.items():
+                expected = runs[0][where][0]
+                assert [each[0] for each in rest] == [each[0] for each in expected], (where, way)
+                assert len(rest) == SAMPLES // BATCH - MIDDLE
+                for (_, loss, rate), (_, loss_then, rate_then) in zip(rest, expected, strict=True):
+                    assert loss == pytest.approx(loss_then, rel=1e-4), (where, way)
+                    assert rate == pytest.approx(rate_then)
+                assert drawn == (runs[rank][where][1] if rank < world else own), (where, way, rank)
+
+
+def what_goes_wrong(folder):
+    """Said on every rank, whichever had the trouble."""
+    from torch.utils.data import DataLoader
+
+    parts = training()
+    accelerator, model = parts[:2]
+    rank = accelerator.process_index
+
+    def said(call):
+        try:
+            call()
+        except (BadRequest, CheckpointingException) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    class Bad:
+        def state_dict(self):
+            if rank == 1:
+                raise ValueError("no state here")
+            return {}
+
+        load_state_dict = None
+
+    found = {"object": None, "folder": None, "hook": None, "loader": None, "shape": None}
+    accelerator.save_state(f"{folder}/good")
+    bad = Bad()
+    accelerator.register_for_checkpointing(bad)
+    try:
+        accelerator.save_state(f"{folder}/good")
+    except (BadRequest, ValueError) as error:
+        found["object"] = str(error)
+    accelerator._custom_objects.clear()
+    found["folder"] = said(lambda: accelerator.load_state(folder if rank else f"{folder}/good"))
+
+    def hook(*_):
+        raise BadRequest("the hook does not want to")
+
+    if rank == 1:
+        handle = accelerator.register_save_state_pre_hook(hook)
+    found["hook"] = said(lambda: accelerator.save_state(f"{folder}/good"))
+    if rank == 1:
+        handle.remove()
+    other = accelerator.prepare(DataLoader(list(range(12)), batch_size=2))
+    found["loader"] = said(lambda: accelerator.load_state(f"{folder}/good"))
+    del other
+    with torch.no_grad():
+        accelerator.unwrap_model(model)[2].bias = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    found["shape"] = said(lambda: accelerator.load_state(f"{folder}/good"))
+    return found
+
+
+def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
+    wanted = {
+        "object": "no state here",
+        "folder": "there is no checkpoint",
+        "hook": "the hook does not want to",
+        "loader": "has no loader_1",
+        "shape": "model.2.bias",
+    }
+    for found in run_ranks(what_goes_wrong, 2, str(tmp_path)):
+        assert {name: said for name, said in found.items() if said is None or wanted[name] not in said} == {}
+
+
+def write_files(folder):
+    """A sharded model's files."""
+    from rankbook.runtime import FullyShardedDataParallelPlugin
+
+    accelerator, model = training(fsdp_plugin=FullyShardedDataParallelPlugin())[:2]
+    accelerator.save_model(model, folder, max_shard_size=400)
+    whole = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+    from rankbook.checkpoint.storage import LocalStorage
+
+    if accelerator.process_index == 0:
+
+        def fail(*_):
+            raise OSError("the disk is full")
+
+        LocalStorage.write = fail
+    with pytest.raises(OSError if accelerator.process_index == 0 else BadRequest, match="the disk is full"):
+        accelerator.save_model(model, folder)
+    return whole
+
+
+def test_a_sharded_model_is_written_whole_and_a_full_disk_is_told_to_all(tmp_path):
+    from tests.runtime.test_saving import read
+
+    (whole, _) = run_ranks(write_files, 2, str(tmp_path))
+    assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2
+    found = read(tmp_path)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
