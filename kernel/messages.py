@@ -153,7 +153,9 @@ class Abort(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Leave the process group and exit."""
+    """Leave the process group and exit. What is being saved in the background may go on for `patience` seconds."""
+
+    patience: float = 0.0
 
 
 # Rank to notebook ---------------------------------------------------------------------------------------------------
@@ -168,6 +170,12 @@ class Hello(Message, frozen=True):
     device: str
     backend: str
     threads: int
+
+
+class Lingering(Message, frozen=True):
+    """The rank leaves once what it saves in the background is saved, or after `seconds`."""
+
+    seconds: float
 
 
 class StartFailed(Message, frozen=True):
@@ -344,7 +352,8 @@ class ClusterClosed(Message, frozen=True):
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
 ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave | Seen | Recall
-FromRank = Hello | StartFailed | Text | TextCut | Display | Clear | InputRequest | Done | Stack | Collectives | Here
+_Shown = Text | TextCut | Display | Clear
+FromRank = Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused

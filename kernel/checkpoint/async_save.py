@@ -155,6 +155,12 @@ def _first(complaint: str) -> str:
     return next(each for each in told if each)
 
 
+def latest() -> SaveHandle | None:
+    """The save in the background that is under way, or that nobody has been told the end of; None without one."""
+    handle = _process.current
+    return handle if handle is not None and not (handle.done and (handle.heard or handle.error is None)) else None
+
+
 def finish(timeout: float | None = None) -> bool:
     """Wait until nothing is being saved in the background. Whether that is so, after `timeout` seconds."""
     return _process.current is None or _process.current._ended.wait(timeout)

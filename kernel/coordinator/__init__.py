@@ -13,6 +13,7 @@ exits.py    how a rank's process ended, in words
 presence.py  which ranks answer when they are asked
 silence.py  what it means when one does not, in words
 timers.py   what is to be done later
+farewells.py  how long a rank that is to leave may take
 driver.py   performs the actions: links, forkserver, timers
 cell.py     one task on its way: output, waiters, result
 vigil.py    tells, beside a long cell, of a rank that has fallen silent

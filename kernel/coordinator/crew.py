@@ -18,6 +18,7 @@ from pathlib import Path
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.adopted import KeptDriver
 from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.farewells import LAST_SAVE_SECONDS, SAVE_SECONDS
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.state import ClusterState
@@ -229,13 +230,17 @@ class Crew:
             if self._hub is not None:
                 self._hub.close()
 
-    def stop(self) -> None:
-        """End all ranks and remove everything of theirs but the logs. A second time does nothing."""
+    def stop(self, *, patience: float = SAVE_SECONDS) -> None:
+        """End all ranks and remove everything of theirs but the logs. A second time does nothing.
+
+        What idle ranks save in the background may go on for `patience` seconds.
+        """
         with self._stop_lock, held_interrupts():
             if self._stopped.is_set():
                 return
             self._stopped.set()
             if self._driver is not None:
+                self._driver.farewells.patience = patience
                 self._driver.post(ev.Stop())
                 self._wait_gone(self._driver, timeout=_STOP_TIMEOUT)
                 self._driver.close()
@@ -249,7 +254,11 @@ class Crew:
         gone = (RankState.ABSENT, RankState.DEAD)
         with driver.changed:
             while any(rank.state not in gone for rank in self.state.ranks.values()):
-                if time.monotonic() > deadline or driver.failure is not None or not self._launcher.alive:
+                if (
+                    time.monotonic() > max(deadline, driver.farewells.deadline + 1.0)
+                    or driver.failure is not None
+                    or not self._launcher.alive
+                ):
                     return
                 driver.changed.wait(0.05)
 
@@ -269,7 +278,7 @@ def remember(crew: Crew) -> None:
 def _stop_all() -> None:
     for crew in tuple(_all):
         if crew.keep is None:
-            crew.stop()
+            crew.stop(patience=LAST_SAVE_SECONDS)
         else:
             crew.leave()
 

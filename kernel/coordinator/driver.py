@@ -20,6 +20,7 @@ from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed
 from rankbook.coordinator.exits import describe_exit, describe_failure, feed_last, sent_last
+from rankbook.coordinator.farewells import Farewells
 from rankbook.coordinator.presence import Presence, RankInfo
 from rankbook.coordinator.silence import describe_straggler
 from rankbook.coordinator.state import ClusterState
@@ -41,7 +42,7 @@ from rankbook.messages import (
     InputReply,
     InputRequest,
     Interrupt,
-    Leave,
+    Lingering,
     RankExited,
     RankForked,
     Regroup,
@@ -50,8 +51,6 @@ from rankbook.messages import (
 )
 from rankbook.transport.link import HubLink, Sender
 
-_POLITE_SECONDS = 0.5
-"""How long an idle rank may take to leave by itself."""
 _LAST_WORDS_SECONDS = 0.02
 """How long after a rank's end its last messages may still be on the link."""
 _RECENT_CELLS = 64
@@ -78,6 +77,7 @@ class Driver:
         self._fed = Fed(self._cells)
         self._ending: deque[act.EndCell] = deque()
         self._timers = Timers()
+        self.farewells = Farewells(hub, launcher, self.after)
         self._look_at: float | None = None
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
@@ -148,7 +148,7 @@ class Driver:
                 self.presence.forget(rank)
                 self._fork(rank, incarnation)
             case act.Kill(rank, incarnation, idle):
-                self._remove(rank, incarnation, politely=idle)
+                self.farewells.part(rank, incarnation, politely=idle)
             case act.Regroup(number, generation):
                 tasks = {rank: (Regroup(cell=number, generation=generation), ()) for rank in self.state.ranks}
                 self._cells[number] = Cell(number, -1, tasks, cluster_key="", sink=None, label="forming the group")
@@ -204,12 +204,6 @@ class Driver:
             words = f"could not be started: {error}"
             self.start_errors[rank] = f"rank {rank} {words}"
             self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, words)))
-
-    def _remove(self, rank: int, incarnation: int, *, politely: bool) -> None:
-        if politely and self._hub.send(rank, Leave()):
-            self.after(_POLITE_SECONDS, lambda: self._launcher.kill(rank, incarnation))
-        else:
-            self._launcher.kill(rank, incarnation)
 
     # Driving
 
@@ -321,6 +315,8 @@ class Driver:
                 self.post(ev.SaidHello(rank, incarnation))
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
+            case Lingering():
+                self.farewells.linger(rank, incarnation, message.seconds)
             case Stack():
                 self.presence.answer(rank, message)
             case Collectives():

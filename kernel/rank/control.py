@@ -222,6 +222,7 @@ class Control(threading.Thread):
         self._liveness = liveness
         self._receiving = threading.Lock()
         self._left = False
+        self.patience = 0.0
 
     def next_task(self) -> Task | None:
         """The next task; None when it is time to leave. The main thread, which waits on the link itself."""
@@ -273,7 +274,7 @@ class Control(threading.Thread):
     def _handle(self, message: ToRank, frames: list[memoryview]) -> None:
         match message:
             case Leave():
-                self._left = True
+                self._left, self.patience = True, message.patience
                 self.tasks.put(None)
             case Interrupt():
                 self._interrupts.request(message.cell)

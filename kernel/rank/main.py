@@ -16,8 +16,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from rankbook.messages import ErrorReport, ForkRank, Hello, StartFailed
-from rankbook.rank import heal, lifeboat, tracebacks
+from rankbook.messages import ErrorReport, ForkRank, Hello, Lingering, StartFailed
+from rankbook.rank import farewell, heal, lifeboat, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
@@ -141,5 +141,9 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     )
     while (task := control.next_task()) is not None:
         executor.execute(task)
-    group.leave()
+    trouble = farewell.finish_saves(control.patience, lambda seconds: link.send(Lingering(seconds=seconds)))
+    if trouble:
+        print(trouble, file=sys.__stderr__, flush=True)
+    else:  # a save that still goes on would be in its collectives
+        group.leave()
     capture.end()

@@ -114,8 +114,8 @@ def parted(folder: str) -> tuple[str, str]:
         if not above.strip("/"):
             raise BadRequest(f"{folder}: a checkpoint needs a folder within another, such as {scheme}://run/state")
         return f"{scheme}://{above}", name
-    path = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it leaves links as they are
-    return str(path.parent), path.name
+    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it leaves links as they are
+    return str(whole.parent), whole.name
 
 
 def write(

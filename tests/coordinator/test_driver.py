@@ -393,8 +393,8 @@ def test_news_of_an_earlier_process_of_a_rank_change_nothing(stage):
 def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage):
     stage.launch()
     stage.driver.post(ev.Stop())
-    assert stage.next_task(0) == Leave()
-    assert stage.next_task(1) == Leave()
+    assert stage.next_task(0) == Leave(patience=30)
+    assert stage.next_task(1) == Leave(patience=30)
     assert stage.launcher.killed == []
     stage.launcher.tell(exited(1, 0))
     wait_until(lambda: KillRank(rank=0, incarnation=1) in stage.launcher.killed, timeout=SOON, what="the kill")

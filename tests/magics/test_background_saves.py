@@ -1,0 +1,86 @@
+"""A checkpoint that is written in the background outlives its cell, and its ranks' last moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.checkpoint import steps, verify
+from tests.conftest import Notebook, check_nothing_left, leftovers
+
+SAVE = """%%distributed
+import threading
+from rankbook.checkpoint import save
+from rankbook.checkpoint.storage import LocalStorage
+
+plainly, gate = LocalStorage.write, threading.Event()
+
+def slowly(storage, path, parts):
+    gate.wait({seconds})
+    return plainly(storage, path, parts)
+
+LocalStorage.write = slowly
+handle = save({{"weights": torch.arange(4.0)}}, {folder!r}, step={step}, async_=True)
+print("done" if handle.done else "under way")
+"""
+
+
+@pytest.fixture
+def ranks(module_notebook):
+    module_notebook.run("%distributed start -n 2")
+    yield module_notebook
+    module_notebook.ok("%distributed stop")
+
+
+def test_it_is_finished_before_the_ranks_end(ranks, tmp_path):
+    assert ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=1)).stdout == "[0-1] under way\n"
+    ended = ranks.ok("%distributed stop")
+    assert (ended.stderr, steps(tmp_path), verify(tmp_path).ok) == ("", [1], True)
+    assert 0.5 < ended.seconds < 10
+    ranks.ok("%distributed start -n 2")
+    ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=2))
+    ranks.ok("%distributed restart")
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_one_that_takes_too_long_is_said_to_be_lost_and_what_was_there_stays(ranks, tmp_path):
+    ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0, step=1))
+    ranks.ok("%%distributed\nhandle.wait()")
+    message = ranks.send(SAVE.format(folder=str(tmp_path), seconds=60, step=2))
+    outcome = ranks.finish(message)
+    ended = ranks.ok("import rankbook\nrankbook.current()._crew.stop(patience=0.7)")
+    assert ended.seconds < 5
+    ranks.follow(message, outcome, lambda o: "is lost" in o.stderr)
+    assert "was not done 0.7 s after the rank was to leave, and is lost" in outcome.stderr
+    assert steps(tmp_path) == [1]
+
+
+def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_the_end(ranks, tmp_path):
+    fails = (
+        "%%distributed\nfrom rankbook.checkpoint import async_save, save\n"
+        "from rankbook.checkpoint.storage import LocalStorage\n"
+        "def full(*_):\n    raise OSError('the disk is full')\n"
+        f"LocalStorage.write = full\nhandle = save({{'x': torch.ones(2)}}, {str(tmp_path)!r}, async_=True)\n"
+    )
+    ranks.ok(fails)
+    told = ranks.ok("%%distributed\nasync_save.finish(20)\nprint('the disk is full' in str(handle.error), handle.done)")
+    assert told.stdout == "[0-1] True True\n"
+    again = ranks.run(f"%%distributed\nsave({{'x': torch.ones(2)}}, {str(tmp_path)!r})")
+    assert again.ename == "CheckpointingException"
+    assert "the save before this one failed in the background" in again.evalue
+    ranks.ok(fails)
+    message = ranks.send("%%distributed\nassert async_save.finish(20)")
+    outcome = ranks.finish(message)
+    ranks.send("%distributed stop")
+    ranks.follow(message, outcome, lambda o: "the disk is full" in o.stderr)
+    assert steps(tmp_path) == []
+
+
+def test_it_is_finished_when_the_kernel_ends(tmp_path):
+    before, notebook = leftovers(), Notebook()
+    try:
+        notebook.ok("%load_ext rankbook\n%distributed start -n 2")
+        notebook.ok(SAVE.format(folder=str(tmp_path), seconds=0.1, step=1))
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+    assert steps(tmp_path) == [1]
