@@ -178,6 +178,7 @@ def abandon(storage: Storage, step: int) -> None:
     name = partial_name(step)
     try:
         storage.remove(name)
+        storage.remove(NEXT)
     finally:
         owners.release(storage, name + OWNER)
 
