@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -22,7 +22,7 @@ from rankbook.checkpoint.declared import Declared, Shard
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor, is_main_replica
 from rankbook.checkpoint.reading import Wanted
-from rankbook.checkpoint.state_dicts import split
+from rankbook.checkpoint.state_dicts import nested, placed, split
 from rankbook.checkpoint.transfer import dtype_named
 
 
@@ -194,9 +194,17 @@ class Wishes:
         self.tensors = [HeldTensor.of(each.shard) for each in self._split.tensors]
         self.objects = [HeldObject.of(each) for _, each in self._split.objects]
 
-    def asks_for(self, name: Any) -> bool:  # noqa: ANN401 - a key of a dict
-        """Whether the state dict has a part of this name, or all plain values are wanted."""
-        return self._all_values or name in self._split.containers
+    def values(self, paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, tuple[Any, ...]]:
+        """Which of the plain values that are stored by these keys are wanted, with their paths in the state dict.
+
+        Those are all of each of its parts, or all that there are.
+        """
+        asked = self._split.containers
+        return {key: placed(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
+
+    def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+        """Values at paths as a part of the state dict."""
+        return nested(leaves, self._split.containers)
 
     def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
         """The state dict with what was loaded in its places, but for keys that were skipped."""

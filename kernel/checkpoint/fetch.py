@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from rankbook.checkpoint.checksums import crc32
-from rankbook.checkpoint.contents import HeldTensor
+from rankbook.checkpoint.contents import HeldTensor, Wishes
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
-from rankbook.checkpoint.state_dicts import nested
 from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
 from rankbook.checkpoint.zips import zip_holds
@@ -105,17 +104,14 @@ class Fetch:
             raise Damage("has other bytes than were written")
         return self._unpickled(blob)
 
-    def common(self, asks_for: Callable[[Any], bool] = lambda _: True) -> Any:  # noqa: ANN401 - nested dicts and lists
-        """The common part, {} where there is none.
-
-        Where each of its values is an object of its own, those of which `asks_for(first part of the path)` holds.
-        """
+    def common(self, wishes: Wishes) -> Any:  # noqa: ANN401 - nested dicts and lists
+        """The common part, {} where there is none; where each of its values is an object of its own, those wished."""
         known = {each.name: each for each in self._found.manifest.files}
         stored = known.get(COMMON)
         if stored is None:
-            wanted = {key: path for key, path in self._found.manifest.values.items() if asks_for(path[0])}
+            wanted = wishes.values(self._found.manifest.values)
             values = self._objects(wanted)
-            return nested((path, values[key]) for key, path in wanted.items() if key in values)
+            return wishes.nested((path, values[key]) for key, path in wanted.items() if key in values)
         with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
             data = read_all(self._found.storage, self._found.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):

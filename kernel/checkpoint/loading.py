@@ -223,7 +223,7 @@ class Reader(StorageReader):
         assert wishes is not None
         fetch.tensors(own.plan, wishes.tensors)
         objects = fetch.objects([each.unique_key for each in wishes.objects])
-        common = fetch.common(wishes.asks_for)
+        common = fetch.common(wishes)
         if own.is_coordinator:
             fetch.small_files()
         fetch.conclude()

@@ -90,26 +90,48 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     return _rebuilt(value, [(key, map_leaves(function, each, (*path, key))) for key, each in children])
 
 
-def nested(leaves: Iterable[tuple[Path, Any]]) -> StateDict:
-    """The state dict that has these leaves at these paths. A container whose keys are 0, 1, 2, ... becomes a list."""
+def nested(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
+    """The state dict that has these leaves at these paths.
+
+    A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, a state dict.
+    """
     made = _Node()
     for path, leaf in leaves:
         at = made
         for key in path[:-1]:
             at = at.setdefault(key, _Node())
         at[path[-1]] = leaf
-    return {key: _with_lists(each) for key, each in made.items()}
+    return {key: _with_lists(each, _below(like, key)) for key, each in made.items()}
+
+
+def placed(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
+    """A path as `like` has it: its dicts may have a number as a key where the path has that number as text."""
+    found = []
+    for key in path:
+        if isinstance(like, dict) and key not in like and str(key).isdecimal() and int(key) in like:
+            key = int(key)  # noqa: PLW2901 - the same key
+        found.append(key)
+        like = _below(like, key)
+    return tuple(found)
+
+
+def _below(value: Any, key: Any) -> Any:  # noqa: ANN401 - any part of a state dict
+    return dict(_children(value) or ()).get(key)
 
 
 class _Node(dict[Any, Any]):
     """A container that is made here, and no leaf."""
 
 
-def _with_lists(value: Any) -> Any:  # noqa: ANN401 - a leaf or a container
+def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a container
     if not isinstance(value, _Node):
         return value
-    below = {key: _with_lists(each) for key, each in value.items()}
-    in_order = all(isinstance(key, int) for key in below) and sorted(below) == list(range(len(below)))
+    below = {key: _with_lists(each, _below(like, key)) for key, each in value.items()}
+    in_order = (
+        not isinstance(like, dict)
+        and all(isinstance(key, int) for key in below)
+        and sorted(below) == list(range(len(below)))
+    )
     return [below[number] for number in range(len(below))] if in_order else below
 
 

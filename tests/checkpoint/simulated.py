@@ -97,7 +97,7 @@ def load_ranks(ranks: Sequence[Any], storage: Any, *, verify: bool = True, cast:
         fetch, wishes = Fetch(found, verify=verify), planner.wishes
         fetch.tensors(planner.plan, wishes.tensors)
         objects = fetch.objects([each.unique_key for each in wishes.objects])
-        common = fetch.common(wishes.asks_for)
+        common = fetch.common(wishes)
         fetch.conclude()
         loaded.append(wishes.assembled(objects, common, planner.decision.skipped))
     return loaded
