@@ -127,6 +127,30 @@ def test_the_example_of_the_accelerator_trains_on_ranks():
     assert (run.returncode, run.stderr) == (0, ""), program
 
 
+SAVED = """
+import os, sys, tempfile, rankbook, torch
+os.chdir(tempfile.mkdtemp())
+with rankbook.start(2) as cluster:
+    cluster.run(
+        "torch.manual_seed(rank)\\nmodel = torch.nn.Linear(3, 1)\\n"
+        "optimizer = torch.optim.Adam(model.parameters())\\nmodel(torch.ones(3)).sum().backward()\\noptimizer.step()"
+    )
+    first = cluster.pull("model.weight.detach().clone()")[0]
+    cluster.run(cell)
+    assert all(torch.equal(first, each) for each in cluster.pull("model.weight.detach()")), "rank 0's was stored"
+    assert cluster.pull("saving.wait().name") == ["step-40"] * 2
+"""
+
+
+def test_the_example_of_checkpoints_saves_and_loads():
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "save(" in each]
+    magic, _, cell = example.partition("\n")
+    assert magic == "%%distributed"
+    program = f"cell = {cell!r}\n{SAVED}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stderr) == (0, ""), program
+
+
 def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
     lines = re.findall(
         r"^python (tests/benchmarks/\w+\.py.*?)(?:  +#.*)?$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE

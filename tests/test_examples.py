@@ -44,7 +44,7 @@ def pictures(notebook: NotebookNode) -> list[str]:
 
 
 def test_there_is_a_test_for_every_example() -> None:
-    assert [notebook.name for notebook in NOTEBOOKS] == ["accelerator.ipynb", "quickstart.ipynb"]
+    assert [notebook.name for notebook in NOTEBOOKS] == ["accelerator.ipynb", "checkpoints.ipynb", "quickstart.ipynb"]
     assert sorted(EXAMPLES.glob("*.py")) == [SCRIPT]
 
 
@@ -109,6 +109,25 @@ def test_accelerator_trains_resumes_and_changes_precision_on_all_ranks(
     assert not [
         output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"
     ]
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> None:
+    printed = run(EXAMPLES / "checkpoints.ipynb", tmp_path / "out.ipynb")
+    (first, last) = re.findall(r"^\[0-1\] 37 batches, loss ([\d.]+) to ([\d.]+)$", printed, re.MULTILINE)[0]
+    assert float(last) < float(first) / 5
+    assert re.search(r"^\[0-1\] batch 25: <save of state to ", printed, re.MULTILINE), printed
+    assert re.search(r"^1 +dead .*was killed by signal 9", printed, re.MULTILINE)
+    assert "state: whole (" in printed
+    resumed = re.search(r"^\[0-2\] 22 batches were left, loss [\d.]+ to ([\d.]+)$", printed, re.MULTILINE)
+    assert resumed is not None, printed
+    assert float(resumed[1]) == pytest.approx(float(last), abs=2e-4)
+    assert re.search(r"^the losses differ by \de-\d\d at most$", printed, re.MULTILINE)
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    nbformat.validate(executed)
+    assert len(pictures(executed)) == 1
+    errors = [cell.id for cell in executed.cells for each in cell.get("outputs", []) if each.output_type == "error"]
+    assert errors == ["interrupted"], "the one that loses its rank"
 
 
 @pytest.mark.parametrize(
