@@ -1,0 +1,323 @@
+"""Saves in the background, on real processes: what the handle says, what is in them, that no rank waits for another.
+
+The tests of two ranks run in the same two processes, one after the other.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+
+from tests.checkpoint import crew
+from tests.runtime.ranks import run_ranks
+
+ROWS = 64
+
+
+class Gate:
+    """A storage whose files of data wait until they may be written."""
+
+    def __init__(self, inner):
+        self.inner, self.open, self.reached = inner, threading.Event(), threading.Event()
+
+    def __str__(self):
+        return str(self.inner)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def write(self, path, parts):
+        if path.endswith(".distcp"):
+            self.reached.set()
+            assert self.open.wait(20)
+        return self.inner.write(path, parts)
+
+
+BODIES = {}
+
+
+def on_ranks(body):
+    """A test whose body runs on two ranks."""
+    BODIES[body.__name__] = body
+
+    def test(told):
+        failure = told.get(body.__name__, "it was not come to: a test before it has failed")
+        if failure:
+            pytest.fail(failure)
+
+    test.__name__ = body.__name__
+    return test
+
+
+def all_bodies(bodies, folder):
+    """What each of them failed with, until one does."""
+    told = {}
+    for name, body in bodies.items():
+        try:
+            body(f"{folder}/{name}")
+            told[name] = ""
+        except BaseException:  # noqa: BLE001 - the test fails with it
+            told[name] = traceback.format_exc()
+            break
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The failures of all tests on two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    one, other = run_ranks(all_bodies, 2, BODIES, str(folder), timeout=100)
+    return {name: one.get(name, "") + other.get(name, "") for name in one.keys() & other.keys()}
+
+
+def context(folder):
+    import torch.distributed as dist
+
+    from rankbook.checkpoint.storage import storage_of
+
+    return dist.get_rank(), dist.get_world_size(), Gate(storage_of(folder))
+
+
+def latest(rank, world, folder, step="latest"):
+    from rankbook.checkpoint import load
+
+    return crew.generation_of(rank, world, load(crew.state(rank, world, 0, ROWS), folder, step=step), ROWS)
+
+
+@on_ranks
+def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
+    import torch
+    import torch.distributed as dist
+
+    from rankbook.checkpoint import CheckpointingException, save, steps
+
+    rank, world, gate = context(folder)
+    held = crew.state(rank, world, 1, ROWS)
+    handle = save(held, gate, step=1, async_=True)
+    crew.train(held)
+    assert gate.reached.wait(20)
+    assert (handle.done, handle.error) == (False, None)
+    assert "writing, 0%" in repr(handle)
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s"):
+        handle.wait(0.01)
+    for _ in range(20):  # training's collectives meet none of the save's
+        ones = torch.ones(1000)
+        dist.all_reduce(ones)
+        assert ones[0] == world
+    with pytest.raises(CheckpointingException, match="still under way"):
+        save(crew.state(rank, world, 2, ROWS), folder, step=2, busy="refuse")
+    threading.Timer(0.1, gate.open.set).start()
+    second = save(crew.state(rank, world, 2, ROWS), folder, step=2, async_=True)  # waits for the first
+    assert handle.done
+    assert handle.wait().step == 1
+    assert second.wait().step == 2
+    assert second.done
+    assert second.progress.phase == "done"
+    assert steps(folder) == [1, 2]
+    assert latest(rank, world, folder, 1) == 1
+    assert latest(rank, world, folder) == 2
+
+
+@on_ranks
+def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
+    from rankbook.checkpoint import async_save, save
+
+    rank, world, _ = context(folder)
+    places = []
+    for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS):
+        save(crew.state(rank, world, 1, rows), folder, async_=True).wait()
+        places.append({each.data_ptr(): each.numel() for each in async_save._process.pool})
+    assert places[0] == places[1]
+    assert places[2] == places[3]
+    assert sum(places[2].values()) < 2.2 * sum(places[0].values())
+
+
+@on_ranks
+def test_busy_on_one_rank_is_busy_on_all(folder):
+    from rankbook.checkpoint import CheckpointingException, save
+
+    rank, world, _ = context(folder)
+    hold, ended = threading.Event(), threading.Event()
+
+    def told(progress):
+        if progress.phase == "done" and rank == 1:
+            ended.set()
+            assert hold.wait(20)
+
+    handle = save(crew.state(rank, world, 1, ROWS), folder, async_=True, on_progress=told)
+    if rank == 1:
+        assert ended.wait(20)
+    else:
+        handle.wait(20)
+    with pytest.raises(CheckpointingException, match="under way"):
+        save(crew.state(rank, world, 2, ROWS), folder, busy="refuse")
+    hold.set()
+    handle.wait(20)
+    save(crew.state(rank, world, 3, ROWS), folder, busy="refuse")
+    assert latest(rank, world, folder) == 3
+
+
+@on_ranks
+def test_a_failure_that_nobody_heard_of_is_told_by_the_next_save(folder):
+    from rankbook.checkpoint import CheckpointingException, save
+
+    rank, world, gate = context(folder)
+
+    def broken(path, parts):
+        raise OSError(5, "Input/output error", path)
+
+    if rank == 1:
+        gate.write = broken
+    gate.open.set()
+    handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+    with pytest.raises(CheckpointingException, match=r"failed in the background.*rank 1: OSError.*Input/output error"):
+        save(crew.state(rank, world, 2, ROWS), folder)
+    assert "Input/output error" in str(handle.error)
+    assert "Input/output error" in repr(handle)
+    save(crew.state(rank, world, 3, ROWS), folder)
+    assert latest(rank, world, folder) == 3
+
+
+@on_ranks
+def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder):
+    from rankbook.checkpoint import CheckpointingException, async_save, save
+
+    rank, world, _ = context(folder)
+    whole = async_save._buffer
+    for error in (MemoryError("no room"), KeyboardInterrupt()):
+
+        def fails(_size, error=error):
+            raise error
+
+        async_save._buffer = fails if rank == 1 else whole
+        if rank == 1 and isinstance(error, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                save(crew.state(rank, world, 1, ROWS), folder, async_=True)
+        else:
+            handle = save(crew.state(rank, world, 1, ROWS), folder, async_=True)
+            with pytest.raises(CheckpointingException, match=f"rank 1: {type(error).__name__}"):
+                handle.wait(20)
+        async_save._buffer = whole
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(CheckpointingException, match="failed in the background"):
+                save(crew.state(rank, world, 1, ROWS), folder)
+        save(crew.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
+        assert latest(rank, world, folder) == 2
+
+
+@on_ranks
+def test_a_listener_that_raises_is_not_the_saves_failure(folder):
+    import logging
+
+    from rankbook.checkpoint import save
+
+    rank, world, _ = context(folder)
+    told = []
+    logging.getLogger("rankbook.checkpoint.telling").addFilter(lambda record: told.append(record.getMessage()))
+
+    def raises(progress):
+        if rank == 1 and progress.phase == "writing":
+            raise ValueError("of the listener")
+
+    for background in (False, True):
+        saved = save(crew.state(rank, world, 1, ROWS), folder, async_=background, on_progress=raises)
+        if background:
+            saved.wait(20)
+    assert len(told) == (2 if rank == 1 else 0)
+    assert latest(rank, world, folder) == 1
+
+
+@on_ranks
+def test_loaders_workers_are_forked_while_it_writes(folder):
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from rankbook.checkpoint import save
+
+    rank, world, gate = context(folder)
+    handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+    assert gate.reached.wait(20)
+    loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=8, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        assert sum(int(batch.sum()) for (batch,) in loader) == 2016
+    gate.open.set()
+    handle.wait(20)
+    assert latest(rank, world, folder) == 1
+
+
+@on_ranks
+def test_the_group_is_made_anew_with_the_default_group(folder):
+    import torch.distributed as dist
+
+    from rankbook.checkpoint import save
+
+    rank, world, _ = context(folder)
+    save(crew.state(rank, world, 1, ROWS), folder, async_=True).wait(20)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=world)
+    save(crew.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
+    assert latest(rank, world, folder) == 2
+
+
+def deserted(folder):
+    """The last rank dies while all write; the others' handles end."""
+    from pathlib import Path
+
+    def work(rank, say):
+        import os
+
+        from rankbook.checkpoint import save
+
+        _, world, gate = context(f"{folder}/run")
+        handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+        assert gate.reached.wait(20)
+        if rank == world - 1:
+            os.kill(os.getpid(), 9)
+        gate.open.set()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            handle.wait(20)
+        say((time.monotonic() - began, handle.done, handle.error.__notes__))
+        os._exit(0)
+
+    Path(folder).mkdir()
+    ranks = crew.Crew(3, Path(folder), work)
+    assert ranks.end() == [0, 0, -9], ranks.said
+    return [said[-1] for said in ranks.said[:2]]
+
+
+def test_a_rank_that_dies_ends_the_wait_of_all(tmp_path):
+    for seconds, done, notes in run_ranks(deserted, 1, str(tmp_path / "crew"), group=False)[0]:
+        assert done
+        assert seconds < 10
+        assert "what was saved before is untouched" in notes[0]
+
+
+SCRIPT = """
+import sys, torch
+from rankbook.checkpoint import save
+class Broken:
+    pass
+handle = save({"w": torch.ones(2000, 2000), "n": 3}, sys.argv[1], async_=True)
+print("the script has ended")
+"""
+
+
+def test_at_the_end_of_a_script_it_is_finished_or_said_to_be_lost(tmp_path):
+    def run(folder):
+        return subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
+
+    from rankbook.checkpoint import load_plain
+
+    run(tmp_path / "run")
+    assert load_plain(tmp_path / "run")["n"] == 3
+    (tmp_path / "no folder").write_text("")
+    lost = run(tmp_path / "no folder")
+    assert "rankbook: <save of a checkpoint" in lost.stderr
+    assert "Not a directory" in lost.stderr or "File exists" in lost.stderr
