@@ -19,7 +19,7 @@ from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.manifest import Chunk, piece_bytes
 from rankbook.checkpoint.reading import ChunkRead, Read
 
-SLAB = 32 * 1024 * 1024
+SLAB = 16 * 1024 * 1024
 """Bytes that are read at a time where they cannot be read in place."""
 
 ReadRange = Callable[[int, memoryview], int]
@@ -56,9 +56,11 @@ def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, ch
     if in_place and target.is_contiguous() and _in_order(chunk, part):
         source.read(chunk.span(part)[0], _bytes_of(target))
         return
+    first, last = chunk.span(part)
+    buffer = torch.empty(min(last - first, max(SLAB, chunk.itemsize)), dtype=torch.uint8)  # one for all slabs
     for slab in chunk.parts(part, SLAB):
         begin, end = chunk.span(slab)
-        scratch = torch.empty(end - begin, dtype=torch.uint8)
+        scratch = buffer[: end - begin]
         source.read(begin, _bytes_of(scratch))
         into = target
         for axis, (at, origin) in enumerate(zip(slab.target, part.target, strict=True)):

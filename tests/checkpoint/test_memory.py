@@ -1,0 +1,81 @@
+"""What a load needs beside the tensors that it fills: at most the largest local shard and 64 MB, measured."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankbook.checkpoint as rc
+from tests.runtime.ranks import run_ranks
+
+MB = 1_000_000
+ROWS, COLUMNS = 4096, 8192  # of float32: 134 MB
+MOST = 64 * MB
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is reset through /proc")
+
+
+def memory(field):
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def extra(call):
+    """Bytes by which the process grows at most while `call` runs."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not be taken again without being counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now (proc(5))
+    before = memory("VmRSS")
+    call()
+    return memory("VmHWM") - before
+
+
+def loads(folder):
+    """The extra memory of loads of every kind, by name; each fills memory that is there and touched."""
+    import torch
+
+    import rankbook.checkpoint as rc
+
+    def shard(key, rows, columns, **more):
+        shape = rows[1] - rows[0], columns[1] - columns[0]
+        data = torch.ones(shape, **more)
+        offset = rows[0], columns[0]
+        return rc.ShardedTensor(key, data, data.dtype, shape, (ROWS, COLUMNS), offset, None)
+
+    def right(entry):
+        rows, columns = (slice(a, a + n) for a, n in zip(entry.global_offset, entry.local_shape, strict=True))
+        expected = torch.arange(ROWS).reshape(-1, 1)[rows] * 2.0 + torch.arange(COLUMNS)[columns] % 2
+        return torch.equal(entry.data.float(), expected)
+
+    rc.load({"small": torch.zeros(3)}, folder)  # what is imported at the first load is no part of the others
+    kinds = {
+        "whole": (lambda: shard("w", (0, ROWS), (0, COLUMNS)), {}),
+        "rows across chunks": (lambda: shard("w", (1000, 3000), (0, COLUMNS)), {}),
+        "a slice of columns": (lambda: shard("w", (0, ROWS), (5000, 5500)), {}),
+        "half of the columns": (lambda: shard("w", (0, ROWS), (4096, 8192)), {}),
+        "cast": (lambda: shard("w", (0, ROWS), (0, 4096), dtype=torch.float64), {"cast": True}),
+    }
+    found = {}
+    for verify in (True, False):
+        for name, (make, more) in kinds.items():
+            entry = make()
+            found[f"{name}, {verify=}"] = extra(lambda: rc.load({"w": entry}, folder, verify=verify, **more))  # noqa: B023
+            assert right(entry), name
+    return found
+
+
+def test_a_load_needs_little_beside_what_it_fills(tmp_path):
+    whole = torch.arange(ROWS).reshape(-1, 1) * 2.0 + torch.arange(COLUMNS) % 2
+
+    def held(rows):
+        size = ROWS // 2
+        return rc.ShardedTensor.from_rank_offsets("w", whole[rows * size :][:size], (0, rows, 2))
+
+    rc.save({"w": {"top": held(0), "bottom": held(1)}, "small": torch.zeros(3)}, tmp_path)
+    (measured,) = run_ranks(loads, 1, str(tmp_path), group=False)
+    print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
+    assert len(measured) == 10
+    assert max(measured.values()) <= MOST, measured
