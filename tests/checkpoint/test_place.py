@@ -1,0 +1,92 @@
+"""Where a checkpoint comes to be: steps, names that are no steps, and what is left of a save that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.checkpoint import folders
+from rankbook.checkpoint.place import Place, Retention
+from rankbook.errors import BadRequest, CheckpointingException
+from tests.checkpoint.simulated import InMemory
+
+
+def completed(place):
+    partial = place.begin()
+    place.storage.write(f"{partial}/manifest.json", [b"x"])
+    place.commit()
+    return partial
+
+
+def test_the_next_step_is_one_above_the_highest():
+    storage = InMemory()
+    first, second = Place(storage, "f"), Place(storage, "f")
+    assert first.shown == ""
+    assert [completed(first), completed(second)] == ["step-0.partial", "step-1.partial"]
+    assert second.shown == "step-1"
+    completed(Place(storage, "f", 40))
+    third = Place(storage, "f")
+    third.begin()
+    assert third.step == 41
+    third.abandon()
+    assert folders.finished(storage) == [0, 1, 40]
+
+
+def test_what_a_killed_save_left_is_swept_when_the_next_begins():
+    storage = InMemory()
+    storage.write("step-3.partial/__0_0.distcp", [b"half"])
+    completed(Place(storage, "f", 4))
+    assert not any(name.startswith("step-3") for name in storage.files)
+
+
+def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
+    storage = InMemory()
+    one, other = Place(storage, "f", 5), Place(storage, "f", 5)
+    one.begin()
+    with pytest.raises(CheckpointingException, match="step 5 is being saved by process"):
+        other.begin()
+    other.abandon()  # it never began, and must not take the other's away
+    assert "step-5.partial.owner" in storage.files
+    one.abandon()
+    assert storage.files == {}
+    assert completed(other) == "step-5.partial"
+
+
+def test_old_steps_go_after_the_new_one_is_there():
+    storage = InMemory()
+    for step in range(6):
+        completed(Place(storage, "f", step, retention=Retention(keep=2, keep_every=3)))
+    assert folders.finished(storage) == [0, 3, 4, 5]
+
+
+def test_a_step_is_safe_where_old_ones_cannot_be_removed():
+    class Stuck(InMemory):
+        stuck = False
+
+        def remove(self, path):
+            if self.stuck and path == "step-0":
+                raise OSError(13, "Permission denied", path)
+            super().remove(path)
+
+    storage = Stuck()
+    completed(Place(storage, "f", 0))
+    storage.stuck = True
+    completed(Place(storage, "f", 1, retention=Retention(keep=1)))
+    assert folders.read_latest(storage) == 1
+    assert folders.finished(storage) == [0, 1]
+
+
+def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
+    storage = InMemory()
+    place = Place(storage, "f", name="best")
+    assert (completed(place), place.shown) == ("best.partial", "best")
+    again = Place(storage, "f", name="best")
+    again.begin()
+    storage.write("best.partial/manifest.json", [b"other"])
+    again.abandon()
+    assert storage.files == {"best/manifest.json": b"x"}
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": -3}, {"keep_every": 0}])
+def test_retention_counts_from_one(wrong):
+    with pytest.raises(BadRequest, match="from 1 on"):
+        Retention(**wrong)
