@@ -128,17 +128,17 @@ def test_the_example_of_the_accelerator_trains_on_ranks():
 
 
 SAVED = """
-import os, sys, tempfile, rankbook, torch
+import os, tempfile, rankbook, torch
 os.chdir(tempfile.mkdtemp())
 with rankbook.start(2) as cluster:
     cluster.run(
-        "torch.manual_seed(rank)\\nmodel = torch.nn.Linear(3, 1)\\n"
-        "optimizer = torch.optim.Adam(model.parameters())\\nmodel(torch.ones(3)).sum().backward()\\noptimizer.step()"
+        "torch.manual_seed(0)\\nmodel = torch.nn.Linear(3, 1)\\noptimizer = torch.optim.Adam(model.parameters())\\n"
+        "model(torch.ones(3)).sum().backward()\\noptimizer.step()\\nthen = model.weight.detach().clone()"
     )
-    first = cluster.pull("model.weight.detach().clone()")[0]
     cluster.run(cell)
-    assert all(torch.equal(first, each) for each in cluster.pull("model.weight.detach()")), "rank 0's was stored"
-    assert cluster.pull("saving.wait().name") == ["step-40"] * 2
+    cluster.run("now, name = model.weight.detach(), saving.wait().name")
+    assert all(torch.equal(*each) for each in zip(cluster.pull("then"), cluster.pull("now")))
+    assert cluster.pull("name") == ["step-40"] * 2
 """
 
 
@@ -146,6 +146,8 @@ def test_the_example_of_checkpoints_saves_and_loads():
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "save(" in each]
     magic, _, cell = example.partition("\n")
     assert magic == "%%distributed"
+    cell = cell.replace("\nload_", "\nmodel.weight.data.zero_()\nload_")
+    assert "zero_" in cell
     program = f"cell = {cell!r}\n{SAVED}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (0, ""), program

@@ -64,9 +64,9 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     if manifest.foreign:
         lines.append("written by another program, without a manifest")
     else:
-        which = "" if manifest.step is None else f"step {manifest.step}, "
+        when = "" if manifest.step is None else f"step {manifest.step}, "
         ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
-        lines.append(f"{which}saved {manifest.created} by {ranks} ({who})")
+        lines.append(f"{when}saved {manifest.created} by {ranks} ({who})")
     if manifest.metadata:
         lines += ["", *(f"{name}: {value}" for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
