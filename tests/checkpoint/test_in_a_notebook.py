@@ -1,0 +1,124 @@
+"""Saves on a notebook's ranks survive the cell and its errors; when a rank has died, the healed one takes part."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Notebook, check_nothing_left, leftovers
+
+CELLS = """%%distributed
+import os, threading
+from rankbook.checkpoint import load, save, steps
+from rankbook.checkpoint.storage import storage_of
+from tests.checkpoint import crew
+from tests.checkpoint.test_async_save import Gate
+folder = {folder!r}
+
+def begin(generation, step, **options):
+    global gate
+    gate = Gate(storage_of(folder))
+    return save(crew.state(rank, world_size, generation, 64), gate, step=step, **options)
+
+def loaded():
+    return crew.generation_of(rank, world_size, load(crew.state(rank, world_size, 0, 64), folder), 64)
+print('pid', os.getpid())"""
+
+WAIT = """%%distributed
+gate.open.set()
+print('saved', handle.wait(20).step, 'loaded', loaded())"""
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A kernel with three ranks that can save."""
+    before = leftovers()
+    notebook = Notebook(env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    try:
+        notebook.ok("%load_ext rankbook")
+        notebook.ok("%distributed start -n 3")
+        notebook.folder = str(tmp_path_factory.mktemp("notebook") / "run")
+        prepare(notebook)
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+def prepare(notebook):
+    said = notebook.ok(CELLS.format(folder=notebook.folder)).stdout
+    notebook.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", said)}
+    assert len(notebook.pids) == 3
+
+
+BEGIN = """%%distributed
+handle = begin({generation}, {step}, async_=True)
+assert gate.reached.wait(20)
+print(handle)"""
+
+
+def test_a_save_survives_its_cell_and_another_cells_error(three):
+    assert "writing, 0%" in three.ok(BEGIN.format(generation=1, step=1)).stdout
+    assert "3.0" in three.ok("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())").stdout
+    failed = three.run("%%distributed\nif rank == 0:\n    raise ValueError('mine')\ndist.all_reduce(torch.ones(1))")
+    assert failed.status == "error"
+    assert "[0-2] saved 1 loaded 1" in three.ok(WAIT).stdout
+
+
+def test_an_interrupt_of_a_cell_leaves_the_save_alone(three):
+    three.ok(BEGIN.format(generation=2, step=2))
+    message, pressed = three.send("%%distributed\nimport time\nprint('go')\ntime.sleep(60)"), []
+
+    def press(so_far):
+        if "go" in so_far.stdout and not pressed:
+            pressed.append(three.interrupt())
+
+    outcome = three.finish(message, seen=press)
+    assert outcome.status == "error"
+    assert "[0-2] saved 2 loaded 2" in three.ok(WAIT).stdout
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_dies_while_a_save_goes_on_is_healed_and_saves_with_the_others(three, victim):
+    three.ok(BEGIN.format(generation=7, step=5))
+    os.kill(three.pids[victim], signal.SIGKILL)
+    others = ",".join(str(rank) for rank in range(3) if rank != victim)
+    lost = three.run(f"%%distributed --ranks {others}\ngate.open.set()\nhandle.wait(20)", timeout=30)
+    assert lost.status == "error"
+    assert f"rank {victim} was killed by signal 9" in lost.traceback + lost.text
+    three.ok("%distributed heal", timeout=40)
+    three.ok(f"%%distributed --ranks {victim}\nprint('here')")
+    prepare(three)
+    assert "[0-2] loaded 2" in three.ok("%%distributed\nprint('loaded', loaded())").stdout
+    three.ok(BEGIN.format(generation=2, step=5))
+    assert "[0-2] saved 5 loaded 2" in three.ok(WAIT).stdout
+
+
+IN_THE_CELL = """%%distributed
+print('go', flush=True)
+if rank != 2:
+    threading.Timer(0.5, lambda: gate.open.set()).start()
+begin(7, 6)"""
+
+
+def test_a_rank_that_dies_in_a_save_of_its_cell(three):
+    message = three.send(IN_THE_CELL)
+    done = []
+
+    def kill(so_far):
+        if "go" in so_far.stdout and not done:
+            done.append(os.kill(three.pids[2], signal.SIGKILL))
+
+    lost = three.finish(message, timeout=30, seen=kill)
+    assert lost.status == "error"
+    assert "rank 2 was killed by signal 9" in lost.traceback + lost.text
+    three.ok("%distributed heal", timeout=40)
+    prepare(three)
+    assert "[0-2] loaded 2" in three.ok("%%distributed\nprint('loaded', loaded())").stdout
+    three.ok("%%distributed\nsave(crew.state(rank, world_size, 3, 64), folder, step=6)")
+    assert "[0-2] loaded 3 [1, 2, 5, 6]" in three.ok("%%distributed\nprint('loaded', loaded(), steps(folder))").stdout
+    assert not [each for each in Path(three.folder).iterdir() if "partial" in each.name]
