@@ -156,7 +156,11 @@ class Launched:
 
 
 class Ledger:
-    """The record of one group. The thread that runs cells writes, any thread reads. `ranks` are the world's numbers."""
+    """The record of one group. The thread that runs cells writes, any thread reads. `ranks` are the world's numbers.
+
+    Who reads makes a copy, in one step: `tuple(...)` may collect garbage on its way (up to Python 3.11), and what that
+    ends may let the other thread write.
+    """
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
@@ -197,7 +201,7 @@ class Ledger:
 
     def _forget_kept(self) -> None:
         """Drop the works, and with them the tensors, of what has ended: nobody waits for these by name."""
-        while (key := next(iter(self._open), None)) is not None:
+        for key in self._open.copy():
             launched = self._open.get(key)
             if launched is None or not isinstance(launched.work, Promised) or not launched.work.is_completed():
                 return
@@ -224,7 +228,7 @@ class Ledger:
 
     def pending(self) -> Iterator[Launched]:
         """What has not ended, oldest first."""
-        for key, launched in tuple(self._open.items()):
+        for key, launched in self._open.copy().items():
             if launched.work is None:
                 yield launched  # it is being begun
                 continue
@@ -243,7 +247,7 @@ class Ledger:
             ranks=self.ranks,
             count=self.count,
             pending=pending,
-            recent=tuple(self._tell(each, now) for each in tuple(self._recent) if each.number),
+            recent=tuple(self._tell(each, now) for each in self._recent.copy() if each.number),
             broken=self.broken,
         )
 

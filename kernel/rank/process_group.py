@@ -115,7 +115,7 @@ class GroupMember:
         groups, count = self._agree()
         self._made.clear()
         if dist.is_initialized():
-            for name, member in tuple(self._members.items()):
+            for name, member in self._members.copy().items():
                 if name in groups:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
                 else:
@@ -185,7 +185,7 @@ class GroupMember:
     def abort(self, message: Abort) -> None:
         """Break off what cannot end any more, or only tell why it may break. Any thread."""
         self._cause = self._cause or message.cause
-        for name, member in tuple(self._members.items()):
+        for name, member in self._members.copy().items():
             named = not message.groups or name in message.groups
             if named and not set(message.ranks).isdisjoint(member.group.ledger.ranks):
                 if message.shut:
@@ -204,7 +204,7 @@ class GroupMember:
         """A thread of torch's has given up. Whether this rank can go on without it."""
         if not thread.startswith(lifeboat.GLOO):  # one that carries out collectives
             return Promised.any_forsaken
-        members = tuple(self._members.values())
+        members = self._members.copy().values()
         if not all(each.group.waits_in_steps for each in members):
             return False
         for each in members:
@@ -216,25 +216,25 @@ class GroupMember:
 
     def report(self) -> tuple[GroupReport, ...]:
         """Where this rank is in each of its groups. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in tuple(self._members.values()))]
+        ledgers = [self._forming, *(each.group.ledger for each in self._members.copy().values())]
         return tuple(ledger.report() for ledger in ledgers)
 
     def waits_for(self) -> Launched | None:
         """The oldest collective that has not ended. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in tuple(self._members.values()))]
+        ledgers = [self._forming, *(each.group.ledger for each in self._members.copy().values())]
         pending = [each for ledger in ledgers for each in ledger.pending()]
         return min(pending, key=lambda each: each.began, default=None)
 
     @property
     def launched(self) -> int:
         """How many collectives this rank has begun so far."""
-        return self._forming.total + sum(each.group.ledger.total for each in tuple(self._members.values()))
+        return self._forming.total + sum(each.group.ledger.total for each in self._members.copy().values())
 
     def translate(self, error: BaseException) -> BaseException:
         """`CollectiveAborted` for what C++ made of an abort, in DDP's backward for one; any other error as it is."""
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveAborted):
             return error
-        for member in self._members.values():
+        for member in self._members.copy().values():
             launched = member.group.ledger.latest
             if launched is not None and (other := member.group.error_for(error, launched)) is not error:
                 return other.with_traceback(error.__traceback__)

@@ -98,8 +98,9 @@ def main_thread_frames(lines: dict[str, int]) -> tuple[Frame, ...]:
     while frame is not None:
         code = frame.f_code
         file = f"Cell In[{lines[code.co_filename]}]" if code.co_filename in lines else code.co_filename
-        source = linecache.getline(code.co_filename, frame.f_lineno).strip()
-        found.insert(0, Frame(file=file, line=frame.f_lineno, function=code.co_name, source=source))
+        line = _line(frame)
+        source = linecache.getline(code.co_filename, line).strip()
+        found.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
         frame = frame.f_back
     first = next((i for i, each in enumerate(found) if each.file.startswith("Cell In[")), None)
     return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))
@@ -111,4 +112,13 @@ def main_thread_line(lines: dict[str, int]) -> int | None:
     frame: Any = sys._current_frames().get(ident) if ident is not None else None
     while frame is not None and frame.f_code.co_filename not in lines:
         frame = frame.f_back
-    return None if frame is None else int(frame.f_lineno)
+    return None if frame is None else _line(frame)
+
+
+def _line(frame: types.FrameType) -> int:
+    """The line a frame is at. The jump back in a loop may have none of its own: then that of what stands before it."""
+    here: int | None = frame.f_lineno
+    if here is not None:
+        return here
+    lines = [line for start, _, line in frame.f_code.co_lines() if start <= frame.f_lasti and line is not None]
+    return lines[-1] if lines else frame.f_code.co_firstlineno

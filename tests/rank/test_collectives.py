@@ -178,3 +178,29 @@ def test_every_method_of_torchs_groups_that_launches_something_is_known():
 def test_what_is_no_tensor_has_no_words():
     ledger = Ledger("", (0, 1))
     assert str(ledger.launch(Op("new_group", None, alike=False), ())[1]) == "new_group #1"
+
+
+def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_collectives(ledger):
+    class Dropped:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            ledger.end(begin(ledger, "barrier")[0])
+            begin(ledger, "barrier")
+
+    kept = gc.get_threshold()
+    try:
+        for allocations in range(1, 80):
+            gc.disable()
+            ledger.restart()
+            for _ in range(20):
+                begin(ledger, "barrier")
+            gc.collect()  # the interpreter keeps no tuples to give again
+            Dropped()
+            gc.set_threshold(allocations)
+            gc.enable()
+            assert len(ledger.report().pending) >= 20
+    finally:
+        gc.set_threshold(*kept)
+        gc.enable()
