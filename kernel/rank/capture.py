@@ -117,6 +117,12 @@ class Capture:
             if self._pace.room() != 0:
                 self._take(SHOWN)
 
+    def tell(self, text: str) -> None:
+        """Send `text` as if it had come through stderr, without the pipe. Any thread."""
+        with self._shield(), self.lock:
+            for message in self._quota.admit("stderr", text.encode(errors="replace")):
+                self._send(message)
+
     def _take(self, most: int) -> bool:
         """Send up to `most` bytes of each pipe; whether there may be more."""
         ready = {file for file, _ in self._poll.poll(0)}  # one call to the system where two reads would find nothing

@@ -44,6 +44,9 @@ be lost on its way out.
 _SOON = 0.005
 """Seconds until an interrupt that came at an impossible moment comes again."""
 
+_APART = 1.0
+"""Seconds between two failures of the control thread, below which there is no hope that a third will not come."""
+
 Task = tuple[ToRank, list[memoryview]]
 
 
@@ -223,6 +226,8 @@ class Control(threading.Thread):
         self._receiving = threading.Lock()
         self._left = False
         self.patience = 0.0
+        self._due: float | None = None
+        self._told: set[str] = set()
 
     def next_task(self) -> Task | None:
         """The next task; None when it is time to leave. The main thread, which waits on the link itself."""
@@ -242,34 +247,68 @@ class Control(threading.Thread):
         return task
 
     def run(self) -> None:
-        """The thread."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
-        due: float | None = None
-        while True:
-            pause = None if due is None else max(0.0, due - time.monotonic())
-            watched = (self._liveness, *self._capture.files) if due is None else (self._liveness,)
-            times = [each for each in (pause, self._interrupts.remind()) if each is not None]
-            received, readable = self._link.wait(min(times, default=None), watched)
-            if self._liveness in readable:
-                os.killpg(0, signal.SIGKILL)
-            if received:
-                self._receive()
-            if self._left:
-                return
-            if readable:
-                due = time.monotonic() + READ_AFTER
-            elif due is not None and due <= time.monotonic():
-                more = self._capture.drain_at_pace()
-                due = time.monotonic() + more if more else None
+        """The thread. What goes wrong on it is told, and it goes on; what goes wrong over and over ends the process."""
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - told; a rank without this thread would count as hung, for ever
+            self._die(error)
+
+    def _serve(self) -> None:
+        failed = -_APART
+        while not self._left:
+            try:
+                self._turn()
+            except Exception as error:
+                failed, before = time.monotonic(), failed
+                if failed - before < _APART:
+                    raise
+                self._tell("Rankbook's control thread went wrong here, and goes on:", error)
+
+    def _turn(self) -> None:
+        due = self._due
+        pause = None if due is None else max(0.0, due - time.monotonic())
+        watched = (self._liveness, *self._capture.files) if due is None else (self._liveness,)
+        times = [each for each in (pause, self._interrupts.remind()) if each is not None]
+        received, readable = self._link.wait(min(times, default=None), watched)
+        if self._liveness in readable:
+            os.killpg(0, signal.SIGKILL)
+        if received:
+            self._receive()
+        if self._left:
+            return
+        if readable:
+            self._due = time.monotonic() + READ_AFTER
+        elif due is not None and due <= time.monotonic():
+            self._due = None  # also if this fails: what is still in there comes up again
+            more = self._capture.drain_at_pace()
+            self._due = time.monotonic() + more if more else None
 
     def _receive(self) -> None:
         with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
             while (parcel := self._link.receive()) is not None:
                 try:
                     self._handle(*parcel)
-                except Exception:  # noqa: BLE001 - shown to the person; who answers nothing any more counts as hung
-                    print(f"Rankbook could not answer {type(parcel[0]).__name__}:", file=sys.__stderr__)
-                    traceback.print_exc(file=sys.__stderr__)
+                except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
+                    self._tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
+
+    def _tell(self, words: str, error: BaseException) -> None:
+        """To the person, once: not by way of the pipe, which may be full, and this is the thread that empties it."""
+        text = f"{words}\n{''.join(traceback.format_exception(error))}"
+        if text not in self._told:
+            self._told.add(text)
+            self._capture.tell(text)
+
+    def _die(self, error: BaseException) -> None:
+        """End the process, for a reason that the forkserver finds in the pipe."""
+        try:
+            words = f"Rankbook's control thread cannot go on:\n{''.join(traceback.format_exception(error))}"
+            with contextlib.suppress(Exception):  # it may be just this that goes wrong
+                self._capture.drain()
+            os.set_blocking(2, False)  # nobody else empties the pipe
+            os.write(2, words.encode(errors="replace"))
+        finally:
+            os._exit(1)
 
     def _handle(self, message: ToRank, frames: list[memoryview]) -> None:
         match message:

@@ -333,3 +333,59 @@ def test_the_end_of_the_forkserver_is_told_and_a_new_start_works(fresh_notebook)
     fresh_notebook.ok("%distributed stop")
     fresh_notebook.ok("%distributed start -n 2")
     assert "[0-1] sum 1" in fresh_notebook.ok(REDUCE).stdout
+
+
+LOOPS = """%%distributed
+import time
+end, odd = time.monotonic() + 2.5, 0
+while time.monotonic() < end:
+    for number in range(100_000):
+        if number % 2:
+            odd += 1
+print('looped')"""
+
+
+def test_ranks_that_are_in_a_loop_of_python_answer_where_they_are(four):
+    """The jump back in it has no line of its own, and is where another thread gets its turn."""
+    outcome = four.ok(LOOPS)
+    assert "[0-3] looped" in outcome.stdout
+    assert not outcome.stderr
+
+
+BREAKS = """%%distributed --ranks 2
+import threading, time
+control = next(each for each in threading.enumerate() if each.name == 'rankbook-control')
+wait, fails = control._link.wait, [TIMES]
+def breaks(*args):
+    if fails[0]:
+        fails[0] -= 1
+        raise OSError('the link is broken')
+    return wait(*args)
+control._link.wait = breaks
+control._link.wake()
+time.sleep(LONG)
+print('went on')"""
+
+
+def test_what_goes_wrong_on_the_control_thread_is_told_and_it_goes_on(four):
+    outcome = four.ok(BREAKS.replace("TIMES", "1").replace("LONG", "0.3"))
+    assert "[2] went on" in outcome.stdout
+    assert "control thread went wrong here, and goes on" in outcome.stderr
+    assert "the link is broken" in outcome.stderr
+    assert "[0-3] sum 6" in four.ok(REDUCE).stdout
+
+
+def test_a_rank_whose_control_thread_cannot_go_on_dies_and_says_why(four):
+    failed = four.run(BREAKS.replace("TIMES", "1_000_000").replace("LONG", "60"))
+    assert failed.seconds < TOLD_WITHIN
+    assert "rank 2 exited with code 1" in told(failed)
+    assert "control thread cannot go on" in failed.stderr
+    assert "the link is broken" in failed.stderr
+
+
+def test_a_control_thread_that_cannot_even_say_what_went_wrong_ends_its_rank(four):
+    deaf = "control._capture._send = None\ncontrol._link.wake()"
+    failed = four.run(BREAKS.replace("TIMES", "1").replace("LONG", "60").replace("control._link.wake()", deaf))
+    assert "rank 2 exited with code 1" in told(failed)
+    assert "'NoneType' object is not callable" in failed.stderr
+    assert "the link is broken" in failed.stderr
