@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rankbook.messages import (
@@ -79,6 +79,8 @@ class Interrupts:
         self._reminded = False
         self.delivered = False
         self._tell_unraisable = sys.unraisablehook
+        self._of_children: Callable[[int, types.FrameType | None], object] | None = None
+        self._child_ended = False
 
     def guard(self) -> None:
         """Let no interrupt be lost where Python cannot raise one: in a fork's hooks, in a destructor.
@@ -140,6 +142,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have put its own there
             signal.signal(signal.SIGINT, self._handler)
         self.delivered = self._reminded = False
+        self._hear_of_children()
         with self._lock:
             self._armed = cell
             early = self._target == cell
@@ -152,6 +155,29 @@ class Interrupts:
         """No cell runs. The main thread."""
         self._armed = None
         self._held = False
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler != self._on_child:
+            self._of_children = handler
+            signal.signal(signal.SIGCHLD, self._on_child)
+
+    def _on_child(self, _number: int, _frame: types.FrameType | None) -> None:
+        self._child_ended = True
+
+    def _hear_of_children(self) -> None:
+        """Give the children back to whom a cell has had watch them, and tell of those that ended between two cells.
+
+        torch's handler raises for a DataLoader's worker that was killed: without a cell it would end the rank.
+        """
+        handler, self._of_children = self._of_children, None
+        if handler is None:
+            return
+        signal.signal(signal.SIGCHLD, handler)
+        ended, self._child_ended = self._child_ended, False
+        if ended:
+            try:
+                handler(signal.SIGCHLD, None)
+            except RuntimeError as error:
+                sys.stderr.write(f"Between two cells: {error}\n")
 
     def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
         target, self._target = self._target, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -343,6 +344,30 @@ while time.monotonic() < end:
         if number % 2:
             odd += 1
 print('looped')"""
+
+
+def is_gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_loaders_worker_that_is_killed_between_two_cells_is_told_and_its_rank_goes_on(four):
+    said = four.ok(
+        "%%distributed --ranks 1\nfrom torch.utils.data import DataLoader\n"
+        "batches = iter(DataLoader(list(range(100)), num_workers=1, persistent_workers=True))\n"
+        "next(batches); print('worker', batches._workers[0].pid, 'of', os.getpid())"
+    ).stdout
+    worker, rank = map(int, re.search(r"worker (\d+) of (\d+)", said).groups())
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: is_gone(worker), timeout=10, what="the worker's end")
+    heard = four.ok("%%distributed --ranks 1\nprint('still', os.getpid())")
+    assert f"still {rank}" in heard.stdout
+    assert f"DataLoader worker (pid {worker}) is killed" in heard.stderr
+    failed = four.run("%%distributed --ranks 1\nfor batch in batches: pass")
+    assert "worker" in failed.evalue + failed.traceback
+    assert "idle" in status(four)[1]
 
 
 def test_ranks_that_are_in_a_loop_of_python_answer_where_they_are(four):
