@@ -355,7 +355,7 @@ def is_gone(pid):
 
 def test_a_loaders_worker_that_is_killed_between_two_cells_is_told_and_its_rank_goes_on(four):
     said = four.ok(
-        "%%distributed --ranks 1\nfrom torch.utils.data import DataLoader\n"
+        "%%distributed --ranks 1\nimport os\nfrom torch.utils.data import DataLoader\n"
         "batches = iter(DataLoader(list(range(100)), num_workers=1, persistent_workers=True))\n"
         "next(batches); print('worker', batches._workers[0].pid, 'of', os.getpid())"
     ).stdout
