@@ -302,13 +302,12 @@ def test_a_rank_that_dies_ends_the_wait_of_all(tmp_path):
 SCRIPT = """
 import sys, torch
 from rankbook.checkpoint import save
-class Broken:
-    pass
 handle = save({"w": torch.ones(2000, 2000), "n": 3}, sys.argv[1], async_=True)
 print("the script has ended")
 """
 
 
+@pytest.mark.slow  # two interpreters that import torch
 def test_at_the_end_of_a_script_it_is_finished_or_said_to_be_lost(tmp_path):
     def run(folder):
         return subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
