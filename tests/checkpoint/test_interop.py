@@ -191,6 +191,7 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # two processes import all of Megatron
 @needs_megatron
 def test_megatron_reads_ours_and_we_read_theirs(tmp_path):
     assert run_ranks(both_ways, 2, str(tmp_path), timeout=100) == [[True] * 4] * 2

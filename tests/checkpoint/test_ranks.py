@@ -24,13 +24,18 @@ def part(key, counts, data):
     return ShardedTensor.from_rank_offsets(key, own if data else torch.zeros_like(own), *offsets), own
 
 
-def save_on_four(folder):
-    """Grids, a DTensor of each kind, a common part, an object; then a second save with other values."""
+def save_on_four(folder, of_one):
+    """What one rank has saved; then grids, a DTensor of each kind, an object, and a second save with other values."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import rankbook.checkpoint as rc
+
+    entry, own = part("w", (2, 2), False)
+    found = rc.load({"w": entry, "s": torch.zeros(())}, of_one)
+    assert torch.equal(found["w"], own)
+    assert found["s"].item() == 3
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = WHOLE.clone()
@@ -89,8 +94,9 @@ def load_on_three(folder):
     return True
 
 
-def test_four_ranks_to_three_to_one(tmp_path):
-    written = run_ranks(save_on_four, 4, str(tmp_path))
+def test_one_rank_to_four_to_three_to_one(tmp_path):
+    rc.save({"w": WHOLE.clone(), "s": torch.tensor(3.0)}, tmp_path / "one")
+    written = run_ranks(save_on_four, 4, str(tmp_path), str(tmp_path / "one"))
     total = 4 * WHOLE.nbytes + WHOLE[:5].nbytes + WHOLE[0].nbytes
     assert sum(written) == total
     assert run_ranks(load_on_three, 3, str(tmp_path)) == [True] * 3
@@ -104,18 +110,3 @@ def test_four_ranks_to_three_to_one(tmp_path):
     assert torch.equal(found["rows"], WHOLE + 1)
     assert torch.equal(found["squares"], WHOLE + 1)
     assert found["epoch"] == 2
-
-
-def load_on_four(folder):
-    import rankbook.checkpoint as rc
-
-    entry, own = part("w", (2, 2), False)
-    found = rc.load({"w": entry, "s": torch.zeros(())}, folder)
-    assert torch.equal(found["w"], own)
-    assert found["s"].item() == 3
-    return True
-
-
-def test_one_rank_to_four(tmp_path):
-    rc.save({"w": WHOLE.clone(), "s": torch.tensor(3.0)}, tmp_path)
-    assert all(run_ranks(load_on_four, 4, str(tmp_path)))
