@@ -121,6 +121,11 @@ def offer(name: str, source: Source) -> None:
     _sources[name] = source
 
 
+def withdraw(name: str) -> None:
+    """Ask that source no more."""
+    _sources.pop(name, None)
+
+
 def snapshot() -> tuple[msgspec.Struct, ...]:
     """What the sources say now: whatever counts by itself is read here, and costs nothing until then. Any thread."""
     found = []

@@ -35,7 +35,8 @@ class Telling:
         self._writing_began = 0.0
         self._on_progress = on_progress
         self._raised: BaseException | None = None
-        telemetry.offer(f"checkpoint {next(_numbers)}", self._still)
+        self._source = f"checkpoint {next(_numbers)}"
+        telemetry.offer(self._source, self.now)
         self._tell()
 
     def check(self) -> None:
@@ -65,6 +66,8 @@ class Telling:
         self.phase = phase
         if phase == "writing":
             self._writing_began = time.monotonic()
+        elif phase in {"done", "failed"}:
+            telemetry.withdraw(self._source)
         self._tell()
 
     def wrote(self, count: int) -> None:
@@ -90,6 +93,3 @@ class Telling:
                 self._on_progress = None
             except BaseException as error:  # noqa: BLE001 - `check` raises it: here other ranks might be left waiting
                 self._raised, self._on_progress = error, None
-
-    def _still(self) -> CheckpointSave | None:
-        return None if self.phase in {"done", "failed"} else self.now()

@@ -10,6 +10,7 @@ way to a random generator.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import types
 from typing import Any
@@ -139,8 +140,8 @@ def _known_global(step: dis.Instruction, following: dis.Instruction, method: typ
     missing = object()
     value = method.__globals__.get(step.argval, missing)
     if value is missing:
-        builtins = method.__builtins__  # type: ignore[attr-defined]  # its stub lacks it
-        return any(builtins.get(step.argval) is each for each in _FUNCTIONS)
+        usual = method.__globals__.get("__builtins__") in (builtins, vars(builtins))
+        return usual and any(getattr(builtins, step.argval, missing) is each for each in _FUNCTIONS)
     if value is torch:
         return following.opname in _ATTRIBUTES
     return is_plain(value)
