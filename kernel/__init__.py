@@ -7,6 +7,7 @@ The rooms, from the wire up; imports point upwards in this list, never down:
 telemetry.py      what a rank can tell about itself
 wire.py           what a message is
 keeping.py        the vocabulary of ranks that outlive the notebook
+looking.py        the vocabulary of looks at the ranks while they work
 messages.py       the rest of the wire's vocabulary
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"

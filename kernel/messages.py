@@ -16,6 +16,7 @@ import msgspec
 
 from rankbook.errors import ProtocolError
 from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
+from rankbook.looking import Answer, Question
 from rankbook.telemetry import GroupReport
 from rankbook.wire import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
 
@@ -351,9 +352,9 @@ class ClusterClosed(Message, frozen=True):
 
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
-ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave | Seen | Recall
+ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question
 _Shown = Text | TextCut | Display | Clear
-FromRank = Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here
+FromRank = Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here | Answer
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused

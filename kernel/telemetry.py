@@ -7,8 +7,18 @@ listens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
+
+Struct = msgspec.Struct
+"""What all of these are."""
+_S = TypeVar("_S", bound=Struct)
+
+
+def replaced(struct: _S, **fields: Any) -> _S:  # noqa: ANN401 - the fields' own types
+    """`struct` with other values in these fields."""
+    return msgspec.structs.replace(struct, **fields)
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +113,157 @@ class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str
 
 
+class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of the device that a rank computes on: `total` is the sum of the five after it.
+
+    CUDA: `total` and `free` are the device's, whoever uses it; on a CPU `total - free` is the process's resident size
+    and `free` what the machine has left. `parameters`, `gradients` and `optimizer` are what the rank's own models and
+    optimizers hold; `other` is the rest, activations among it. `shared` are those of a CPU rank's bytes that other
+    processes have too.
+    """
+
+    total: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    other: int
+    free: int
+    shared: int
+
+
+class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model, an optimizer or a loader that lives on a rank.
+
+    `kind` is "model", "optimizer" or "loader"; `name` the variable that leads to it, or what it was prepared as;
+    `wrapper` is "", "DDP", "FSDP2" or "tp". `parameters` counts the elements of the whole model, `bytes` what this rank
+    holds: of a model's parameters, of an optimizer's state. `detail`: how the parameters lie, or where a loader is.
+    """
+
+    kind: str
+    name: str
+    class_name: str
+    wrapper: str = ""
+    parameters: int = 0
+    bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+    device: str = ""
+    detail: str = ""
+
+
+class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank at one moment.
+
+    `state` is "starting", "idle", "running", "waiting" (in a collective, for a while), "unresponsive" or "dead"; `cell`
+    is the notebook's number of the cell, 0 for a call, and `line` where in it the rank is. `waits_for` is its oldest
+    collective that has not ended (`all_reduce #41 (float32[4, 4])`). `utilisation` is the device's, from 0 to 1;
+    `steps` are optimizer steps, `rate` those per second over the last seconds. `lags`: the others wait for it, or have
+    taken clearly more steps.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    device_name: str
+    state: str
+    cell: int | None = None
+    line: int | None = None
+    waits_for: str = ""
+    memory: MemoryUse | None = None
+    utilisation: float | None = None
+    steps: int = 0
+    rate: float | None = None
+    lags: bool = False
+    holdings: tuple[Holding, ...] = ()
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All ranks of `cluster`, at the wall clock's second `at`."""
+
+    ranks: tuple[RankPlacement, ...]
+    at: float
+    cluster: str
+
+
+class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A variable of a rank's namespace. `preview` is its value where that is plain and short."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    device: str
+    bytes: int | None
+    preview: str
+
+
+class RankDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank is at: its main thread's stack, innermost frame last; its last lines of output; its variables."""
+
+    rank: int
+    stack: tuple[str, ...]
+    output: tuple[str, ...]
+    variables: tuple[Variable, ...]
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `rank` holds of a global tensor, in elements; `replica` counts the copies of the same part from 0."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    replica: int
+    device: str
+    bytes: int
+
+
+class ShardedTensorMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A global tensor and its shards, in rank order. An empty shard has a 0 in its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+class ShardMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the tensors of a variable lie. A tensor that is not sharded counts as a copy of the whole.
+
+    `kind` is "model", "optimizer", "state dict", "DTensor", "ShardedTensor" or "tensor"; `trouble` says what is missing
+    here, and why.
+    """
+
+    name: str
+    kind: str
+    tensors: tuple[ShardedTensorMap, ...]
+    trouble: str = ""
+
+
+class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of what `rank` holds of one tensor: the finite values' minimum, mean and maximum, and how many are not finite."""
+
+    rank: int
+    minimum: float | None
+    mean: float | None
+    maximum: float | None
+    nans: int
+    infinities: int
+
+
+class RankSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's part of a save."""
+
+    rank: int
+    save: CheckpointSave
+
+
+class Saves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The saves that are under way, and those that have ended while somebody looked, at the wall clock's `at`."""
+
+    saves: tuple[RankSave, ...]
+    at: float
+
+
 Source = Callable[[], msgspec.Struct | None]
 
 listener: Callable[[msgspec.Struct], None] | None = None
@@ -126,10 +287,15 @@ def withdraw(name: str) -> None:
     _sources.pop(name, None)
 
 
-def snapshot() -> tuple[msgspec.Struct, ...]:
-    """What the sources say now: whatever counts by itself is read here, and costs nothing until then. Any thread."""
+def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
+    """What the sources say now whose names begin so: what counts by itself is read here, and costs nothing until then.
+
+    Any thread.
+    """
     found = []
     for name, source in tuple(_sources.items()):
+        if not name.startswith(prefix):
+            continue
         answer = source()
         if answer is None:
             _sources.pop(name, None)

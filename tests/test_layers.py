@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": set(),
     "wire": set(),
     "keeping": {"wire"},
-    "messages": {"keeping", "telemetry", "wire", "errors"},
+    "looking": {"telemetry", "wire"},
+    "messages": {"keeping", "looking", "telemetry", "wire", "errors"},
     "ranks": {"errors"},
     "lines": set(),
     "queues": {"lines", "messages", "ranks"},
@@ -45,21 +46,34 @@ MAY_IMPORT: dict[str, set[str]] = {
         "lines",
         "messages",
         "keeping",
+        "looking",
         "telemetry",
         "ranks",
         "errors",
     },
-    "rank": {"transport", "messages", "keeping", "telemetry", "wire", "ranks", "errors", "runtime"},
+    "rank": {
+        "transport",
+        "messages",
+        "keeping",
+        "looking",
+        "telemetry",
+        "wire",
+        "ranks",
+        "errors",
+        "runtime",
+        "checkpoint",
+    },
     "runtime": {"telemetry", "errors", "checkpoint"},
     "checkpoint": {"telemetry", "errors"},
     "launched": {"runtime"},
-    "widgets": {"results", "ranks", "errors"},
+    "widgets": {"telemetry", "results", "ranks", "errors"},
     "magics": {
         "widgets",
         "coordinator",
         "results",
         "output",
         "messages",
+        "telemetry",
         "ranks",
         "errors",
         "launch",  # the forkserver starts as the extension loads
@@ -85,6 +99,7 @@ LATE_ONLY = {
     ("cli", "notebook_file"),
     ("cli", "checkpoint"),  # with it comes torch, in part
     ("rank", "runtime"),  # a rank whose cells train without it pays nothing for it
+    ("rank", "checkpoint"),  # nobody has asked how something is sharded
     ("launched", "runtime"),  # the notebook names it, and has no torch
 }
 
@@ -109,7 +124,15 @@ THIRD_PARTY: dict[str, set[str]] = {
     "ipykernel": {"notebook_run", "magics"},
     "jupyter_client": {"notebook_run"},
     "isal": {"checkpoint.checksums"},
-    "msgspec": {"checkpoint.manifest", "checkpoint.saving", "checkpoint.writing", "messages", "telemetry", "wire"},
+    "msgspec": {
+        "checkpoint.manifest",
+        "checkpoint.saving",
+        "checkpoint.writing",
+        "looking",
+        "messages",
+        "telemetry",
+        "wire",
+    },
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
     "numpy": {"checkpoint", "rank", "runtime", "transport"},

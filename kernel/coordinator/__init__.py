@@ -11,6 +11,11 @@ watch.py    which of their waits cannot end, and where the ranks disagree
 journal.py  how it got there
 exits.py    how a rank's process ended, in words
 presence.py  which ranks answer when they are asked
+questions.py  what ranks are asked while they run, and whose the answers are
+board.py    their answers as one picture, pure
+shards.py   the same for the shards of a variable
+lookout.py  asks them while somebody looks, and on demand
+feed.py     what views see of a cluster, and do to it
 silence.py  what it means when one does not, in words
 timers.py   what is to be done later
 farewells.py  how long a rank that is to leave may take

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankbook.messages import Clear, Display, Done, InputRequest, Message, Payload, Text, TextCut
+from rankbook.messages import Clear, Display, Done, InputReply, InputRequest, Message, Payload, Text, TextCut
 from rankbook.output import Emit, OutputMerger, Stream
 from rankbook.results import CellResult, ResultBuilder
 
@@ -23,6 +23,8 @@ Frames = Sequence[bytes | memoryview]
 
 SHOW_EVERY = 0.05
 """Seconds between two messages of a cell's output: a front end drops what comes in more than 1,000 a second."""
+_TAIL = 4096
+"""Bytes of a rank's output that are kept for whoever asks what it printed last."""
 
 
 class Sink(Protocol):
@@ -72,6 +74,7 @@ class Cell:
         self.waiting_behind: tuple[int, ...] = ()
         self.on_change: list[Callable[[], None]] = []
         self.heard: Counter[tuple[int, str]] = Counter()
+        self._tails: dict[int, bytes] = {}
         self._open = set(self.ranks)
         self._sink = sink
         self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key)
@@ -104,10 +107,15 @@ class Cell:
         """A rank has printed or shown something."""
         if isinstance(message, Text):
             self.heard[rank, message.stream] += len(message.data)
+            self._tails[rank] = (self._tails.get(rank, b"") + message.data[-_TAIL:])[-_TAIL:]
         if not isinstance(message, Clear):
             self._builder.feed(rank, message)
         if not self._quiet:
             self._merger.feed(rank, message, time.monotonic())
+
+    def tail(self, rank: int) -> bytes:
+        """The last bytes that a rank has printed here, both streams as they came. Any thread."""
+        return self._tails.get(rank, b"")
 
     def done(self, rank: int, message: Done, frames: list[memoryview]) -> None:
         """A rank has answered."""
@@ -199,3 +207,8 @@ class Fed:
                 deadline = cell.deadline
             if deadline is None:
                 self._numbers.discard(number)
+
+
+def nobody_to_ask(cell: int) -> InputReply:
+    """The answer to a question of a cell that has ended."""
+    return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")

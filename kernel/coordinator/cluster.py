@@ -15,6 +15,7 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.lookout import ANSWER_TIMEOUT
 from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
@@ -26,6 +27,7 @@ from rankbook.launch.records import Record
 from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell, Stack
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
+from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic
 from rankbook.transport.payload import Packed, pack
 
 START_TIMEOUT = 180.0
@@ -205,6 +207,35 @@ class Cluster(Workplace):
     def cells(self) -> list[Cell]:
         """The cells that run or wait, oldest first."""
         return self._crew.driver.active_cells()
+
+    # Looking
+
+    def watch(self, kind: str, callback: Callable[[Any], None]) -> Callable[[], None]:
+        """Call back with each new picture of the ranks until what this returns is called; the last one always comes.
+
+        `kind`: "placement" gives `Placement`, "status" the same without what lives on the ranks, "saves" gives `Saves`.
+        At most ten times a second, on a thread of its own. Raises `BadRequest`.
+        """
+        return self._lookout.watch(kind, callback)
+
+    def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
+        """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
+        return self._lookout.placement(timeout=timeout)
+
+    def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
+        """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""
+        return self._lookout.detail(rank, timeout=timeout)
+
+    def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
+        """Which part of which tensor of the variable `name` lies on which rank, also while they run.
+
+        `name` is that of a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
+        """
+        return self._lookout.shards(name, timeout=timeout)
+
+    def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
+        """Of what `rank` holds of the tensor `key` of `name`: minimum, mean, maximum, NaNs. Raises `BadRequest`."""
+        return self._lookout.statistic(name, key, rank, timeout=timeout)
 
     # Ranks
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Fed
+from rankbook.coordinator.cell import Cell, Fed, nobody_to_ask
 from rankbook.coordinator.exits import describe_exit, describe_failure, feed_last, sent_last
 from rankbook.coordinator.farewells import Farewells
 from rankbook.coordinator.presence import Presence, RankInfo
@@ -30,6 +30,7 @@ from rankbook.coordinator.watch import Told
 from rankbook.errors import RankbookError
 from rankbook.keeping import Here
 from rankbook.launch.launcher import Launcher
+from rankbook.looking import DetailTold, Looked, NothingTold, ShardsTold, StatisticTold
 from rankbook.messages import (
     Abort,
     AskCollectives,
@@ -135,9 +136,13 @@ class Driver:
         number = self.state.ranks[rank].cell
         return None if number is None else self._cells.get(number)
 
+    def cells(self) -> list[Cell]:
+        """Those that run, wait, or have ended lately, oldest first."""
+        return list(self._cells.values())
+
     def active_cells(self) -> list[Cell]:
         """The cells that have not ended, oldest first."""
-        return [cell for cell in tuple(self._cells.values()) if cell.result is None and cell.number >= 0]
+        return [cell for cell in self.cells() if cell.result is None and cell.number >= 0]
 
     # Actions
 
@@ -291,7 +296,7 @@ class Driver:
             cell = self._cells[ending.cell]
             cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.presence.straggler(rank)))
             for rank in ending.stragglers:
-                self._hub.send(rank, _nobody_to_ask(ending.cell))
+                self._hub.send(rank, nobody_to_ask(ending.cell))
             self._recent.append(ending.cell)
             while len(self._recent) > _RECENT_CELLS:
                 oldest = self._recent.popleft()
@@ -317,7 +322,7 @@ class Driver:
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Lingering():
                 self.farewells.linger(rank, incarnation, message.seconds)
-            case Stack():
+            case Stack() | Looked() | DetailTold() | ShardsTold() | StatisticTold() | NothingTold():
                 self.presence.answer(rank, message)
             case Collectives():
                 self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))
@@ -328,7 +333,7 @@ class Driver:
                 if cell is not None and cell.result is None:
                     cell.ask(rank, message)
                 else:
-                    self._hub.send(rank, _nobody_to_ask(message.cell))
+                    self._hub.send(rank, nobody_to_ask(message.cell))
             case Here():
                 pass  # an answer to a question of reunion.py that had been given up
             case _:
@@ -389,7 +394,3 @@ class Driver:
                 cell.end(())
             self.changed.notify_all()
         sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _nobody_to_ask(cell: int) -> InputReply:
-    return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.silence import Silence
 from rankbook.launch.look import look_at
+from rankbook.looking import Answer, Question
 from rankbook.messages import AskStack, Hello, Stack
 
 _LOOK_AFTER = 0.3
@@ -38,12 +40,13 @@ class Presence:
     def __init__(
         self,
         changed: threading.Condition,
-        send: Callable[[int, AskStack], bool],
+        send: Callable[[int, AskStack | Question], bool],
         pid_of: Callable[[int], int | None],
     ) -> None:
         self._changed = changed
         self._send = send
         self._pid_of = pid_of
+        self.questions = Questions(send)
         self._tokens = itertools.count()
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._asked: dict[int, float] = {}
@@ -64,8 +67,11 @@ class Presence:
                 self._asked.pop(rank, None)
                 self._changed.notify_all()
 
-    def answer(self, rank: int, stack: Stack) -> None:
+    def answer(self, rank: int, stack: Stack | Answer) -> None:
         """The rank has answered; an answer that nobody waits for any more is dropped."""
+        if not isinstance(stack, Stack):
+            self.questions.take(rank, stack)
+            return
         with self._changed:
             if stack.token in self._stacks:
                 self._stacks[stack.token][rank] = stack

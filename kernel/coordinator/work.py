@@ -13,6 +13,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.lookout import Lookout
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import CellTimeout, ClusterStopped, LostRank
 from rankbook.messages import Assign, CallFunction, Message
@@ -33,6 +34,7 @@ class Workplace:
         self._state = self._crew.state
         self._segments = self._crew.segments
         self._place = self._crew.placement
+        self._lookout = Lookout(crew)
         self._everyone = tuple(range(len(self._place.devices)))
         self.key = self._crew.key
 

@@ -22,6 +22,14 @@ backends.py       torch's gloo and nccl, made
 recoverable.py    a group that outlives its connections
 waits.py          waits for a collective, so that the wait ends
 collectives.py    what a group was asked for, and what has not ended
+inquiries.py      the thread that looks while the main thread works
+look.py           what it answers
+belongings.py     the models, optimizers and loaders that live here
+parts.py          their tensors, by metadata
+memory_use.py     how full the device is
+variables.py      the namespace, as a person lists it
+shard_map.py      which part of which tensor lies where
+statistic.py      the numbers of a tensor, a little at a time
 heal.py           what a rank hands to one that takes a dead one's place
 lifeboat.py       survives gloo's giving up
 models.py         models that an error left half way through a step

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from rankbook.looking import AskDetail, AskLook, AskShards, AskStatistic, Question
 from rankbook.messages import (
     Abort,
     AskCollectives,
@@ -58,6 +59,9 @@ class Answers(Protocol):
 
     def collectives(self, token: int) -> Collectives:
         """What its process groups wait for."""
+
+    def inquire(self, question: Question) -> None:
+        """Have it answered, soon, on another thread."""
 
     def abort(self, message: Abort) -> None:
         """Break off what waits for ranks that do not come."""
@@ -351,5 +355,7 @@ class Control(threading.Thread):
                 self._link.send(self._answers.collectives(message.token))
             case Abort():
                 self._answers.abort(message)
+            case AskLook() | AskDetail() | AskShards() | AskStatistic():
+                self._answers.inquire(message)
             case _:
                 self.tasks.put((message, frames))

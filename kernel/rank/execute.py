@@ -11,15 +11,16 @@ import os
 import re
 import time
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
+from rankbook.looking import Question
 from rankbook.messages import (
     Abort,
     AdoptState,
@@ -32,6 +33,7 @@ from rankbook.messages import (
     ErrorReport,
     ExportState,
     Fetch,
+    Frame,
     InputReply,
     InputRequest,
     Message,
@@ -44,11 +46,15 @@ from rankbook.messages import (
 from rankbook.rank import heal, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
+from rankbook.rank.inquiries import Inquiries
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
 from rankbook.transport.link import RankLink
 from rankbook.transport.payload import Packed, pack, unpack
 from rankbook.transport.segments import SegmentStore
+
+if TYPE_CHECKING:
+    from rankbook.rank.look import Lookout
 
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
@@ -76,6 +82,7 @@ class Executor:
         self._group = group
         self._segments = SegmentStore(segments)
         self._pid = os.getpid()
+        self._inquiries = Inquiries(link.send, self._lookout)
         shell.attach(self)
         group.where = self.line
 
@@ -225,9 +232,16 @@ class Executor:
 
     def stack(self, token: int) -> Stack:
         """What the main thread is doing. Any thread."""
-        frames = tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
+        return Stack(token=token, cell=self.running, frames=self.frames(), waits_for=self.waits()[0])
+
+    def frames(self) -> tuple[Frame, ...]:
+        """The main thread's stack. Any thread."""
+        return tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
+
+    def waits(self) -> tuple[str, float]:
+        """The oldest collective that has not ended, in words, and since how many seconds. Any thread."""
         waits_for = self._group.waits_for()
-        return Stack(token=token, cell=self.running, frames=frames, waits_for=str(waits_for) if waits_for else "")
+        return (str(waits_for), time.monotonic() - waits_for.began) if waits_for is not None else ("", 0.0)
 
     def line(self) -> int | None:
         """Where in its cell the main thread is. Any thread."""
@@ -236,6 +250,23 @@ class Executor:
     def collectives(self, token: int) -> Collectives:
         """What the process groups wait for. Any thread."""
         return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
+
+    def namespace(self) -> dict[str, object]:
+        """A copy of the variables. Any thread."""
+        return dict.copy(self._shell.user_ns)
+
+    def hidden(self) -> Collection[str]:
+        """The names that were there before any cell. Any thread."""
+        return frozenset(dict.copy(self._shell.user_ns_hidden))
+
+    def inquire(self, question: Question) -> None:
+        """Have it answered, soon, on a thread of its own. Any thread."""
+        self._inquiries.put(question)
+
+    def _lookout(self) -> Lookout:
+        from rankbook.rank.look import Lookout
+
+        return Lookout(self, self._group.rank, self._group.device)
 
     def abort(self, message: Abort) -> None:
         """Break off what waits for ranks that do not come. Any thread."""

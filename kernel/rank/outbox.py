@@ -16,7 +16,10 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from rankbook.keeping import Here, Recall, Seen
+from rankbook.looking import AskDetail, AskLook, AskShards, AskStatistic
 from rankbook.messages import (
+    Abort,
+    AskCollectives,
     AskStack,
     Assign,
     Clear,
@@ -210,7 +213,9 @@ class KeptLink:
             case InputReply() | Interrupt():
                 self._outbox.answered()
                 return False
-            case AskStack() | Leave():
+            case AskStack() | AskCollectives() | Abort() | Leave():
+                return False
+            case AskLook() | AskDetail() | AskShards() | AskStatistic():
                 return False
             case _:
                 self._outbox.begin(message)

@@ -81,10 +81,10 @@ class GroupMember:
         port: int,
     ) -> None:
         self.where: Callable[[], int | None] = lambda: None
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._backend = backend
-        self._device = device
+        self.device = device
         self._port = port
         self._generation = 0
         self._members: dict[str, _Member] = {}
@@ -125,7 +125,7 @@ class GroupMember:
             dist.init_process_group(
                 self._backend,
                 store=dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT),
-                rank=self._rank,
+                rank=self.rank,
                 world_size=self._world_size,
             )
             self._make_as_peers(groups)
@@ -147,7 +147,7 @@ class GroupMember:
             "groups": {name: each.describe() for name, each in self._members.items()},
         }
         store = self._store("agreement")
-        store.set(str(self._rank), json.dumps(own))
+        store.set(str(self.rank), json.dumps(own))
         everyone = [str(rank) for rank in range(self._world_size)]
         self._await(store, everyone)
         told = [json.loads(store.get(each)) for each in everyone]
@@ -162,10 +162,10 @@ class GroupMember:
         """Make, on a rank that has replaced another, the groups that its peers have with it."""
         for name, group in groups.items():
             ranks = group["ranks"]
-            if name not in self._members and self._rank in ranks:
+            if name not in self._members and self.rank in ranks:
                 made, _ = c10d._new_process_group_helper(
                     len(ranks),
-                    ranks.index(self._rank),
+                    ranks.index(self.rank),
                     ranks,
                     dist.Backend(group["backend"]),
                     c10d._world.pg_map[c10d._get_default_group()][1],
@@ -308,8 +308,8 @@ class GroupMember:
         return Inner(group, sockets, aborts)
 
     def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has its own
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own
         group = dist.ProcessGroup(store, member.rank, len(ranks))
         made: dict[str, Any] = {}
         for device, backend in member.backends.items():

@@ -1,0 +1,317 @@
+"""Watches the ranks while somebody looks, and asks them on demand.
+
+Owns: the thread that asks at most ten times a second, and one for each watcher that is told. Refuses: to exist while
+nobody looks, to hold up the driver, and to decide what a picture says (board.py, shards.py).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from rankbook.coordinator.board import Board, RankView
+from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.questions import Questions
+from rankbook.coordinator.shards import fold_shards
+from rankbook.coordinator.tables import RankState
+from rankbook.errors import BadRequest, LostRank, RankbookError
+from rankbook.looking import (
+    Answer,
+    AskDetail,
+    AskLook,
+    AskShards,
+    AskStatistic,
+    DetailTold,
+    Looked,
+    NothingTold,
+    Question,
+    StatisticTold,
+)
+from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, replaced
+
+EVERY = 0.1
+"""Seconds between two rounds of questions."""
+GATHER = 0.05
+"""Seconds that a round waits for the answers; what comes later is in the next picture."""
+ANSWER_TIMEOUT = 2.0
+"""Seconds for one question."""
+KINDS = ("placement", "saves", "status")
+_LINES = 20
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+Callback = Callable[[Struct], None]
+
+
+class Watcher:
+    """Calls back on a thread of its own with the last picture; those that a slow callback has missed are left out."""
+
+    def __init__(self, kind: str, callback: Callback) -> None:
+        self.kind = kind
+        self._callback = callback
+        self._changed = threading.Condition()
+        self._next: Struct | None = None
+        self._last: Struct | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"rankbook-{kind}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody looks any more: `end` was called, or the callback raised."""
+        return self._ended
+
+    def offer(self, picture: Placement | Saves) -> None:
+        """Tell it, unless it only is later by the clock."""
+        with self._changed:
+            same = self._last is not None and replaced(picture, at=0.0) == self._last
+            if not same and not self._ended:
+                self._last = replaced(picture, at=0.0)
+                self._next = picture
+                self._changed.notify_all()
+
+    def end(self, *, at_once: bool = True) -> None:
+        """Call back no more; or, if not `at_once`, only with what was offered already."""
+        with self._changed:
+            self._ended = True
+            self._next = None if at_once else self._next
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._next is None and not self._ended:
+                    self._changed.wait()
+                picture, self._next = self._next, None
+            if picture is None:
+                return
+            try:
+                self._callback(picture)
+            except Exception as error:  # noqa: BLE001 - the whole of it is shown, and nobody else suffers
+                self._ended = True
+                sys.excepthook(type(error), error, error.__traceback__)
+                return
+
+
+class Lookout:
+    """Looks at the ranks of `crew`. Any thread but the driver's own."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._lock = threading.Lock()
+        self._watchers: list[Watcher] = []
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+
+    # Watching
+
+    def watch(self, kind: str, callback: Callback) -> Callable[[], None]:
+        """Call back with each new `Placement` ("placement", or "status": without what lives on the ranks) or `Saves`.
+
+        At most ten times a second, on a thread of its own, until what this returns is called; the last state always
+        comes. Raises `BadRequest`.
+        """
+        if kind not in KINDS:
+            raise BadRequest(f"{kind!r} cannot be watched; there are {', '.join(KINDS)}")
+        watcher = Watcher(kind, callback)
+        with self._lock:
+            self._watchers.append(watcher)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rankbook-lookout", daemon=True)
+                self._thread.start()
+
+        def end() -> None:
+            watcher.end()
+            with self._changed:
+                self._changed.notify_all()
+
+        return end
+
+    def _run(self) -> None:
+        board = Board(self._crew.key)
+        questions: Questions | None = None
+        token = 0
+        while (watchers := self._still_watching()) is not None:
+            began = time.monotonic()
+            driver = self._driver
+            if driver is not None:
+                if questions is None:
+                    questions = driver.presence.questions
+                    token = questions.open(self._deliver_to(board))
+                self._round(driver, board, token, {each.kind for each in watchers})
+            self._show(board, watchers)
+            if self._driver is None:
+                for each in watchers:
+                    each.end(at_once=False)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda each=watchers: any(one.ended for one in each),  # type: ignore[misc]
+                    max(0.0, began + EVERY - time.monotonic()),
+                )
+        if questions is not None:
+            questions.close(token)
+
+    def _still_watching(self) -> list[Watcher] | None:
+        with self._lock:
+            self._watchers = [each for each in self._watchers if not each.ended]
+            if not self._watchers:
+                self._thread = None
+                return None
+            return list(self._watchers)
+
+    def _deliver_to(self, board: Board) -> Callable[[int, Answer], None]:
+        def deliver(rank: int, answer: Answer) -> None:
+            with self._changed:
+                if isinstance(answer, Looked):
+                    board.told(rank, answer)
+                elif isinstance(answer, NothingTold):
+                    board.refused(rank)
+                self._changed.notify_all()
+
+        return deliver
+
+    @property
+    def _driver(self) -> Driver | None:
+        """None once the ranks are stopped, or cannot be followed any more."""
+        try:
+            return self._crew.driver
+        except RankbookError:
+            return None
+
+    def _round(
+        self,
+        driver: Driver,
+        board: Board,
+        token: int,
+        kinds: set[str],
+        *,
+        fresh: bool = False,
+        timeout: float = GATHER,
+    ) -> None:
+        """Ask whoever owes no answer, and wait a moment for what comes."""
+        questions = driver.presence.questions
+        with self._changed:
+            due = board.to_ask(self._views())
+        for rank, version in due.items():
+            with self._changed:
+                board.asked(rank, time.monotonic())
+            question = AskLook(token, "placement" in kinds, version, fresh, "saves" in kinds)
+            if not questions.ask(rank, question):
+                with self._changed:
+                    board.refused(rank)
+        with self._changed:
+            self._changed.wait_for(lambda: not board.owed(due), timeout)
+
+    def _show(self, board: Board, watchers: list[Watcher]) -> None:
+        with self._changed:
+            views = self._views()
+            placement = board.placement(views, now=time.monotonic(), wall=time.time())
+            saves = board.saves(views, wall=time.time())
+        for each in watchers:
+            each.offer(saves if each.kind == "saves" else placement)
+
+    def _views(self) -> list[RankView]:
+        found, driver = [], self._driver
+        for rank, each in self._crew.state.ranks.items():
+            found.append(
+                RankView(
+                    rank=rank,
+                    incarnation=each.incarnation,
+                    state=RankState.DEAD if driver is None else each.state,
+                    pid=0 if driver is None else driver.infos[rank].pid or 0,
+                    device=self._crew.placement.devices[rank],
+                    cell=None if driver is None else _number_of(driver, rank),
+                    task=each.cell,
+                    returns=each.refork and driver is not None,
+                )
+            )
+        return found
+
+    # Asking
+
+    def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
+        """All ranks, looked at now. A rank that does not answer in time is in it as unresponsive."""
+        board = Board(self._crew.key)
+        driver = self._driver
+        if driver is not None:
+            questions = driver.presence.questions
+            token = questions.open(self._deliver_to(board))
+            try:
+                self._round(driver, board, token, {"placement"}, fresh=True, timeout=timeout)
+            finally:
+                questions.close(token)
+        with self._changed:
+            return board.placement(self._views(), now=time.monotonic(), wall=time.time())
+
+    def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
+        """What the rank is at. Of a dead one there is still its output. Raises `LostRank` where it does not answer."""
+        output = self._last_lines(rank)
+        if rank not in self._crew.driver.answering():
+            return RankDetail(rank, (), output, ())
+        answer = self._ask_one(rank, AskDetail, timeout)
+        assert isinstance(answer, DetailTold)
+        return replaced(answer.detail, output=output)
+
+    def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
+        """Where the tensors of the ranks' variable `name` lie. Raises `BadRequest` where no rank has such a one."""
+        driver = self._crew.driver
+        devices = dict(enumerate(self._crew.placement.devices))
+        ranks = driver.answering()
+        first = ranks[:1]
+        answers = driver.presence.questions.wait_answers(
+            ranks,
+            lambda token, rank: AskShards(token, name, others=rank in first),
+            timeout=timeout,
+            there=driver.answering,
+        )
+        missing = set(devices) - answers.keys()
+        if missing and (told := [rank for rank in answers if rank not in first]) and not set(first) & answers.keys():
+            answers |= driver.presence.questions.wait_answers(
+                told[:1], lambda token, _: AskShards(token, name, others=True), timeout=timeout, there=driver.answering
+            )
+        refusals = {each.trouble for each in answers.values() if isinstance(each, NothingTold)}
+        if answers and all(isinstance(each, NothingTold) for each in answers.values()):
+            raise BadRequest("; ".join(sorted(refusals)))
+        return fold_shards(name, answers, tuple(devices), devices)
+
+    def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
+        """The numbers of what `rank` holds of the tensor `key`. Raises `BadRequest`, `LostRank`."""
+        answer = self._ask_one(rank, lambda token: AskStatistic(token, name, key), timeout)
+        assert isinstance(answer, StatisticTold)
+        return answer.statistic
+
+    def _ask_one(self, rank: int, make: Callable[[int], Question], timeout: float) -> Answer:
+        driver = self._crew.driver
+        if rank not in self._crew.state.ranks:
+            raise BadRequest(f"there is no rank {rank}; there are {len(self._crew.state.ranks)}")
+        answers = driver.presence.questions.wait_answers(
+            (rank,), lambda token, _: make(token), timeout=timeout, there=driver.answering
+        )
+        if rank not in answers:
+            raise LostRank(
+                f"rank {rank} has not answered within {timeout:g} s; %distributed status tells how it is", (rank,)
+            )
+        answer = answers[rank]
+        if isinstance(answer, NothingTold):
+            raise BadRequest(f"rank {rank}: {answer.trouble}")
+        return answer
+
+    def _last_lines(self, rank: int) -> tuple[str, ...]:
+        lines: list[str] = []
+        for cell in reversed(self._crew.driver.cells()):
+            if not (tail := cell.tail(rank)):
+                continue
+            text = _CONTROL.sub("", tail.decode(errors="replace"))
+            lines[:0] = [each.rstrip("\r").rsplit("\r", 1)[-1] for each in text.rstrip("\n").split("\n")]
+            if len(lines) >= _LINES:
+                break
+        return tuple(lines[-_LINES:])
+
+
+def _number_of(driver: Driver, rank: int) -> int | None:
+    """The notebook's number of what the rank runs: 0 for a call, None for nothing and for what is our own."""
+    cell = driver.cell_of(rank)
+    return None if cell is None or cell.number < 0 else cell.number

@@ -1,0 +1,130 @@
+"""The vocabulary of looks at the ranks while they work.
+
+Owns: the questions that a rank answers whatever its main thread does, and the answers. Refuses: to be sent unasked:
+where nobody looks, none of these is on the wire.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
+from rankbook.wire import Message
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank at one moment. `cell` is the cluster's number of what it runs, `waited` the seconds of `waits_for`.
+
+    `steps` is None where nobody counts optimizer steps; `at` is the rank's monotonic clock.
+    """
+
+    host: str
+    device_name: str
+    cell: int | None
+    line: int | None
+    waits_for: str
+    waited: float
+    memory: MemoryUse | None
+    utilisation: float | None
+    steps: int | None
+    at: float
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a tensor that `rank` holds, in elements. `replica` is -1 where the copies have no numbers yet."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    replica: int = -1
+
+
+class HeldTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor on one rank: `grid` is its place in `ShardsTold.grids`; `shape` is the global one."""
+
+    key: str
+    dtype: str
+    itemsize: int
+    device: str
+    shape: tuple[int, ...]
+    grid: int
+
+
+class AskLook(Message, frozen=True):
+    """Answer with `Looked`. `holdings`: what lives there too, unless that still is version `known`; `fresh`: look now.
+
+    `saves`: checkpoints too.
+    """
+
+    token: int
+    holdings: bool
+    known: int
+    fresh: bool
+    saves: bool
+
+
+class AskDetail(Message, frozen=True):
+    """Answer with `DetailTold`."""
+
+    token: int
+
+
+class AskShards(Message, frozen=True):
+    """Answer with `ShardsTold` about the variable `name`. `others`: with the parts of the other ranks, as computed."""
+
+    token: int
+    name: str
+    others: bool
+
+
+class AskStatistic(Message, frozen=True):
+    """Answer with `StatisticTold` about what is here of the tensor `key` of the variable `name`."""
+
+    token: int
+    name: str
+    key: str
+
+
+class Looked(Message, frozen=True):
+    """What was seen. Without `holdings` they are what they were, or were not asked for."""
+
+    token: int
+    sample: Sample
+    version: int
+    holdings: tuple[Holding, ...] | None
+    saves: tuple[CheckpointSave, ...]
+
+
+class DetailTold(Message, frozen=True):
+    """What the rank is at; its output is known where it was sent."""
+
+    token: int
+    detail: RankDetail
+
+
+class ShardsTold(Message, frozen=True):
+    """What the rank holds of a variable. Each of `grids` is shared by the tensors that are cut alike."""
+
+    token: int
+    kind: str
+    tensors: tuple[HeldTensor, ...]
+    grids: tuple[tuple[Box, ...], ...]
+    trouble: str
+
+
+class StatisticTold(Message, frozen=True):
+    """The numbers."""
+
+    token: int
+    statistic: Statistic
+
+
+class NothingTold(Message, frozen=True):
+    """The rank cannot answer, and says why."""
+
+    token: int
+    trouble: str
+
+
+Question = AskLook | AskDetail | AskShards | AskStatistic
+Answer = Looked | DetailTold | ShardsTold | StatisticTold | NothingTold

@@ -1,0 +1,189 @@
+"""Answers the notebook's questions while the main thread works.
+
+Owns: what is looked at how often, and what is remembered between two looks. Refuses: the main thread; it is called on
+a thread of its own, and only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+
+from rankbook import telemetry
+from rankbook.errors import RankbookError
+from rankbook.looking import (
+    Answer,
+    AskDetail,
+    AskLook,
+    AskShards,
+    AskStatistic,
+    DetailTold,
+    Looked,
+    NothingTold,
+    Question,
+    Sample,
+    StatisticTold,
+)
+from rankbook.messages import Frame
+from rankbook.rank import belongings, parts
+from rankbook.rank.belongings import Inventory
+from rankbook.rank.memory_use import Utilisation, device_name, memory_use
+from rankbook.rank.parts import Breath
+from rankbook.rank.statistic import statistic
+from rankbook.rank.tracebacks import is_users
+from rankbook.rank.variables import list_variables
+from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Struct
+
+_AT_MOST = 1 / 400
+"""The share of a processor that the search for what lives here may take. What only counts is read at each look."""
+_SOONEST = 0.5
+_LAST_SAVES = 16
+
+
+class Work(Protocol):
+    """What the main thread does, seen from outside. Any thread."""
+
+    running: int | None
+
+    def line(self) -> int | None:
+        """Where in its cell it is."""
+
+    def frames(self) -> tuple[Frame, ...]:
+        """Its stack."""
+
+    def waits(self) -> tuple[str, float]:
+        """Its oldest collective that has not ended, and for how many seconds; "" if there is none."""
+
+    def namespace(self) -> dict[str, object]:
+        """A copy of the variables."""
+
+    def hidden(self) -> Collection[str]:
+        """The names that were there before any cell."""
+
+
+class Lookout:
+    """Answers for `rank`, which computes on `device`."""
+
+    def __init__(self, work: Work, rank: int, device: torch.device) -> None:
+        self._work = work
+        self._rank = rank
+        self._device = device
+        self._host = socket.gethostname()
+        self._device_name = ""
+        self._utilisation = Utilisation(device)
+        self._inventory: Inventory | None = None
+        self._memory: MemoryUse | None = None
+        self._due = 0.0
+        self._version = 0
+        self._holdings: tuple[Holding, ...] = ()
+        self._ended: deque[CheckpointSave] = deque(maxlen=_LAST_SAVES)
+        self._listens = False
+
+    def answer(self, question: Question) -> Answer:
+        """The answer, or why there is none."""
+        try:
+            match question:
+                case AskLook():
+                    return self._look(question)
+                case AskDetail(token):
+                    return DetailTold(token, self._detail())
+                case AskShards(token, name, others):
+                    from rankbook.rank import shard_map
+
+                    return shard_map.tell_shards(
+                        token, self._work.namespace(), name, self._rank, Breath(), others=others
+                    )
+                case AskStatistic(token, name, key):
+                    from rankbook.rank import shard_map
+
+                    tensor = shard_map.find_tensor(self._work.namespace(), name, key, Breath())
+                    return StatisticTold(token, statistic(self._rank, tensor))
+        except RankbookError as error:
+            return NothingTold(question.token, str(error))
+
+    # A look
+
+    def _look(self, question: AskLook) -> Looked:
+        if question.saves:
+            self._listen()
+        if question.holdings and (question.fresh or time.monotonic() >= self._due):
+            self._search()
+        changed = question.holdings and question.known != self._version
+        saves = (*telemetry.snapshot("checkpoint "), *self._ended) if question.saves else ()
+        return Looked(
+            question.token,
+            self._sample(memory=question.holdings),
+            self._version,
+            self._holdings if changed else None,
+            tuple(each for each in saves if isinstance(each, CheckpointSave)),
+        )
+
+    def _sample(self, *, memory: bool) -> Sample:
+        waits_for, waited = self._work.waits()
+        return Sample(
+            host=self._host,
+            device_name=self._device_name,
+            cell=self._work.running,
+            line=self._work.line(),
+            waits_for=waits_for,
+            waited=waited,
+            memory=self._memory if memory else None,
+            utilisation=self._utilisation.now() if memory else None,
+            steps=self._steps(),
+            at=time.monotonic(),
+        )
+
+    def _steps(self) -> int | None:
+        counted = [each.steps for each in telemetry.snapshot("training") if isinstance(each, telemetry.TrainingStep)]
+        if counted and counted[0]:
+            return counted[0]
+        found = [] if self._inventory is None else [each() for each in self._inventory.counters]
+        steps = [parts.steps_of_optimizer(each) for each in found if each is not None]
+        return max((each for each in steps if each is not None), default=None)
+
+    def _search(self) -> None:
+        began = time.thread_time()
+        breath = Breath()
+        if not self._device_name:
+            self._device_name = device_name(self._device)
+        found = belongings.find(self._work.namespace(), breath)
+        inventory = belongings.take_inventory(found, str(self._device), breath)
+        self._memory = memory_use(self._device, inventory.parameters, inventory.gradients, inventory.optimizer)
+        if self._inventory is None or inventory.holdings != self._holdings:
+            self._version += 1
+            self._holdings = inventory.holdings
+        self._inventory = inventory
+        self._due = time.monotonic() + max(_SOONEST, (time.thread_time() - began) / _AT_MOST)
+
+    def _listen(self) -> None:
+        """A save that has ended is in no snapshot any more."""
+        if self._listens:
+            return
+        self._listens = True
+        before: Callable[[Struct], Any] | None = telemetry.listener
+
+        def listener(struct: Struct) -> None:
+            if isinstance(struct, CheckpointSave) and struct.phase in {"done", "failed"}:
+                self._ended.append(struct)
+            if before is not None:
+                before(struct)
+
+        telemetry.listener = listener
+
+    # More of it
+
+    def _detail(self) -> RankDetail:
+        frames = [each for each in self._work.frames() if each.file.startswith("Cell In[") or is_users(each.file)]
+        stack = tuple(
+            f"{each.file}, line {each.line}"
+            + (f", in {each.function}" if each.function != "<module>" else "")
+            + (f": {each.source}" if each.source else "")
+            for each in frames
+        )
+        variables = list_variables(self._work.namespace(), self._work.hidden(), Breath())
+        return RankDetail(self._rank, stack, (), variables)

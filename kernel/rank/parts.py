@@ -1,0 +1,258 @@
+"""The tensors of a model and of an optimizer on this rank, by their metadata.
+
+Owns: their names, what of them is here, and which are the same. Refuses: to run user code (hooks, properties, reprs)
+and to hold up the main thread, which may change all of it meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_STRETCH = 0.0003
+"""Seconds of work after which the main thread may have the interpreter lock, if it wants it."""
+_PAUSE = 0.0005
+_never = threading.Event()
+
+
+class Breath:
+    """Lets the main thread go on during a long look: call it once for each object."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __call__(self) -> None:
+        """Give way, if it is time to."""
+        if time.perf_counter() - self._began > _STRETCH:
+            _never.wait(_PAUSE)
+            self._began = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor by its name in a model or an optimizer: "parameter", "buffer" or "state"."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: str
+
+
+def is_a(value: object, kind: type) -> bool:
+    """As isinstance, which would ask a proxy what it stands for."""
+    return issubclass(type(value), kind)
+
+
+def own(value: object) -> dict[str, Any]:
+    """What is in the object itself: no property is asked."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found if is_a(found, dict) else {}
+
+
+def items(mapping: object) -> list[tuple[Any, Any]]:
+    """A dict's, although another thread may change it."""
+    if not is_a(mapping, dict):
+        return []
+    for _ in range(5):
+        try:
+            return list(dict.items(mapping))  # type: ignore[arg-type]
+        except RuntimeError:  # it was changed meanwhile
+            continue
+    return []
+
+
+def loaded(module: str, name: str) -> type | None:
+    """A class of a module that is there already: nothing is an instance of one that is not."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if is_a(found, type) else None
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is torch's DTensor."""
+    kind = loaded("torch.distributed.tensor", "DTensor")
+    return kind is not None and is_a(tensor, kind)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it is here."""
+    found: torch.Tensor = own(tensor).get("_local_tensor", tensor) if is_dtensor(tensor) else tensor
+    return found
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Of what is here."""
+    here = local(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return here.numel() * here.element_size()
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Of the whole."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.numel()
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """As `float32`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return str(tensor.dtype).removeprefix("torch.")
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the whole."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(int(each) for each in tensor.shape)
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Of what is here."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return str(local(tensor).device)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient, if it has one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return None
+        gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(tensor)  # no subclass's property
+        return gradient
+
+
+def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """A module's own ones; what only wraps another adds nothing to its name."""
+    transparent = _wrapped_name(module)
+    return [
+        ("" if name == transparent else str(name), each)
+        for name, each in items(own(module).get("_modules"))
+        if each is not None and is_a(each, torch.nn.Module)
+    ]
+
+
+def _wrapped_name(module: torch.nn.Module) -> str | None:
+    ddp = loaded("torch.nn.parallel", "DistributedDataParallel")
+    compiled = loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    if ddp is not None and is_a(module, ddp):
+        return "module"
+    if compiled is not None and is_a(module, compiled):
+        return "_orig_mod"
+    return "_checkpoint_wrapped_module" if "_checkpoint_wrapped_module" in own(own(module).get("_modules")) else None
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The person's own model, of one that DDP or torch.compile wraps."""
+    while _wrapped_name(module) is not None and (inside := [each for name, each in children(module) if not name]):
+        module = inside[0]
+    return module
+
+
+def modules_of(model: torch.nn.Module, breath: Breath) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model and every module in it, each once, with the prefix of its tensors' names."""
+    seen = {id(model)}
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        yield prefix, module
+        breath()
+        below = [(f"{prefix}{name}." if name else prefix, each) for name, each in children(module)]
+        for name, each in reversed(below):
+            if id(each) not in seen:
+                seen.add(id(each))
+                waiting.append((name, each))
+
+
+def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: Breath) -> list[Part]:
+    """Parameters and buffers, each once. Of FSDP2 what stays on the rank, also while the whole is gathered."""
+    found: dict[int, Part] = {}
+    kept = _kept_by_fsdp([module for _, module in modules])
+    for prefix, module in modules:
+        breath()
+        for kind in ("parameter", "buffer"):
+            for name, tensor in items(own(module).get(f"_{kind}s")):
+                there = kept.get((id(module), name), tensor)
+                if there is not None and is_a(there, torch.Tensor):
+                    found.setdefault(id(there), Part(f"{prefix}{name}", there, kind))
+    return list(found.values())
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called on it."""
+    kind = loaded("torch.distributed.fsdp", "FSDPModule")
+    return kind is not None and is_a(module, kind)
+
+
+def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
+    """For each place of a parameter that FSDP2 shards the shard, whatever stands there at the moment."""
+    state_of = getattr(
+        sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "_get_module_fsdp_state", None
+    )
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    if state_of is None:
+        return found
+    for module in modules:
+        state = own(state_of(module)) if is_fsdp(module) else {}
+        groups = state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])  # one, before torch 2.12
+        for parameter in [each for group in groups for each in own(group).get("fsdp_params", ())]:
+            info = own(own(parameter).get("_module_info"))
+            shard = own(parameter).get("sharded_param")
+            places = [
+                (info.get("module"), info.get("param_name")),
+                *zip(info.get("shared_modules", ()), info.get("shared_param_names", ()), strict=False),
+            ]
+            if shard is not None:
+                found.update({(id(each), str(name)): shard for each, name in places})
+    return found
+
+
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that has the state, of one that wraps another."""
+    for _ in range(4):
+        inner = own(optimizer).get("optimizer")
+        if inner is None or not is_a(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Of all its groups, each once."""
+    groups = own(bare_optimizer(optimizer)).get("param_groups", ())
+    found = {id(each): each for group in tuple(groups) for each in tuple(dict.get(group, "params", ()))}
+    return [each for each in found.values() if is_a(each, torch.Tensor)]
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: Breath) -> list[Part]:
+    """Its state's tensors, each once. `names`: of parameters, by their id."""
+    found: dict[int, Part] = {}
+    numbers = {id(each): number for number, each in enumerate(parameters_of_optimizer(optimizer))}
+    for parameter, state in items(own(bare_optimizer(optimizer)).get("state")):
+        breath()
+        of = names.get(id(parameter), numbers.get(id(parameter), "?"))
+        for name, value in items(state):
+            if is_a(value, torch.Tensor):
+                found.setdefault(id(value), Part(f"state.{of}.{name}", value, "state"))
+    return list(found.values())
+
+
+def steps_of_optimizer(optimizer: torch.optim.Optimizer) -> int | None:
+    """How many steps it has taken, where it counts them in this machine's own memory."""
+    counted = own(optimizer).get("steps")
+    if type(counted) is int:  # prepared: the wrapper counts
+        return counted
+    try:
+        _, state = next(iter(dict.items(own(bare_optimizer(optimizer)).get("state", {}))))
+        step: Any = dict.get(state, "step")
+    except (StopIteration, RuntimeError, TypeError):  # it has none yet, or is changed at this moment
+        return None
+    if is_a(step, torch.Tensor) and device_of(step) == "cpu" and numel(step) == 1 and not is_dtensor(step):
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(step.item())
+    return int(step) if type(step) in {int, float} else None
