@@ -23,7 +23,7 @@ checkpoint/       sharded checkpoints: saved on any number of ranks, loaded on a
 runtime/          training code for one device and for many, with or without a notebook
 checkpoint/       sharded checkpoints, saved on N ranks and loaded on M
 launched.py       a function that a launcher runs on a rank
-widgets/          what a person sees of it, in HTML and in text
+widgets/          what a person sees of it: live views, HTML, text
 magics/           %%distributed and %distributed
 notebook_file.py  reads and writes the notebook that is run
 notebook_run.py   runs a notebook without a browser

@@ -264,6 +264,32 @@ class Saves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: float
 
 
+class StoredCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One checkpoint in a folder.
+
+    `state` is "finished", "partial" (under way or broken off, `detail` says which) or "foreign" (written by something
+    else). `checked` is "", "verified" or "damaged" with `detail` saying where. `created`: seconds since the epoch.
+    """
+
+    name: str
+    step: int | None
+    created: float | None
+    bytes: int
+    world_size: int | None
+    state: str
+    checked: str
+    latest: bool
+    detail: str
+
+
+class CheckpointFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lies in a folder of checkpoints. `trouble` says why it could not be read."""
+
+    folder: str
+    checkpoints: tuple[StoredCheckpoint, ...]
+    trouble: str
+
+
 Source = Callable[[], msgspec.Struct | None]
 
 listener: Callable[[msgspec.Struct], None] | None = None

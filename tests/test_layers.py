@@ -70,6 +70,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "magics": {
         "widgets",
         "coordinator",
+        "checkpoint",  # what lies in a folder: the parts without torch
+        "telemetry",
         "results",
         "output",
         "messages",
@@ -118,7 +120,8 @@ NEVER_MEET = [
 
 THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
-    "IPython": {"rank", "magics"},
+    "IPython": {"rank", "magics", "widgets.screen"},
+    "anywidget": {"widgets.live"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},
@@ -132,6 +135,10 @@ THIRD_PARTY: dict[str, set[str]] = {
         "messages",
         "telemetry",
         "wire",
+        "messages",
+        "telemetry",
+        "wire",
+        "widgets.feed",
     },
     "nbclient": {"notebook_run"},
     "nbformat": {"notebook_run", "notebook_file"},
@@ -165,7 +172,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     },
     "torchdata": {"runtime.loader_options"},  # where it is installed; only once its loader is asked for
     "tqdm": {"runtime.progress"},  # where it is installed; only once a bar is asked for
-    "traitlets": {"rank", "magics"},
+    "traitlets": {"rank", "magics", "widgets"},
     "zmq": {"transport"},
 }
 

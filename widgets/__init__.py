@@ -1,8 +1,17 @@
 """What a person sees of the ranks.
 
-Owns: pictures of plain data, in HTML and in text, so that a saved notebook and a terminal show something true. Refuses:
-to ask the ranks anything.
+Owns: pictures of plain data, live in the browser and still in HTML, text and SVG, so that a saved notebook and a
+terminal show something true. Refuses: to know where the data comes from.
 
-handle.py   a background cell's state
-table.py    a small table, such as the status of the ranks
+handle.py             a background cell's state
+table.py              a small table, such as the status of the ranks
+feed.py               the seams: where views get their data, whom they tell what was clicked
+words.py              sizes, durations and shapes in words
+drawing.py            the palette, SVG and bars
+pace.py               at most ten updates a second, the last one always
+part.py               what each picture offers to whatever shows it
+screen.py             puts outputs into the notebook
+live.py               a view with a comm: who looks, what is sent, what was clicked; its JavaScript is in static/
+placement.py          what every rank holds and does
+placement_picture.py  the same as HTML, text and SVG
 """

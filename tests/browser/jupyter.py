@@ -1,0 +1,169 @@
+"""A real JupyterLab and Notebook 7, driven through Debian's Chromium.
+
+Owns: the server, pages, and what a person does in them. Refuses: to know what is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_notebook
+from playwright.sync_api import Browser, Page, Playwright, expect
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CELL = ".jp-Notebook .jp-CodeCell"
+PREAMBLE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.widgets.fakes import *"
+
+
+def chromium() -> str | None:
+    """Debian's Chromium, or whatever takes its place."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def launch(playwright: Playwright) -> Browser:
+    """Chromium without a window; its sandbox wants what a container has not."""
+    return playwright.chromium.launch(
+        executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+    )
+
+
+class Server:
+    """One Jupyter server with Lab and Notebook, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        settings = {"IdentityProvider.token": "t", "ServerApp.disable_check_xsrf": True}
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        self.log = (folder / "server.log").open("wb")
+        environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
+        environment["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
+        root = ["--allow-root"] if os.geteuid() == 0 else []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={self.port}", "--ip=127.0.0.1",
+             f"--ServerApp.root_dir={folder}", *root, *options],
+            cwd=folder, env=environment, stdout=self.log, stderr=self.log, start_new_session=True,
+        )  # fmt: skip
+        self.wait_ready(timeout=60)
+
+    def wait_ready(self, *, timeout: float) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.1)
+        raise RuntimeError((self.folder / "server.log").read_text()[-3000:])
+
+    def write(self, name: str, *cells: str) -> str:
+        """A notebook of these cells; its name."""
+        notebook = new_notebook(cells=[new_code_cell(cell) for cell in (PREAMBLE, *cells)])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, self.folder / f"{name}.ipynb")
+        return f"{name}.ipynb"
+
+    def read(self, name: str) -> Any:
+        """The notebook as it is saved now."""
+        return json.loads((self.folder / name).read_text())
+
+    def url(self, name: str, front_end: str = "lab") -> str:
+        """Where the notebook is in JupyterLab ("lab") or Notebook 7 ("notebook")."""
+        path = f"tree/{name}?reset" if front_end == "lab" else f"{name}?"
+        return f"http://127.0.0.1:{self.port}/{'lab' if front_end == 'lab' else 'notebooks'}/{path}&token=t"
+
+    def theme(self, name: str) -> None:
+        """The theme of whoever opens a page from now on: "JupyterLab Light" or "JupyterLab Dark"."""
+        folder = self.folder / "settings" / "@jupyterlab" / "apputils-extension"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "themes.jupyterlab-settings").write_text(json.dumps({"theme": name}))
+
+    def close(self) -> None:
+        """End it and its kernels."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(timeout=10)
+        self.log.close()
+
+
+class Notebook:
+    """A notebook in a page, as a person sees it."""
+
+    def __init__(self, page: Page, server: Server, name: str, front_end: str = "lab") -> None:
+        self.page, self.server, self.name = page, server, name
+        page.goto(server.url(name, front_end))
+        self.wait_open()
+
+    def wait_open(self, *, timeout: float = 60) -> None:
+        """Wait until the cells are there and the kernel is connected."""
+        self.page.wait_for_selector(CELL, timeout=timeout * 1000)
+        indicator = self.page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle'], .jp-NotebookKernelStatus")
+        expect(indicator.first).to_be_attached(timeout=timeout * 1000)
+
+    def cell(self, index: int) -> Any:
+        """The cell of that number; the preamble is 0."""
+        return self.page.locator(CELL).nth(index)
+
+    def start(self, index: int) -> None:
+        """Run a cell and do not wait; what is pressed before the kernel is connected is lost: press again."""
+        prompt = self.cell(index).locator(".jp-InputPrompt").first
+        before = prompt.text_content() or ""
+        for attempt in range(10):
+            self.cell(index).locator(".cm-content").first.click()
+            self.page.keyboard.press("Control+Enter")
+            with contextlib.suppress(AssertionError):
+                expect(prompt).not_to_have_text(before, timeout=1000 * (attempt + 1))
+                return
+        raise AssertionError(f"cell {index} did not start")
+
+    def run(self, index: int, *, timeout: float = 30) -> None:
+        """Run a cell and wait until it has its number."""
+        self.start(index)
+        prompt = self.cell(index).locator(".jp-InputPrompt").first
+        expect(prompt).to_have_text(re.compile(r"\[\d+\]:"), timeout=timeout * 1000)
+
+    def save(self) -> None:
+        """Press Ctrl+S and wait until the file has changed."""
+        path = self.server.folder / self.name
+        before = path.stat().st_mtime_ns
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        deadline = time.monotonic() + 15
+        while path.stat().st_mtime_ns == before:
+            if time.monotonic() > deadline:
+                raise AssertionError("the notebook was not saved within 15 s")
+            self.page.wait_for_timeout(50)
+
+
+@contextlib.contextmanager
+def open_page(browser: Browser, folder: Path | None = None, **options: Any) -> Iterator[Page]:
+    """A page of its own; what its console says is wrong goes to a file in `folder`."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
+    page = context.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    try:
+        yield page
+    finally:
+        if folder is not None:
+            (folder / "console.log").write_text("\n".join(said))
+        context.close()

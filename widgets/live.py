@@ -1,0 +1,228 @@
+"""A view that lives in the browser while somebody looks, and stays in the notebook as HTML.
+
+Owns: the comm: what is sent, how often, to whom; who looks; messages from the browser. Refuses: to know what is shown.
+
+Messages from the browser are `{"rankbook": id, "op": ..., ...}`. They are taken off the kernel's shell channel as they
+arrive, on the thread that reads it, and handled on a thread of their own: so a click acts while a cell runs, in front
+ends with subshells and in those without. Where ipykernel has no such place they are handled as ipywidgets does.
+
+ipykernel 7.4 sends what comes in for a comm to the shell that last published on it, for a view that is updated while a
+cell runs the one that is busy. Ours go where the front end sends them.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event, RLock, Thread, Timer
+from typing import Any
+
+import anywidget
+import traitlets
+
+from rankbook.errors import RankbookError
+from rankbook.widgets import screen
+from rankbook.widgets.pace import Pacer
+from rankbook.widgets.part import Part
+
+STATIC = Path(__file__).parent / "static"
+FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
+LEASE = 15.0  # seconds that a browser counts as looking after it last said so; it says so every 5
+REMEMBER = 10.0  # seconds between two updates of what a saved notebook will show
+
+
+def script(*names: str, last: str) -> str:
+    """The ES module of a view, from its pieces in static/ and its last line."""
+    return "\n".join([*((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in ("common", *names)), last])
+
+
+class LiveView(anywidget.AnyWidget):
+    """Shows its parts for as long as somebody looks. Each part has two traits, `NAME_fixed` and `NAME_state`."""
+
+    _css = STATIC / "view.css"
+    still = traitlets.Unicode("").tag(sync=True)  # the class of the HTML that stands in for the view
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = {part.name: part for part in parts}
+        self._opened: set[str] = set()
+        self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
+        self._lock = RLock()
+        self._first = Event()
+        self._handled: deque[str] = deque(maxlen=1000)
+        self._lease: Timer | None = None
+        self._shown = False
+        self._remembered = 0.0
+        self._pacer = Pacer(self._send_state)
+        super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
+        self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
+        self._take_messages_early()
+
+    # ------------------------------------------------------------------ what it shows
+
+    def _repr_mimebundle_(self, **_options: object) -> Any:  # noqa: ANN401 - as IPython has it
+        """The widget, and its state at this moment in HTML and text."""
+        self._look("display", frozenset(self._parts))
+        self._first.wait(FIRST_STATE)
+        self._send_state()
+        found = super()._repr_mimebundle_()
+        data, metadata = found if isinstance(found, tuple) else ({}, {})
+        return {**data, "text/plain": self.text(), "text/html": self.html()}, metadata
+
+    def _ipython_display_(self, **_options: object) -> None:
+        """Two outputs: the live view, and below it, hidden by it, what a notebook shows where nothing is installed.
+
+        One would do, had not JupyterLab, for a widget whose kernel is gone, an error instead of the HTML beside it.
+        """
+        data, _ = self._repr_mimebundle_()
+        if not screen.has_front_end():
+            screen.show({"text/plain": data["text/plain"]})
+            return
+        still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
+        screen.show({**data, "text/plain": self.summary()})
+        screen.show(still, display_id=self.still)
+        self._shown, self._remembered = True, time.monotonic()
+
+    def text(self) -> str:
+        """The state at this moment, for a terminal."""
+        return "\n\n".join(part.text() for part in self._parts.values())
+
+    def summary(self) -> str:
+        """The state at this moment, in one line."""
+        return "; ".join(part.summary() for part in self._parts.values())
+
+    def html(self) -> str:
+        """The state at this moment, as HTML that needs nothing installed."""
+        return f'<div class="{self.still}">' + "".join(part.html() for part in self._parts.values()) + "</div>"
+
+    def to_svg(self) -> str:
+        """The state at this moment, as a picture."""
+        return next(iter(self._parts.values())).svg()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture to an .svg file; its path."""
+        target = Path(path)
+        target.write_text(self.to_svg(), encoding="utf-8")
+        return target
+
+    def close(self) -> None:
+        """End it: nothing is asked of the ranks, and the output goes."""
+        self._pacer.close()
+        with self._lock:
+            self._lookers.clear()
+            self._follow()
+            if self._lease is not None:
+                self._lease.cancel()
+        self._remember(at_once=True)
+        super().close()
+
+    # ------------------------------------------------------------------ who looks
+
+    def _look(self, looker: str, parts: frozenset[str]) -> None:
+        with self._lock:
+            self._lookers[looker] = (time.monotonic() + LEASE, parts & self._parts.keys())
+            self._follow()
+            if self._lease is None:
+                self._expect_expiry()
+
+    def _away(self, looker: str) -> None:
+        with self._lock:
+            self._lookers.pop(looker, None)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Open what is looked at, close what is not."""
+        wanted = frozenset().union(*(parts for _, parts in self._lookers.values()))
+        for name in sorted(wanted - self._opened):
+            self._opened.add(name)
+            self._parts[name].open(self._changed)
+        for name in sorted(self._opened - wanted):
+            self._opened.discard(name)
+            self._parts[name].close()
+
+    def _expect_expiry(self) -> None:
+        self._lease = Timer(LEASE / 3, self._expire)
+        self._lease.daemon = True
+        self._lease.name = "rankbook-lease"
+        self._lease.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._lookers = {name: look for name, look in self._lookers.items() if look[0] > now}
+            self._follow()
+            self._lease = None
+            if self._lookers:
+                self._expect_expiry()
+        if not self._lookers:
+            self._remember(at_once=True)
+
+    # ------------------------------------------------------------------ to the browser
+
+    def _changed(self) -> None:
+        if not self._first.is_set() and all(part.ready() for part in self._parts.values()):
+            self._first.set()
+        self._pacer.note()
+
+    def _send_state(self) -> None:
+        for name, part in self._parts.items():
+            for trait, value in ((f"{name}_fixed", part.fixed()), (f"{name}_state", part.state())):
+                if getattr(self, trait) != value:
+                    setattr(self, trait, value)
+        self._remember()
+
+    def _remember(self, *, at_once: bool = False) -> None:
+        """Renew what a saved notebook will show."""
+        now = time.monotonic()
+        if self._shown and (at_once or now - self._remembered > REMEMBER):
+            self._remembered = now
+            screen.show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
+
+    # ------------------------------------------------------------------ from the browser
+
+    def _take_messages_early(self) -> None:
+        comm = self.comm
+        if not hasattr(comm, "_reply_subshell_for"):
+            return  # no ipykernel, or one that delivers what the front end addresses
+
+        def take(data: object, addressed: str | None) -> str | None:
+            if isinstance(data, Mapping) and data.get("method") == "custom":
+                self._arrived(data.get("content"))
+            return addressed
+
+        comm._reply_subshell_for = take  # the one place on the way in that is never busy
+
+    def _arrived(self, content: object) -> None:
+        """A message: it may come twice, early and as ipywidgets delivers it."""
+        if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
+            return
+        with self._lock:
+            if content["rankbook"] in self._handled:
+                return
+            self._handled.append(content["rankbook"])
+        Thread(target=self._handle, args=(dict(content),), name="rankbook-click", daemon=True).start()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        op, looker = str(message.get("op")), str(message.get("view"))
+        try:
+            if op == "look":
+                self._look(looker, frozenset(message.get("parts", ())))
+                self._away("display")
+                return
+            if op == "away":
+                self._away(looker)
+                return
+            answer = {"answer": self._parts[str(message.get("part"))].answer(op, message)}
+        except RankbookError as error:
+            answer = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - shown, whole, where the click was
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self.send({"reply": message["rankbook"], **answer})
+
+
+def end_of(end: Callable[[], None] | None) -> None:
+    """Call what ends a watch, if there is one."""
+    if end is not None:
+        end()

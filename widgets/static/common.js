@@ -1,0 +1,207 @@
+// What all views share: the way to Python, elements, words. Joined with the views' own files into one ES module.
+
+const RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"];
+const DARK = new Set(["#0072B2", "#009E73", "#D55E00"]);
+const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕"};
+const LOOK_EVERY = 5000;  // ms; Python takes 15 s of silence for nobody looking
+let unique = 0;
+
+const rankColour = (rank) => RANK_COLOURS[rank % RANK_COLOURS.length];
+const inkOn = (colour) => (DARK.has(colour) ? "#ffffff" : "#000000");
+
+/** Three digits and no more, as Python's "%.3g" without its exponent. */
+const digits = (value) => String(Number(value.toPrecision(3)));
+
+/** Bytes with their unit, in thousands. */
+function size(count) {
+  let amount = count, unit = "B";
+  for (const larger of ["kB", "MB", "GB", "TB"]) {
+    if (amount < 1000) break;
+    amount /= 1000;
+    unit = larger;
+  }
+  return unit === "B" ? `${Math.round(amount)} B` : `${digits(amount)} ${unit}`;
+}
+
+/** Seconds in words. */
+function duration(seconds) {
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+
+const shapeWords = (shape) => shape.join(" × ") || "scalar";
+
+/** An element with attributes and children; text is never read as HTML. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function makeSvg(tag, attributes = {}, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text) element.textContent = text;
+  return element;
+}
+
+/** Writes only what differs, so that the browser lays out only what changed. */
+function setText(element, text) {
+  if (element.rbText === text) return;
+  element.rbText = text;
+  if (element.firstChild && element.firstChild.nodeType === 3 && !element.firstChild.nextSibling) {
+    element.firstChild.data = text;
+  } else element.textContent = text;
+}
+
+function setAttribute(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+/** One part's way to Python: its two traits, and questions. */
+class Channel {
+  constructor(link, part) {
+    this.link = link;
+    this.part = part;
+  }
+
+  read(kind) {
+    return JSON.parse(this.link.model.get(`${this.part}_${kind}`) || "{}");
+  }
+
+  ask(op, options = {}) {
+    return this.link.ask(this.part, op, options);
+  }
+}
+
+/** The comm of one rendering of a view. */
+class Link {
+  constructor(model) {
+    this.model = model;
+    this.view = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
+    this.waiting = new Map();
+    this.heard = (message) => {
+      const waits = message && this.waiting.get(message.reply);
+      if (!waits) return;
+      this.waiting.delete(message.reply);
+      if ("error" in message) waits.reject(new Error(message.error));
+      else waits.resolve(message.answer);
+    };
+    model.on("msg:custom", this.heard);
+  }
+
+  tell(message) {
+    const id = `${this.view}-${++unique}`;
+    this.model.send({rankbook: id, view: this.view, ...message});
+    return id;
+  }
+
+  ask(part, op, options) {
+    return new Promise((resolve, reject) => {
+      this.waiting.set(this.tell({part, op, ...options}), {resolve, reject});
+    });
+  }
+
+  close() {
+    this.tell({op: "away"});
+    this.model.off("msg:custom", this.heard);
+    for (const {reject} of this.waiting.values()) reject(new Error("the view was closed"));
+    this.waiting.clear();
+  }
+}
+
+/** Hides the HTML that stands in for the live view, wherever it is, until what is returned is called. */
+function hideStill(model, el) {
+  const hidden = new Set();
+  const hide = () => {
+    for (const still of document.getElementsByClassName(model.get("still"))) {
+      const output = still.closest(".jp-OutputArea-child") || still;
+      if (output.contains(el) || hidden.has(output)) continue;
+      output.style.display = "none";
+      hidden.add(output);
+    }
+  };
+  hide();
+  const area = el.closest(".jp-OutputArea") || document.body;
+  const observer = new MutationObserver(hide);
+  observer.observe(area, {childList: true, subtree: area !== document.body});
+  const later = setTimeout(hide, 1000);
+  return () => {
+    observer.disconnect();
+    clearTimeout(later);
+    for (const output of hidden) output.style.display = "";
+  };
+}
+
+/** Draws one part now and after each change of its traits, at most once a frame; what is returned ends that. */
+function follow(link, part, draw, root) {
+  const channel = new Channel(link, part);
+  const drawn = draw(channel, root);
+  let wanted = 0;
+  const due = {fixed: true, state: true};
+  const redraw = () => {
+    wanted = 0;
+    const began = performance.now();
+    if (due.fixed) drawn.fixed(channel.read("fixed"));
+    if (due.fixed || due.state) drawn.state(channel.read("state"));
+    due.fixed = due.state = false;
+    root.dataset.updates = Number(root.dataset.updates || 0) + 1;
+    root.dataset.milliseconds = (performance.now() - began).toFixed(1);
+  };
+  const note = (kind) => () => {
+    due[kind] = true;
+    if (!wanted) wanted = requestAnimationFrame(redraw);
+  };
+  const listeners = ["fixed", "state"].map((kind) => [`change:${part}_${kind}`, note(kind)]);
+  for (const [event, callback] of listeners) link.model.on(event, callback);
+  redraw();
+  return () => {
+    for (const [event, callback] of listeners) link.model.off(event, callback);
+    cancelAnimationFrame(wanted);
+    if (drawn.close) drawn.close();
+  };
+}
+
+/** The anywidget of a view: `frame` may add more than the parts, and says which of them are looked at. */
+function mount(name, parts, frame = null) {
+  return {
+    render({model, el}) {
+      const link = new Link(model);
+      const root = make("section", {class: `rankbook-view rankbook-${name}`, "aria-label": `Rankbook ${name}`});
+      let looking = Object.keys(parts);
+      const look = () => {
+        if (document.visibilityState === "hidden") link.tell({op: "away"});
+        else link.tell({op: "look", parts: looking});
+      };
+      const places = frame ? frame(root, Object.keys(parts), (shown) => { looking = shown; look(); }) : {};
+      const ends = Object.entries(parts).map(([part, draw]) => {
+        const place = places[part] || make("div", {});
+        place.classList.add(`rankbook-part-${part}`);
+        if (!place.parentNode) root.append(place);
+        return follow(link, part, draw, place);
+      });
+      el.append(root);
+      look();
+      const every = setInterval(look, LOOK_EVERY);
+      document.addEventListener("visibilitychange", look);
+      const leave = () => link.tell({op: "away"});
+      window.addEventListener("pagehide", leave);
+      const still = requestAnimationFrame(() => { ends.push(hideStill(model, el)); });
+      return () => {
+        clearInterval(every);
+        cancelAnimationFrame(still);
+        document.removeEventListener("visibilitychange", look);
+        window.removeEventListener("pagehide", leave);
+        for (const end of ends) end();
+        link.close();
+      };
+    },
+  };
+}

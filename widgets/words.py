@@ -1,0 +1,49 @@
+"""Numbers as people read them.
+
+Owns: sizes, rates, durations and shapes in words. Refuses: rounding that hides a zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+
+def size(count: float) -> str:
+    """Bytes with their unit, in thousands: "1.07 GB"."""
+    amount, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+
+
+def count(number: float) -> str:
+    """A count with its unit, in thousands: "7.24 M"."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "0.4 s", "12 s", "3 min 5 s", "2 h 4 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """A shape, a tensor without dims being a scalar: "512 × 128"."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def moment(at: float) -> str:
+    """Seconds since the epoch as date and time, where the notebook runs."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
