@@ -14,4 +14,9 @@ screen.py             puts outputs into the notebook
 live.py               a view with a comm: who looks, what is sent, what was clicked; its JavaScript is in static/
 placement.py          what every rank holds and does
 placement_picture.py  the same as HTML, text and SVG
+shards.py             where the parts of every tensor are
+shards_picture.py     the same as HTML, text and SVG
+checkpoints.py        saves as they happen, what lies in a folder
+checkpoints_picture.py  the same as HTML, text and SVG
+dashboard.py          the three as tabs, one for a notebook
 """

@@ -16,8 +16,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from threading import Event, RLock, Thread, Timer
+from threading import Event, Lock, RLock, Thread, Timer
 from typing import Any
 
 import anywidget
@@ -49,7 +50,7 @@ class LiveView(anywidget.AnyWidget):
         self._parts = {part.name: part for part in parts}
         self._opened: set[str] = set()
         self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
-        self._lock = RLock()
+        self._lock, self._arriving = RLock(), Lock()  # the second one is held for moments only, by the kernel's thread
         self._first = Event()
         self._handled: deque[str] = deque(maxlen=1000)
         self._lease: Timer | None = None
@@ -117,6 +118,13 @@ class LiveView(anywidget.AnyWidget):
                 self._lease.cancel()
         self._remember(at_once=True)
         super().close()
+
+    def move_away(self, words: str) -> None:
+        """End it, because it is shown elsewhere from now on; a line of `words` stays in its place."""
+        self._shown, shown = False, self._shown
+        self.close()
+        if shown:
+            screen.show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
 
     # ------------------------------------------------------------------ who looks
 
@@ -198,7 +206,7 @@ class LiveView(anywidget.AnyWidget):
         """A message: it may come twice, early and as ipywidgets delivers it."""
         if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
             return
-        with self._lock:
+        with self._arriving:
             if content["rankbook"] in self._handled:
                 return
             self._handled.append(content["rankbook"])

@@ -92,6 +92,7 @@ class Server:
         folder = self.folder / "settings" / "@jupyterlab" / "apputils-extension"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "themes.jupyterlab-settings").write_text(json.dumps({"theme": name}))
+        (folder / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
 
     def close(self) -> None:
         """End it and its kernels."""
@@ -109,6 +110,7 @@ class Notebook:
 
     def __init__(self, page: Page, server: Server, name: str, front_end: str = "lab") -> None:
         self.page, self.server, self.name = page, server, name
+        self.dialogs: list[str] = []
         page.goto(server.url(name, front_end))
         self.wait_open()
 
@@ -117,6 +119,15 @@ class Notebook:
         self.page.wait_for_selector(CELL, timeout=timeout * 1000)
         indicator = self.page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle'], .jp-NotebookKernelStatus")
         expect(indicator.first).to_be_attached(timeout=timeout * 1000)
+
+    def answer_dialog(self) -> None:
+        """Press the default button of the dialog that is open, if one is, and keep what it said."""
+        dialog = self.page.locator("dialog.jp-Dialog")
+        while dialog.count():
+            self.dialogs.append(dialog.first.inner_text())
+            print("dialog:", self.dialogs[-1])
+            dialog.first.locator("button.jp-mod-accept").last.click()
+            self.page.wait_for_timeout(100)
 
     def cell(self, index: int) -> Any:
         """The cell of that number; the preamble is 0."""
@@ -127,6 +138,7 @@ class Notebook:
         prompt = self.cell(index).locator(".jp-InputPrompt").first
         before = prompt.text_content() or ""
         for attempt in range(10):
+            self.answer_dialog()
             self.cell(index).locator(".cm-content").first.click()
             self.page.keyboard.press("Control+Enter")
             with contextlib.suppress(AssertionError):
@@ -139,6 +151,17 @@ class Notebook:
         self.start(index)
         prompt = self.cell(index).locator(".jp-InputPrompt").first
         expect(prompt).to_have_text(re.compile(r"\[\d+\]:"), timeout=timeout * 1000)
+
+    def running(self, index: int) -> bool:
+        """Whether that cell runs now."""
+        return "[*]" in (self.cell(index).locator(".jp-InputPrompt").first.text_content() or "")
+
+    def shut_down(self) -> None:
+        """End its kernel, which may still run a cell."""
+        sessions = self.page.request.get(f"http://127.0.0.1:{self.server.port}/api/sessions?token=t").json()
+        for session in sessions:
+            if session["path"] == self.name:
+                self.page.request.delete(f"http://127.0.0.1:{self.server.port}/api/sessions/{session['id']}?token=t")
 
     def save(self) -> None:
         """Press Ctrl+S and wait until the file has changed."""

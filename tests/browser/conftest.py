@@ -1,0 +1,87 @@
+"""A browser, a Jupyter server, notebooks in pages. Where there is no Chromium they skip, and in CI they fail."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SHOTS = Path(__file__).resolve().parent.parent.parent / "build" / "screenshots"
+
+
+def without(what: str) -> None:
+    """There is no such thing here: a reason to skip, and in CI to fail."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what}, and CI has to have it")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="package")
+def browser():
+    """Chromium, for this folder's tests only: playwright keeps an event loop running in this thread meanwhile, which
+    pytest-playwright's own fixture would do to all tests after these."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError)
+    from tests.browser.jupyter import chromium, launch
+
+    if chromium() is None:
+        without("there is no Chromium on PATH: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        running = launch(started)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="package")
+def server(browser, tmp_path_factory):
+    from tests.browser.jupyter import Server
+
+    started = Server(tmp_path_factory.mktemp("jupyter"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def opened(browser, server, tmp_path, request) -> Iterator[Callable]:
+    """`opened(*cells, front_end=..., theme=...)`: a notebook of these cells in a page, its first cell run."""
+    from contextlib import ExitStack
+
+    from tests.browser.jupyter import Notebook, open_page
+
+    with ExitStack() as stack:
+        made: list[Notebook] = []
+
+        def make(*cells: str, front_end: str = "lab", theme: str = "Light") -> Notebook:
+            server.theme(f"JupyterLab {theme}")
+            name = server.write(f"{request.node.name.translate(str.maketrans('[]/', '__-'))}-{len(made)}", *cells)
+            page = stack.enter_context(open_page(browser, tmp_path))
+            made.append(Notebook(page, server, name, front_end))
+            made[-1].run(0)
+            return made[-1]
+
+        yield make
+        for notebook in made:
+            notebook.shut_down()
+
+
+@pytest.fixture(scope="session")
+def shots() -> Path:
+    """Where the pictures go."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    return SHOTS
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core: `RANKBOOK_AXE` names axe.min.js, or npm's package as a .tgz."""
+    path = os.environ.get("RANKBOOK_AXE", "")
+    if not path or not Path(path).is_file():
+        without("RANKBOOK_AXE names no axe-core: `npm pack axe-core`, then RANKBOOK_AXE=axe-core-*.tgz")
+    if not path.endswith(".tgz"):
+        return Path(path).read_text(encoding="utf-8")
+    with tarfile.open(path) as archive:
+        member = archive.extractfile("package/axe.min.js")
+        assert member is not None
+        return member.read().decode()

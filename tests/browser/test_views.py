@@ -1,0 +1,222 @@
+"""Each view in a real JupyterLab and a real Notebook 7: live while a cell blocks, and clicks that act meanwhile."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+
+# The feed's thread is started by the cell that blocks, so that what it publishes has that cell as its parent: ipykernel
+# 7.4 sends what the browser answers to the shell that runs it.
+BLOCK = """import os, select
+{before}
+while not os.path.exists({gate!r}):
+    select.select([], [], [], 0.01)"""
+PLACEMENT = "from rankbook.widgets.placement import PlacementView\nfeed = FakeFeed({ranks})\nPlacementView(feed)"
+SHARDS = (
+    "from rankbook.widgets.shards import ShardsView\nfeed = FakeFeed({ranks}, {parameters})\nShardsView(feed, 'model')"
+)
+CHECKPOINTS = (
+    "from rankbook.widgets.checkpoints import CheckpointsView\nfeed, shelf = FakeFeed(4), FakeShelf()\n"
+    "CheckpointsView(feed, shelf)"
+)
+DASHBOARD = (
+    "from rankbook.widgets.dashboard import Dashboard\nfeed, shelf = FakeFeed(4), FakeShelf()\n"
+    "feed.last['saves'] = saves(0.5)\nDashboard.reopen(feed, shelf, variable='model')"
+)
+
+
+def block(gate, before=""):
+    return BLOCK.format(gate=str(gate), before=before)
+
+
+def updates(view):
+    return int(view.get_attribute("data-updates"))
+
+
+def updates_per_second(notebook, view, seconds=2.0):
+    before, began = updates(view), time.monotonic()
+    notebook.page.wait_for_timeout(1000 * seconds)
+    return (updates(view) - before) / (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("front_end", ["lab", "notebook"])
+def test_placement_is_live_and_acts_while_a_cell_blocks(opened, tmp_path, front_end):
+    gate = tmp_path / "gate"
+    notebook = opened(PLACEMENT.format(ranks=4), block(gate, "feed.tick()"), "feed.acts", front_end=front_end)
+    page = notebook.page
+    notebook.run(1)
+    view = page.locator(".rankbook-part-placement")
+    expect(view).to_contain_text("4 ranks of main: 3 running, 1 waiting")
+    expect(view).to_contain_text("rank 2 lags its peers")
+    notebook.start(2)
+    expect(view.locator("[data-rank='1']")).to_contain_text("waiting in all_reduce #41 (float32[4, 4])")
+    assert updates_per_second(notebook, view) >= 8
+    view.locator("[data-rank='3']").click()
+    near = view.locator(".rb-near")
+    expect(near).to_contain_text("loss.backward()", timeout=2000)
+    expect(near).to_contain_text("step <b>12</b>")
+    expect(near.get_by_role("table")).to_contain_text("32 × 128")
+    near.get_by_role("button", name="Interrupt").click()
+    expect(near).to_contain_text("rank 3 was told to interrupt", timeout=2000)
+    near.get_by_role("button", name="Restart …").click()
+    near.get_by_role("button", name="Yes, restart").click()
+    expect(near).to_contain_text("rank 3 was told to restart", timeout=2000)
+    assert notebook.running(2)
+    gate.touch()
+    notebook.run(3)
+    expect(notebook.cell(3)).to_contain_text("[('interrupt', 3), ('restart', 3)]")
+
+
+def test_placement_is_walked_with_the_keyboard(opened):
+    notebook = opened(PLACEMENT.format(ranks=12))
+    page = notebook.page
+    notebook.run(1)
+    rows = page.locator(".rankbook-part-placement")
+    rows.locator("[data-rank='0']").focus()
+    for key, rank in (("ArrowDown", 1), ("PageDown", 11), ("ArrowUp", 10), ("Home", 0), ("End", 11)):
+        page.keyboard.press(key)
+        expect(rows.locator(f"[data-rank='{rank}']")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(rows.locator(".rb-near")).to_contain_text("rank 11 on node-1")
+    page.keyboard.press("Tab")
+    for _ in range(3):
+        if page.evaluate("document.activeElement.textContent") == "Interrupt":
+            break
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(rows.locator(".rb-near")).to_contain_text("rank 11 was told to interrupt")
+    page.keyboard.press("Escape")
+    expect(rows.locator("[data-rank='11']")).to_be_focused()
+    expect(rows.locator(".rb-near")).to_be_hidden()
+
+
+def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
+    gate = tmp_path / "gate"
+    notebook = opened(SHARDS.format(ranks=8, parameters=2000), block(gate))
+    page = notebook.page
+    notebook.run(1)
+    view = page.locator(".rankbook-part-shards")
+    expect(view).to_contain_text("model (model): 2000 tensors")
+    notebook.start(2)
+    assert view.locator(".rb-item").count() < 40  # of 2,000: the others are made when they are scrolled to
+    view.get_by_label("search").fill("399 conv")
+    expect(view).to_contain_text("1 of 2000")
+    expect(view).to_contain_text("layers.399.conv: 64 × 4 × 3 × 3, float32", timeout=2000)
+    expect(view.locator("input[type=range]")).to_have_count(2)
+    view.get_by_label("search").fill("0.attention")
+    expect(view.locator(".rb-item").first).to_contain_text("layers.0.attention")
+    parts = view.get_by_role("listbox", name="parts of the tensor")
+    expect(parts.get_by_role("option")).to_have_count(8, timeout=2000)
+    expect(view).to_contain_text("offset [0, 0], shape 64 × 64: rank 0 on cuda:0, 16.4 kB")
+    parts.focus()
+    page.keyboard.press("ArrowRight")
+    expect(view).to_contain_text("offset [0, 64], shape 64 × 64: rank 1 on cuda:1")
+    page.keyboard.press("ArrowDown")
+    expect(view).to_contain_text("offset [64, 64], shape 64 × 64: rank 3 on cuda:3")
+    parts.get_by_role("option").nth(4).hover()
+    expect(view).to_contain_text("offset [128, 0], shape 64 × 64: rank 4 on cuda:4")
+    view.get_by_role("button", name="Statistic").click()
+    expect(view).to_contain_text("rank 3: min -0.5, mean 0.25, max 1.5, 2 NaN", timeout=2000)
+    view.get_by_label("search").fill("0.norm")
+    expect(view).to_contain_text(re.compile(r"rank 0 replica 0 on cuda:0.*rank 5 replica 5"), timeout=2000)
+    assert notebook.running(2)
+    view.get_by_label("variable").fill("nothing")
+    page.keyboard.press("Enter")
+    expect(view).to_contain_text("no rank has a variable `nothing`", timeout=2000)
+    gate.touch()
+
+
+def test_checkpoints_are_followed_and_deleted_while_a_cell_blocks(opened, tmp_path):
+    gate = tmp_path / "gate"
+    notebook = opened(CHECKPOINTS, block(gate, "feed.tick(kinds=('saves',))"), "feed.stop(); shelf.done")
+    page = notebook.page
+    notebook.run(1)
+    view = page.locator(".rankbook-part-checkpoints")
+    expect(view).to_contain_text("3 checkpoints in /ckpt")
+    expect(view).to_contain_text("✕ damaged: __0_0.distcp: checksum of piece 3")
+    expect(view).to_contain_text("no save under way")
+    notebook.start(2)
+    expect(view).to_contain_text(re.compile(r"step-40 in /ckpt \(in the background\): writing, .* of 4 GB, 400 MB/s"))
+    assert updates_per_second(notebook, view) >= 8
+    view.get_by_role("button", name="Verify step-30").click()
+    expect(view).to_contain_text("step-30: every byte is as it was written", timeout=2000)
+    expect(view.get_by_role("row").filter(has_text="step-30")).to_contain_text("✓ verified")
+    view.get_by_role("button", name="Load step-30").click()
+    expect(view).to_contain_text("step-30 was loaded", timeout=2000)
+    view.get_by_role("button", name="Delete … step-20").click()
+    view.get_by_role("button", name="Keep step-20").click()
+    view.get_by_role("button", name="Delete … step-20").click()
+    view.get_by_role("button", name="Yes, delete step-20").click()
+    expect(view).to_contain_text("Delete step-20 for good?")
+    view.get_by_role("button", name="Yes, delete step-20").click()
+    expect(view).to_contain_text("step-20 was deleted", timeout=2000)
+    expect(view).to_contain_text("2 checkpoints in /ckpt")
+    assert notebook.running(2)
+    gate.touch()
+    notebook.run(3)
+    expect(notebook.cell(3)).to_contain_text("[('verify', 'step-30'), ('load', 'step-30'), ('delete', 'step-20')]")
+
+
+def test_the_dashboard_is_one_and_asks_only_for_the_tab_that_is_seen(opened):
+    watched = "{kind: len(who) for kind, who in feed.watchers.items()}"
+    again = "Dashboard.reopen(feed, shelf, variable='model')"
+    notebook = opened(DASHBOARD, watched, watched, again, watched)
+    page = notebook.page
+    notebook.run(1)
+    expect(page.locator(".rankbook-part-placement")).to_contain_text("4 ranks of main")
+    notebook.run(2)
+    expect(notebook.cell(2)).to_contain_text("{'placement': 1, 'saves': 0}")
+    page.get_by_role("tab", name="placement").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".rankbook-part-shards")).to_contain_text("model (model): 6 tensors")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".rankbook-part-checkpoints")).to_contain_text("3 checkpoints in /ckpt")
+    expect(page.locator(".rankbook-part-placement")).to_be_hidden()
+    notebook.run(3)
+    expect(notebook.cell(3)).to_contain_text("{'placement': 0, 'saves': 1}")
+    notebook.run(4)
+    expect(notebook.cell(1)).to_contain_text("The dashboard was opened again in another cell.")
+    expect(page.locator(".rankbook-dashboard")).to_have_count(1)
+    notebook.run(5)
+    expect(notebook.cell(5)).to_contain_text("{'placement': 1, 'saves': 0}")
+
+
+def test_a_view_is_live_again_after_a_reload_of_the_page(opened, tmp_path):
+    gate = tmp_path / "gate"
+    notebook = opened(PLACEMENT.format(ranks=4), block(gate, "feed.tick()"))
+    notebook.run(1)
+    expect(notebook.page.locator(".rankbook-part-placement")).to_contain_text("4 ranks of main")
+    notebook.start(2)
+    notebook.save()
+    notebook.page.reload()
+    notebook.page.wait_for_selector(".jp-CodeCell", timeout=60000)
+    view = notebook.page.locator(".rankbook-part-placement")
+    if not view.count():  # the front end asks the kernel for its widgets, which answers between cells
+        gate.touch()
+    expect(view).to_contain_text("4 ranks of main", timeout=20000)
+    assert updates_per_second(notebook, view) >= 8
+
+
+def test_a_saved_notebook_shows_the_last_state_where_no_kernel_is(opened, server):
+    notebook = opened(PLACEMENT.format(ranks=4), "feed.push('placement', placement(4, tick=77)); feed.stop()")
+    page = notebook.page
+    notebook.run(1)
+    expect(page.locator(".rankbook-part-placement")).to_contain_text("4 ranks of main")
+    still = page.locator("[class^='rankbook-still-']")
+    expect(still).to_be_hidden()
+    notebook.save()
+    saved = server.read(notebook.name)
+    bundles = [output["data"] for output in saved["cells"][1]["outputs"]]
+    assert "4 ranks of main" in str(bundles[0]["text/plain"])
+    assert "<table>" in str(bundles[1]["text/html"]) and "text/plain" in bundles[1]
+    (server.folder / "copy.ipynb").write_text((server.folder / notebook.name).read_text())
+    page.goto(server.url("copy.ipynb"))
+    page.wait_for_selector(".jp-CodeCell", timeout=60000)
+    expect(still).to_be_visible(timeout=20000)
+    expect(still).to_contain_text("waiting in all_reduce #41")

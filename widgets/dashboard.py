@@ -1,0 +1,48 @@
+"""The three views as tabs, one dashboard for a notebook.
+
+Owns: which dashboard is the open one. Refuses: to draw anything itself.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import traitlets
+
+from rankbook.widgets.checkpoints import CheckpointsPart
+from rankbook.widgets.feed import Feed, Shelf
+from rankbook.widgets.live import LiveView, script
+from rankbook.widgets.placement import PlacementPart
+from rankbook.widgets.shards import ShardsPart
+
+
+class Dashboard(LiveView):
+    """Placement, shards and checkpoints. Only the tab that is seen is kept up to date."""
+
+    _esm = script(
+        "placement",
+        "shards",
+        "checkpoints",
+        "dashboard",
+        last='export default mount("dashboard", '
+        "{placement: drawPlacement, shards: drawShards, checkpoints: drawCheckpoints}, tabs);",
+    )
+    placement_fixed = traitlets.Unicode("{}").tag(sync=True)
+    placement_state = traitlets.Unicode("{}").tag(sync=True)
+    shards_fixed = traitlets.Unicode("{}").tag(sync=True)
+    shards_state = traitlets.Unicode("{}").tag(sync=True)
+    checkpoints_fixed = traitlets.Unicode("{}").tag(sync=True)
+    checkpoints_state = traitlets.Unicode("{}").tag(sync=True)
+
+    _open: ClassVar[Dashboard | None] = None
+
+    def __init__(self, feed: Feed, shelf: Shelf | None = None, *, variable: str = "") -> None:
+        super().__init__([PlacementPart(feed), ShardsPart(feed, variable), CheckpointsPart(feed, shelf)])
+
+    @classmethod
+    def reopen(cls, feed: Feed, shelf: Shelf | None = None, *, variable: str = "") -> Dashboard:
+        """The dashboard, opened here; the one that was open elsewhere in the notebook goes."""
+        if cls._open is not None:
+            cls._open.move_away("The dashboard was opened again in another cell.")
+        cls._open = cls(feed, shelf, variable=variable)
+        return cls._open

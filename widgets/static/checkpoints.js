@@ -1,0 +1,120 @@
+// Saves as they happen, a bar for each rank, and the checkpoints in a folder with what can be done with them.
+
+function drawCheckpoints(channel, root) {
+  const title = make("h2", {});
+  const said = make("p", {class: "rb-said", role: "status"});
+  const saves = make("div", {});
+  const none = make("p", {class: "rb-faint"}, "no save under way");
+  const body = make("tbody", {});
+  const names = ["", "checkpoint", "step", "saved", "size", "ranks", "state", "do"];
+  const head = make("tr", {}, ...names.map((name) => (name ? make("th", {scope: "col"}, name) : make("td", {}))));
+  const scroll = make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": "checkpoints in the folder"},
+    make("table", {}, make("thead", {}, head), body));
+  root.append(title, make("h3", {}, "Saves"), none, saves, make("h3", {}, "In the folder"), scroll, said);
+  const drawn = new Map(), rows = new Map();
+
+  async function act(op, name) {
+    setText(said, `${op} ${name} …`);
+    try {
+      setText(said, await channel.ask(op, {name}));
+    } catch (error) {
+      setText(said, error.message);
+    }
+  }
+
+  return {
+    fixed(fixed) {
+      const checkpoints = fixed.checkpoints || [];
+      setText(title, fixed.trouble || (fixed.folder ? `${checkpoints.length} checkpoints in ${fixed.folder}` : "saves of any cell"));
+      const seen = new Set();
+      for (const [name, latest, step, saved, bytes, ranks, state, can] of checkpoints) {
+        seen.add(name);
+        if (!rows.has(name)) rows.set(name, checkpointRow(name, can, act));
+        rows.get(name).update([latest, name, step, saved, bytes, ranks, state]);
+      }
+      let had = null;
+      for (const [name, row] of rows) {
+        if (seen.has(name)) continue;
+        if (row.element.contains(document.activeElement)) had = true;
+        row.element.remove();
+        rows.delete(name);
+      }
+      checkpoints.forEach(([name], index) => {
+        const {element} = rows.get(name);
+        if (body.children[index] !== element) body.insertBefore(element, body.children[index] || null);
+      });
+      if (had) scroll.focus();
+    },
+    state(state) {
+      const found = state.saves || [];
+      none.hidden = found.length > 0;
+      const seen = new Set();
+      for (const save of found) {
+        seen.add(save.what);
+        if (!drawn.has(save.what)) {
+          drawn.set(save.what, saveBox(save.what));
+          saves.append(drawn.get(save.what).element);
+        }
+        drawn.get(save.what).update(save);
+      }
+      for (const [what, box] of drawn) {
+        if (seen.has(what)) continue;
+        box.element.remove();
+        drawn.delete(what);
+      }
+    },
+  };
+}
+
+function saveBox(what) {
+  const words = make("p", {}), wrong = make("p", {role: "alert"});
+  const whole = make("progress", {max: "1", value: "0", "aria-label": what});
+  const ranks = make("div", {class: "rb-totals", tabindex: "0", role: "group", "aria-label": `ranks of ${what}`});
+  const bars = new Map();
+  return {element: make("div", {}, words, whole, ranks, wrong), update(save) {
+    setText(words, `${what}: ${save.words}`);
+    whole.value = save.total ? save.written / save.total : save.phase === "done" ? 1 : 0;
+    setText(wrong, save.error);
+    for (const [rank, phase, written, total] of save.ranks) {
+      if (!bars.has(rank)) {
+        const bar = make("i", {class: "rb-amount"}), told = make("span", {});
+        ranks.append(make("span", {}, `rank ${rank}`), make("span", {class: "rb-bar"}, bar), told);
+        bars.set(rank, {bar, told});
+      }
+      const {bar, told} = bars.get(rank);
+      const width = `${total ? (100 * written / total).toFixed(1) : 0}%`;
+      if (bar.style.width !== width) bar.style.width = width;
+      setText(told, phase === "failed" ? "failed" : `${size(written)} of ${size(total)}`);
+    }
+  }};
+}
+
+/** One checkpoint; to delete it is asked twice. */
+function checkpointRow(name, can, act) {
+  const cells = ["td", "th", "td", "td", "td", "td", "td"].map((tag) => make(tag, tag === "th" ? {scope: "row"} : {}));
+  const place = make("td", {});
+  const questions = [`Delete ${name}?`, `It cannot be brought back. Delete ${name} for good?`];
+  const button = (words, does) => make("button", {type: "button", onclick: does, "aria-label": `${words} ${name}`}, words);
+
+  function usual(focus) {
+    const buttons = can.map((op) => button({load: "Load", verify: "Verify", delete: "Delete …"}[op],
+      op === "delete" ? () => ask(0) : () => act(op, name)));
+    place.replaceChildren(make("span", {class: "rb-line"}, ...buttons));
+    if (focus) buttons[buttons.length - 1].focus();
+  }
+
+  function ask(stage) {
+    const no = button("Keep", () => usual(true));
+    const yes = button("Yes, delete", () => {
+      if (stage + 1 < questions.length) ask(stage + 1);
+      else { usual(true); act("delete", name); }
+    });
+    place.replaceChildren(make("span", {class: "rb-line", role: "group", "aria-label": questions[stage]}, questions[stage], no, yes));
+    no.focus();
+  }
+
+  usual(false);
+  return {element: make("tr", {}, ...cells, place), update(values) {
+    values.forEach((value, index) => setText(cells[index], value));
+  }};
+}
