@@ -75,7 +75,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "results",
         "output",
         "messages",
-        "telemetry",
         "ranks",
         "errors",
         "launch",  # the forkserver starts as the extension loads
@@ -132,9 +131,6 @@ THIRD_PARTY: dict[str, set[str]] = {
         "checkpoint.saving",
         "checkpoint.writing",
         "looking",
-        "messages",
-        "telemetry",
-        "wire",
         "messages",
         "telemetry",
         "wire",

@@ -134,7 +134,7 @@ class CheckpointsView(LiveView):
 def _ended(saves: Saves | None) -> set[tuple[int, str, str]]:
     if saves is None:
         return set()
-    return {(each.rank, each.save.folder, each.save.name) for each in saves.ranks if each.save.phase in ENDS}
+    return {(each.rank, each.save.folder, each.save.name) for each in saves.saves if each.save.phase in ENDS}
 
 
 def folder_of(folder: CheckpointFolder | None) -> dict[str, Any]:

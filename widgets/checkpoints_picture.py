@@ -80,7 +80,7 @@ class WholeSave:
 def together(saves: Saves | None) -> list[WholeSave]:
     """The ranks' saves, joined where they are of the same checkpoint, in the order in which they came."""
     found: dict[tuple[str, str], list[RankSave]] = defaultdict(list)
-    for each in saves.ranks if saves is not None else ():
+    for each in saves.saves if saves is not None else ():
         found[each.save.folder, each.save.name].append(each)
     return [
         WholeSave(
