@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
     from rankbook.magics.launchers import debug_launcher, notebook_launcher
+    from rankbook.magics.views import checkpoints, dashboard, placement, shards
     from rankbook.results import CellResult, RankOutcome
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
@@ -83,9 +84,13 @@ _HOMES = {
     "TransferError": "rankbook.errors",
     "CellResult": "rankbook.results",
     "RankOutcome": "rankbook.results",
+    "checkpoints": "rankbook.magics.views",
+    "dashboard": "rankbook.magics.views",
     "debug_launcher": "rankbook.magics.launchers",
     "load_ipython_extension": "rankbook.magics",
     "notebook_launcher": "rankbook.magics.launchers",
+    "placement": "rankbook.magics.views",
+    "shards": "rankbook.magics.views",
     "unload_ipython_extension": "rankbook.magics",
 }
 
@@ -106,10 +111,14 @@ __all__ = [
     "StartError",
     "TransferError",
     "attach",
+    "checkpoints",
     "current",
+    "dashboard",
     "debug_launcher",
     "load_ipython_extension",
     "notebook_launcher",
+    "placement",
+    "shards",
     "start",
     "stop",
     "unload_ipython_extension",

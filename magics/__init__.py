@@ -12,6 +12,8 @@ launchers.py  functions that run on the ranks
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
 auto.py      plain cells that run on the ranks
+views.py     the live views of the notebook's ranks
+shelf.py     a folder of checkpoints, as the views see it
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""The live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
+
+Owns: which cluster and which folder a view shows. Refuses: to draw, and to ask the ranks by itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rankbook.coordinator import current as clusters
+from rankbook.coordinator.feed import ClusterFeed
+from rankbook.magics.shelf import FolderShelf
+from rankbook.widgets.checkpoints import CheckpointsView
+from rankbook.widgets.dashboard import Dashboard
+from rankbook.widgets.placement import PlacementView
+from rankbook.widgets.shards import ShardsView
+
+Folder = str | os.PathLike[str]
+
+
+def placement() -> PlacementView:
+    """Hosts, devices and ranks, live: what each rank does, what its memory holds, how fast it trains.
+
+    Raises `NoCluster`.
+    """
+    return PlacementView(_feed())
+
+
+def shards(name: str, *, search: str = "") -> ShardsView:
+    """Where every part of the ranks' variable `name` lies: a model, an optimizer, a state dict, or one tensor.
+
+    `search` shows only parameters with that in their name. Raises `NoCluster`.
+    """
+    return ShardsView(_feed(), name, search=search)
+
+
+def checkpoints(folder: Folder) -> CheckpointsView:
+    """Saves as they happen, and what lies in `folder`, to be verified, loaded and deleted. Raises `NoCluster`."""
+    return CheckpointsView(_feed(), _shelf(folder))
+
+
+def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
+    """The three as tabs, one for a notebook: opened again it moves here. Raises `NoCluster`."""
+    return Dashboard.reopen(_feed(), None if folder is None else _shelf(folder), variable=variable)
+
+
+def _feed() -> ClusterFeed:
+    return ClusterFeed(clusters.current())
+
+
+def _shelf(folder: Folder) -> FolderShelf:
+    return FolderShelf(folder, lambda code: clusters.current().run(code))
