@@ -26,6 +26,7 @@ inquiries.py      the thread that looks while the main thread works
 look.py           what it answers
 belongings.py     the models, optimizers and loaders that live here
 parts.py          their tensors, by metadata
+gradients.py      their bytes, read between two backward passes
 memory_use.py     how full the device is
 variables.py      the namespace, as a person lists it
 shard_map.py      which part of which tensor lies where

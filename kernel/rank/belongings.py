@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rankbook.rank import parts
+from rankbook.rank.gradients import gradient_bytes
 from rankbook.rank.parts import Breath, Part, is_a, own
 from rankbook.telemetry import Holding
 
@@ -120,23 +121,26 @@ def _prepared() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is told of the belongings. `counters` are the optimizers, as long as somebody else holds them."""
+    """What is told of the belongings, in bytes. `gradients` is None where no moment was found to read them.
+
+    `counters` are the optimizers, as long as somebody else holds them.
+    """
 
     holdings: tuple[Holding, ...]
     parameters: int
-    gradients: int
+    gradients: int | None
     optimizer: int
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
 def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
     """Tell of each, and count the bytes on `device` (`cpu`, `cuda:0`): what two of them share counts once."""
-    seen: set[int] = set()
+    seen: dict[int, torch.Tensor] = {}
     sizes: Counter[str] = Counter()
 
-    def count(kind: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and id(tensor) not in seen and parts.device_of(tensor) == device:
-            seen.add(id(tensor))
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        if id(tensor) not in seen and parts.device_of(tensor) == device:
+            seen[id(tensor)] = tensor
             sizes[kind] += parts.nbytes(tensor)
 
     holdings = []
@@ -146,8 +150,8 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
         for part in held:
             breath()
             count("parameters", part.tensor)
-            count("gradients", parts.gradient_of(part.tensor))
         holdings.append(_tell_model(name, model, held, [each for _, each in tree]))
+    gradients = gradient_bytes([each for each in seen.values() if each.requires_grad])
     for name, optimizer in found.optimizers.items():
         state = parts.parts_of_optimizer(optimizer, {}, breath)
         for part in state:
@@ -158,7 +162,7 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
     return Inventory(
         tuple(holdings),
         sizes["parameters"],
-        sizes["gradients"],
+        None if gradients is None else sum(gradients),
         sizes["optimizer"],
         tuple(weakref.ref(each) for each in found.optimizers.values()),
     )
@@ -220,7 +224,7 @@ def _tell_loader(name: str, loader: DataLoader[Any]) -> Holding:
 
 
 def _placements(tensor: torch.Tensor) -> str:
-    return ", ".join(map(repr, getattr(own(tensor).get("_spec"), "placements", ())))
+    return ", ".join(map(repr, parts.spec_of(tensor).placements))
 
 
 def _class_name(model: torch.nn.Module) -> str:

@@ -78,6 +78,7 @@ class Lookout:
         self._utilisation = Utilisation(device)
         self._inventory: Inventory | None = None
         self._memory: MemoryUse | None = None
+        self._gradients = 0
         self._due = 0.0
         self._version = 0
         self._holdings: tuple[Holding, ...] = ()
@@ -153,7 +154,9 @@ class Lookout:
             self._device_name = device_name(self._device)
         found = belongings.find(self._work.namespace(), breath)
         inventory = belongings.take_inventory(found, str(self._device), breath)
-        self._memory = memory_use(self._device, inventory.parameters, inventory.gradients, inventory.optimizer)
+        if inventory.gradients is not None:
+            self._gradients = inventory.gradients
+        self._memory = memory_use(self._device, inventory.parameters, self._gradients, inventory.optimizer)
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
             self._holdings = inventory.holdings

@@ -83,8 +83,12 @@ def is_dtensor(tensor: object) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What of it is here."""
-    found: torch.Tensor = own(tensor).get("_local_tensor", tensor) if is_dtensor(tensor) else tensor
-    return found
+    return object.__getattribute__(tensor, "_local_tensor") if is_dtensor(tensor) else tensor
+
+
+def spec_of(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - torch's, which is private to it
+    """A DTensor's mesh and placements."""
+    return object.__getattribute__(tensor, "_spec")
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -116,15 +120,6 @@ def device_of(tensor: torch.Tensor) -> str:
     """Of what is here."""
     with torch._C.DisableTorchFunctionSubclass():
         return str(local(tensor).device)
-
-
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Its gradient, if it has one."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if not (tensor.is_leaf and tensor.requires_grad):
-            return None
-        gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(tensor)  # no subclass's property
-        return gradient
 
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

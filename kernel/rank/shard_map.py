@@ -118,7 +118,7 @@ class _Grids:
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def of_dtensor(self, tensor: torch.Tensor) -> int:
-        spec = own(tensor)["_spec"]
+        spec = parts.spec_of(tensor)
         shape = parts.shape_of(tensor)
         key = (shape, id(spec.mesh), tuple(spec.placements))
         if key not in self.numbers:

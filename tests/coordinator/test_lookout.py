@@ -1,0 +1,401 @@
+"""What is shown of real ranks is true, comes while they are busy, and costs nothing while nobody looks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import rankbook
+from rankbook.coordinator.feed import ClusterFeed
+from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.looking import AskLook, Question
+from rankbook.telemetry import Placement
+from tests.conftest import wait_until
+
+MODELS = """
+import copy, os, time
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.ReLU(), torch.nn.Linear(10, 7))
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 12)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))
+ddp = DistributedDataParallel(net())
+sharded = net()
+for layer in (sharded[0], sharded[2]):
+    fully_shard(layer)
+fully_shard(sharded)
+both = parallelize_module(net(), mesh['tp'], {'0': ColwiseParallel(), '2': RowwiseParallel()})
+fully_shard(both, mesh=mesh['dp'])
+optimizers = [train(each) for each in (ddp, sharded, both)]
+uneven = distribute_tensor(torch.arange(35.).reshape(5, 7), mesh, [Shard(0), Shard(1)])
+copies = distribute_tensor(torch.arange(6.), mesh, [Replicate(), Shard(0)])
+few = distribute_tensor(torch.arange(3.), init_device_mesh('cpu', (4,)), [Shard(0)])
+print('ready on', rank)
+"""
+
+TRUTH = """
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+def box(tensor):
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+def boxes(model):
+    model = getattr(model, 'module', model)
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: (*box(each), tuple(each.shape), local(each).nbytes) for name, each in named}
+
+import itertools
+sizes = {
+    'parameters': sum(local(p).nbytes for m in (ddp, sharded, both) for p in m.parameters()),
+    'gradients': sum(local(p.grad).nbytes for m in (ddp, sharded, both) for p in m.parameters()),
+    'optimizer': sum(local(t).nbytes for o in optimizers for s in o.state.values() for t in s.values()),
+}
+models = {name: boxes(globals()[name]) for name in ('ddp', 'sharded', 'both')}
+tensors = {name: (*box(globals()[name]), local(globals()[name]).nbytes) for name in ('uneven', 'copies', 'few')}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with rankbook.Cluster(4) as cluster:
+        cluster.run(MODELS)
+        cluster.run(TRUTH)
+        yield cluster
+
+
+@contextlib.contextmanager
+def running(cluster, code):
+    """`code` runs on all ranks; in the end it is interrupted."""
+    thread = threading.Thread(target=_run, args=(cluster, code))
+    thread.start()
+    wait_until(cluster.cells, timeout=5, what="the cell's start")
+    try:
+        yield
+    finally:
+        cluster.interrupt()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def _run(cluster, code):
+    with contextlib.suppress(KeyboardInterrupt, CellError, LostRank):
+        cluster.run(code)
+
+
+@contextlib.contextmanager
+def counted(cluster):
+    """The messages that are sent to ranks meanwhile."""
+    hub, sent = cluster._crew._hub, []
+    send = hub.send
+
+    def count(rank, message, frames=()):
+        sent.append(message)
+        return send(rank, message, frames)
+
+    questions = cluster._crew.driver.presence.questions
+    hub.send = questions._send = count
+    try:
+        yield sent
+    finally:
+        hub.send = questions._send = send
+
+
+def lookouts():
+    return [each.name for each in threading.enumerate() if each.name.startswith(("rankbook-lookout", "rankbook-place"))]
+
+
+def test_memory_is_what_torch_says(cluster):
+    truth = cluster.pull("sizes")
+    for row, sizes in zip(cluster.placement().ranks, truth, strict=True):
+        memory = row.memory
+        assert {name: getattr(memory, name) for name in sizes} == sizes
+        assert memory.total == memory.parameters + memory.gradients + memory.optimizer + memory.other + memory.free
+        assert 0 < memory.shared < memory.total - memory.free
+        assert (row.state, row.device, row.steps) == ("idle", "cpu", 1)
+
+
+def test_models_and_optimizers_are_told_with_their_wrappers(cluster):
+    truth = cluster.pull("models")
+    for row, models in zip(cluster.placement().ranks, truth, strict=True):
+        told = {each.name: each for each in row.holdings}
+        assert {name: told[name].wrapper for name in models} == {"ddp": "DDP", "sharded": "FSDP2", "both": "FSDP2"}
+        assert {told[name].class_name for name in models} == {"Sequential"}
+        for name, parameters in models.items():
+            assert told[name].bytes == sum(each[3] for each in parameters.values())
+            assert told[name].parameters == 12 * 10 + 10 + 10 * 7 + 7
+        optimizers = [each for each in row.holdings if each.kind == "optimizer"]
+        assert [(each.name, each.class_name) for each in optimizers] == [
+            (f"optimizers[{number}]", "AdamW") for number in range(3)
+        ]
+        assert told["sharded"].detail == "Shard(dim=0): 4"
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded", "both"])
+def test_shards_of_a_model_are_where_torch_says(cluster, name):
+    truth = cluster.pull("models")
+    found = cluster.shards(name)
+    assert (found.kind, found.trouble) == ("model", "")
+    assert {each.key for each in found.tensors} == truth[0][name].keys()
+    for tensor in found.tensors:
+        assert [each.rank for each in tensor.shards] == [0, 1, 2, 3]
+        for shard in tensor.shards:
+            assert (shard.offset, shard.shape, tensor.shape, shard.bytes) == truth[shard.rank][name][tensor.key]
+
+
+@pytest.mark.parametrize("name", ["uneven", "copies", "few"])
+def test_shards_of_a_dtensor_are_where_torch_says(cluster, name):
+    truth = cluster.pull("tensors")
+    found = cluster.shards(name)
+    (tensor,) = found.tensors
+    assert found.kind == "DTensor"
+    for shard in tensor.shards:
+        offset, shape, nbytes = truth[shard.rank][name]
+        assert (shard.shape, shard.bytes) == (shape, nbytes)
+        assert shard.offset == offset or not nbytes
+    replicas = {"uneven": [0, 0, 0, 0], "copies": [0, 0, 1, 1], "few": [0, 0, 0, 0]}
+    assert [each.replica for each in tensor.shards] == replicas[name]
+
+
+def test_what_other_ranks_hold_is_computed_alike(cluster):
+    told = cluster._lookout
+    whole = cluster.shards("both")
+    driver = cluster._crew.driver
+    answering, driver.answering = driver.answering, lambda: (2,)
+    try:
+        alone = told.shards("both")
+    finally:
+        driver.answering = answering
+    assert alone.tensors == whole.tensors
+    assert "rank 0" in alone.trouble or "ranks 0" in alone.trouble
+
+
+def test_an_optimizers_state_is_named_by_its_parameters(cluster):
+    cluster.run("sgd = optimizers[1]")
+    keys = {each.key for each in cluster.shards("sgd").tensors}
+    assert {"state.0.weight.exp_avg", "state.2.bias.step"} <= keys
+    shards = {each.key: each.shards for each in cluster.shards("sgd").tensors}
+    weights = {each.key: each.shards for each in cluster.shards("sharded").tensors}
+    assert shards["state.0.weight.exp_avg"] == weights["0.weight"]
+    cluster.run("del sgd")
+
+
+def test_a_statistic_is_of_the_ranks_own_part(cluster):
+    cluster.run(
+        "part = both[0].weight.to_local(); numbers = (float(part.min()), float(part.mean()), float(part.max()))"
+    )
+    for rank, numbers in enumerate(cluster.pull("numbers")):
+        found = cluster.statistic("both", "0.weight", rank)
+        assert (found.minimum, found.maximum) == (numbers[0], numbers[2])
+        assert found.mean == pytest.approx(numbers[1], rel=1e-5)
+    with pytest.raises(BadRequest, match=r"no tensor 'w' on this rank"):
+        cluster.statistic("both", "w", 0)
+
+
+def test_detail_has_stack_output_and_variables(cluster):
+    code = "def wait():\n    print('\\x1b[31mbusy', rank)\n    time.sleep(600)\nwait()"
+    with running(cluster, code):
+        wait_until(lambda: "busy 2" in cluster.detail(2).output, timeout=5, what="the output")
+        found = cluster.detail(2)
+        assert [each.split(":")[0] for each in found.stack] == ["Cell In[0], line 4", "Cell In[0], line 3, in wait"]
+        told = {each.name: each for each in found.variables}
+        assert (told["uneven"].shape, told["uneven"].type, told["uneven"].dtype) == ((5, 7), "DTensor", "float32")
+        assert "rank" not in told
+        assert "torch" not in told
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        ("time.sleep(600)", "running"),
+        ("while True: pass", "running"),
+        ("if rank: dist.barrier()\nelse: time.sleep(600)", "waiting"),
+    ],
+    ids=["sleep", "loop", "collective"],
+)
+def test_answers_come_while_a_cell_blocks(cluster, code, state):
+    with running(cluster, code):
+        wait_until(lambda: cluster.placement().ranks[1].state == state, timeout=5, what=f"rank 1 {state}")
+        for ask in (cluster.placement, lambda: cluster.detail(1), lambda: cluster.shards("both")):
+            began = time.monotonic()
+            ask()
+            assert time.monotonic() - began < 2
+        began = time.monotonic()
+        rows = cluster.placement().ranks
+        cluster.statistic("ddp", "0.weight", 1)
+        assert time.monotonic() - began < 2
+        assert [each.cell for each in rows] == [0] * 4
+        assert rows[1].line == 1
+        assert [each.lags for each in rows] == [state == "waiting", False, False, False]
+        assert ("barrier" in rows[1].waits_for) == (state == "waiting")
+
+
+def test_watching_is_live_at_most_ten_times_a_second_and_ends_with_the_last_state(cluster):
+    seen = []
+    end = cluster.watch("placement", lambda each: seen.append((time.monotonic(), each)))
+    cluster.run("import math\nfor _ in range(150): x = torch.ones(100_000 * (_ % 7 + 1)); time.sleep(0.01)")
+    wait_until(lambda: all(each.state == "idle" for each in seen[-1][1].ranks), timeout=2, what="the last state")
+    end()
+    assert any(each.ranks[0].state == "running" for _, each in seen)
+    assert all(later - earlier > 0.04 for (earlier, _), (later, _) in itertools.pairwise(seen))
+    assert len(seen) <= 11 * (seen[-1][0] - seen[0][0]) + 1
+    wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+
+
+def test_nothing_is_sent_and_nothing_is_imported_while_nobody_looks(cluster):
+    def looks(sent):
+        return [each for each in sent if isinstance(each, Question)]
+
+    with counted(cluster) as sent:
+        cluster.run("time.sleep(0.4)")
+        assert looks(sent) == []
+        end = cluster.watch("status", lambda _: None)
+        wait_until(lambda: len(looks(sent)) >= 12, timeout=2, what="three rounds")
+        assert {(type(each), each.holdings) for each in looks(sent)} == {(AskLook, False)}
+        end()
+        wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+        sent.clear()
+        cluster.run("time.sleep(0.4)")
+        assert looks(sent) == []
+
+
+def test_a_watcher_that_raises_or_blocks_hurts_nobody_else(cluster, monkeypatch):
+    raised, seen, blocked = [], [], threading.Event()
+    monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error[0]))
+    ends = [
+        cluster.watch("placement", lambda _: 1 / 0),
+        cluster.watch("placement", lambda _: blocked.wait(20)),
+        cluster.watch("placement", seen.append),
+    ]
+    cluster.run("time.sleep(0.5)")
+    wait_until(lambda: len(seen) > 1, timeout=2, what="pictures")
+    assert raised == [ZeroDivisionError]
+    blocked.set()
+    for end in ends:
+        end()
+    with pytest.raises(BadRequest, match="cannot be watched"):
+        cluster.watch("weather", seen.append)
+
+
+def test_saves_are_told_as_they_happen_and_when_they_have_ended(cluster, tmp_path):
+    seen = []
+    feed = ClusterFeed(cluster)
+    end = feed.watch("saves", seen.append)
+    wait_until(lambda: seen, timeout=3, what="the first look")
+    cluster.run(
+        "from rankbook.checkpoint import save, sharded_state_dict\n"
+        f"save({{'w': torch.ones(1000)}}, {str(tmp_path / 'run')!r}, step=3)"
+    )
+
+    def told():
+        return [(each.rank, each.save.phase, each.save.step) for each in seen[-1].saves]
+
+    wait_until(lambda: told() == [(rank, "done", 3) for rank in range(4)], timeout=3, what="the end of the save")
+    end()
+
+
+def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
+    feed = ClusterFeed(cluster)
+    assert isinstance(feed.ask("placement"), Placement)
+    with running(cluster, "time.sleep(600)"):
+        assert feed.ask("detail", rank=1).rank == 1
+        assert feed.act("interrupt", 1) == "interrupted a call on ranks 0-3"
+        wait_until(lambda: not cluster.cells(), timeout=5, what="the cell's end")
+    assert feed.act("interrupt", None) == "nothing runs there"
+    for kind in ("ask", "act"):
+        with pytest.raises(BadRequest, match="there are"):
+            getattr(feed, kind)("dance")
+    with pytest.raises(BadRequest, match="no rank 9"):
+        feed.ask("statistic", name="ddp", key="x", rank=9)
+
+
+def test_looks_beside_a_training_loop_neither_end_it_nor_tell_half_of_it(cluster):
+    """Whoever reads a gradient while a backward pass writes it ends the process: 30 steps are enough for that."""
+    cluster.run("deep = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(24)]))")
+    cluster.run("adam = torch.optim.Adam(deep.parameters())")
+    train = "for _ in range(200):\n    adam.zero_grad()\n    deep(torch.ones(8, 64)).sum().backward()\n    adam.step()"
+    before = cluster.placement().ranks[0].memory.gradients
+    thread, seen = threading.Thread(target=cluster.run, args=(train,)), []
+    thread.start()
+    while thread.is_alive():
+        seen.append(cluster.placement().ranks[0])
+    thread.join()
+    assert len(seen) > 10
+    assert cluster.placement().ranks[0].memory.gradients == before + sum(each.nbytes for each in _linears(24))
+    assert max(each.steps for each in seen) > 10
+    cluster.run("del deep, adam")
+
+
+def _linears(count):
+    return [each for _ in range(count) for each in torch.nn.Linear(64, 64).parameters()]
+
+
+def test_a_rank_that_is_stopped_is_unresponsive_and_comes_back(cluster):
+    seen = []
+    end = cluster.watch("placement", seen.append)
+    wait_until(lambda: seen, timeout=3, what="a picture")
+    pid = seen[-1].ranks[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: seen[-1].ranks[1].state == "unresponsive", timeout=4, what="its silence")
+        assert seen[-1].ranks[0].state == "idle"
+        with pytest.raises(LostRank, match="rank 1 has not answered"):
+            cluster.detail(1, timeout=0.2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: seen[-1].ranks[1].state == "idle", timeout=4, what="its return")
+    end()
+
+
+def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
+    seen = []
+    with rankbook.Cluster(2) as cluster:
+        cluster.run("model = torch.nn.Linear(3, 3)\nprint('last words', rank)")
+        ours = ("rankbook.rank.look", "rankbook.checkpoint")
+        cluster.run(f"import sys\nlooks = [each for each in {ours} if each in sys.modules]")
+        assert cluster.pull("looks") == [[], []]
+        end = cluster.watch("placement", seen.append)
+        wait_until(lambda: seen and seen[-1].ranks[1].holdings, timeout=3, what="a picture")
+        first = seen[-1].ranks[1].pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: seen[-1].ranks[1].state == "dead", timeout=3, what="the death")
+        dead = seen[-1].ranks[1]
+        assert (dead.memory, dead.holdings) == (None, ())
+        assert cluster.detail(1).output == ("last words 1",)
+        assert [each.rank for each in cluster.shards("model").tensors[0].shards] == [0]
+        cluster.heal()
+        wait_until(lambda: seen[-1].ranks[1].holdings, timeout=5, what="the healed rank's model")
+        assert seen[-1].ranks[1].pid != first
+        assert ClusterFeed(cluster).act("restart", 1) == "rank 1 has a fresh process and an empty namespace"
+        wait_until(
+            lambda: seen[-1].ranks[1].state == "idle" and not seen[-1].ranks[1].holdings, timeout=5, what="the restart"
+        )
+        assert [each.name for each in seen[-1].ranks[0].holdings] == ["model"]
+    wait_until(lambda: {each.state for each in seen[-1].ranks} == {"dead"}, timeout=2, what="the last picture")
+    wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+    end()

@@ -1,0 +1,200 @@
+"""What a rank tells of its objects, without a rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from rankbook.errors import BadRequest
+from rankbook.looking import AskLook, AskStatistic, NothingTold
+from rankbook.rank import belongings, parts, shard_map
+from rankbook.rank.look import Lookout
+from rankbook.rank.parts import Breath
+from rankbook.rank.statistic import statistic
+from rankbook.rank.variables import list_variables
+
+
+def inventory(namespace):
+    return belongings.take_inventory(belongings.find(namespace, Breath()), "cpu", Breath())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(70_001),
+        torch.randn(300, 400).t(),
+        torch.randn(3, 100_000)[:, ::2],
+        torch.tensor(3.5),
+        torch.randint(-5, 900, (100_000,)),
+        torch.randn(50, 60).to(torch.bfloat16),
+    ],
+    ids=["long", "transposed", "strided", "scalar", "integers", "bfloat16"],
+)
+def test_a_statistic_is_torchs_own(tensor):
+    found, whole = statistic(3, tensor), tensor.to(torch.float64)
+    assert (found.rank, found.nans, found.infinities) == (3, 0, 0)
+    assert (found.minimum, found.maximum) == (float(whole.min()), float(whole.max()))
+    assert found.mean == pytest.approx(float(whole.mean()), rel=1e-9, abs=1e-12)
+
+
+def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
+    tensor = torch.arange(100_000, dtype=torch.float32)
+    tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")
+    found = statistic(0, tensor)
+    assert (found.nans, found.infinities, found.minimum, found.maximum) == (1, 2, 0.0, 99_998.0)
+    empty = statistic(0, torch.full((3,), float("nan")))
+    assert (empty.minimum, empty.mean, empty.nans) == (None, None, 3)
+    assert statistic(0, torch.empty(0)).maximum is None
+
+
+def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr("rankbook.rank.statistic.LONGEST", -1.0)
+    with pytest.raises(BadRequest, match="too many to look at"):
+        statistic(0, torch.ones(10))
+    with pytest.raises(BadRequest, match="no minimum"):
+        statistic(0, torch.ones(2, dtype=torch.complex64))
+
+
+def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
+    tied = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(tied, torch.nn.ReLU(), tied, torch.nn.Linear(8, 3))
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    found = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
+    assert [(each.kind, each.name) for each in found.holdings] == [("model", "model"), ("optimizer", "box['o']")]
+    assert found.parameters == sum(each.nbytes for each in model.parameters())
+    assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
+    assert found.optimizer == sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+    assert parts.steps_of_optimizer(optimizer) == 1
+
+
+def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
+    class Trainer:
+        def __init__(self):
+            self.model = torch.nn.Linear(2, 2)
+
+        @property
+        def trap(self):
+            raise AssertionError("a property was asked")
+
+    class Loud:
+        def __repr__(self):
+            raise AssertionError("a repr was asked")
+
+        def __len__(self):
+            raise AssertionError("a length was asked")
+
+        @property
+        def __class__(self):
+            raise AssertionError("a class was asked")
+
+    loader = DataLoader([1, 2, 3], batch_size=2)
+    namespace = {"trainers": [Trainer()], "loud": Loud(), "loader": loader}
+    found = inventory(namespace)
+    assert [(each.name, each.detail) for each in found.holdings] == [
+        ("trainers[0].model", ""),
+        ("loader", "batch size 2"),
+    ]
+    assert [(each.name, each.preview) for each in list_variables(namespace, (), Breath())] == [
+        ("trainers", "1 item"),
+        ("loud", ""),
+        ("loader", ""),
+    ]
+
+
+def test_variables_tell_what_metadata_says():
+    namespace = {"_x": 1, "rank": 0, "x": torch.ones(2, 3), "s": "a" * 500, "big": 1 << 5000, "f": len}
+    found = {each.name: each for each in list_variables(namespace, {"rank"}, Breath())}
+    assert list(found) == ["x", "s", "big"]
+    assert (found["x"].shape, found["x"].dtype, found["x"].bytes, found["x"].device) == ((2, 3), "float32", 24, "cpu")
+    assert len(found["s"].preview) <= 80
+    assert found["big"].preview == "5001 bits"
+
+
+def test_an_untouched_wrapper_adds_nothing_to_names():
+    inner = torch.nn.Linear(2, 2)
+    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module = inner
+    kind, found = shard_map.tensors_of({"m": wrapper}, "m", Breath())
+    assert (kind, [each.key for each in found]) == ("model", ["weight", "bias"])
+    assert shard_map.tensors_of({"m": wrapper}, "m.module", Breath())[0] == "model"
+    with pytest.raises(BadRequest, match="no variable 'q'"):
+        shard_map.tensors_of({"m": wrapper}, "q", Breath())
+    with pytest.raises(BadRequest, match="is a int"):
+        shard_map.tensors_of({"m": 3}, "m", Breath())
+
+
+def test_a_state_dict_is_found_whole():
+    state = {"model": {"w": torch.ones(2)}, "list": [torch.ones(3)], "step": 3}
+    kind, found = shard_map.tensors_of({"s": state}, "s", Breath())
+    assert (kind, [each.key for each in found]) == ("state dict", ["model.w", "list.0"])
+
+
+class _Work:
+    running = None
+
+    def __init__(self, variables):
+        self.variables = variables
+
+    def line(self):
+        return None
+
+    def frames(self):
+        return ()
+
+    def waits(self):
+        return "", 0.0
+
+    def namespace(self):
+        return dict(self.variables)
+
+    def hidden(self):
+        return ()
+
+
+def test_a_second_look_tells_holdings_only_where_they_changed():
+    work = _Work({"model": torch.nn.Linear(2, 2)})
+    lookout = Lookout(work, 0, torch.device("cpu"))
+    first = lookout.answer(AskLook(1, True, -1, True, False))
+    assert [each.name for each in first.holdings] == ["model"]
+    assert lookout.answer(AskLook(1, True, first.version, True, False)).holdings is None
+    work.variables["other"] = torch.nn.Linear(2, 2)
+    assert lookout.answer(AskLook(1, True, first.version, False, False)).holdings is None  # not yet due
+    assert len(lookout.answer(AskLook(1, True, first.version, True, False)).holdings) == 2
+    assert lookout.answer(AskLook(1, False, -1, False, False)).sample.memory is None
+    assert isinstance(lookout.answer(AskStatistic(1, "model", "nothing")), NothingTold)
+
+
+def test_a_look_survives_what_changes_meanwhile():
+    model, ended, failures = torch.nn.Sequential(), threading.Event(), []
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    namespace = {"model": model, "optimizer": optimizer}
+
+    def look():
+        try:
+            while not ended.is_set():
+                inventory(dict(namespace))
+                list_variables(dict(namespace), (), Breath())
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            failures.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for round_ in range(150):
+        for number in range(20):
+            model.add_module(str(number), torch.nn.Linear(2, 2))
+            optimizer.state[torch.nn.Parameter(torch.ones(2))] = {"step": torch.tensor(1.0), "m": torch.ones(2)}
+            namespace[f"x{number}"] = [round_] * number
+        model._modules.clear()
+        optimizer.state.clear()
+        for number in range(20):
+            del namespace[f"x{number}"]
+    ended.set()
+    thread.join()
+    assert failures == []
