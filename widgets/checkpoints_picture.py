@@ -72,7 +72,7 @@ class WholeSave:
             said.append(f"{size(self.rate)}/s")
         if left is not None and self.phase == "writing":
             said.append(f"{duration(left)} left")
-        return ", ".join([*said, f"since {duration(seconds)}" if self.phase not in {"done", "failed"} else ""]).strip(
+        return ", ".join([*said, f"for {duration(seconds)}" if self.phase not in {"done", "failed"} else ""]).strip(
             ", "
         )
 

@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILLION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#999999"
 
 RANK_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILLION, YELLOW, GREY)
-DARK = {BLUE, GREEN, VERMILLION}  # on which text is white
+DARK = {BLUE}  # on which text is white; on all others black has the greater contrast
 
 MEMORY_COLOURS = {
     "parameters": BLUE,

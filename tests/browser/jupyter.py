@@ -118,7 +118,11 @@ class Notebook:
         """Wait until the cells are there and the kernel is connected."""
         self.page.wait_for_selector(CELL, timeout=timeout * 1000)
         indicator = self.page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle'], .jp-NotebookKernelStatus")
-        expect(indicator.first).to_be_attached(timeout=timeout * 1000)
+        try:
+            expect(indicator.first).to_be_attached(timeout=timeout * 1000)
+        except AssertionError:  # the page may wait for ever for a kernel that was slow to start
+            self.page.reload()
+            expect(indicator.first).to_be_attached(timeout=timeout * 1000)
 
     def answer_dialog(self) -> None:
         """Press the default button of the dialog that is open, if one is, and keep what it said."""

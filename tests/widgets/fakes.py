@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -72,6 +73,7 @@ def placement(ranks: int = 4, *, tick: int = 0, at: float = 1_790_000_000.0, per
     return Placement(tuple(made), at, "main")
 
 
+@cache
 def shard_map(name: str = "model", *, parameters: int = 6, ranks: int = 4) -> ShardMap:
     """Parameters split over the ranks in several ways, the same for every call."""
     return ShardMap(name, "model", tuple(sharded_tensor(index, ranks) for index in range(parameters)), "")

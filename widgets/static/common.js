@@ -1,7 +1,7 @@
 // What all views share: the way to Python, elements, words. Joined with the views' own files into one ES module.
 
 const RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"];
-const DARK = new Set(["#0072B2", "#009E73", "#D55E00"]);
+const DARK = new Set(["#0072B2"]);
 const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕"};
 const LOOK_EVERY = 5000;  // ms; Python takes 15 s of silence for nobody looking
 let unique = 0;

@@ -103,7 +103,7 @@ function rankRow(rank) {
     setAttribute(element, "data-state", name);
     setAttribute(element, "data-lags", String(lags));
     setText(busy, utilisation === null ? "" : `${utilisation} %`);
-    setText(steps, (count ? String(count) : "") + (rate === null ? "" : ` · ${rate}/s`));
+    setText(steps, [count || null, rate === null ? null : `${rate}/s`].filter((each) => each !== null).join(" · "));
     if (!bytes) return;
     if (!bar.parentNode) memory.append(bar);
     const [total, ...rest] = bytes;
@@ -134,7 +134,7 @@ function nearPanel(channel, back) {
   const names = ["name", "type", "shape", "dtype", "device", "bytes", "value"];
   const variables = make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": "variables"},
     make("table", {}, make("thead", {}, make("tr", {}, ...names.map((name) => make("th", {scope: "col"}, name)))), body));
-  let rank = null, fixed = [], every = 0, last = "", asking = false;
+  let rank = null, fixed = [], states = [], every = 0, last = "", asking = false;
 
   async function act(kind) {
     setText(said, `${kind}: asking …`);
@@ -216,6 +216,7 @@ function nearPanel(channel, back) {
       body.replaceChildren();
       sureQuietly();
       holds();
+      now();
       clearInterval(every);
       every = setInterval(refresh, AGAIN);
       refresh();
@@ -224,13 +225,19 @@ function nearPanel(channel, back) {
       fixed = ranks;
       if (rank !== null) holds();
     },
-    state(states) {
-      const found = rank !== null && states.find((each) => each[0] === rank);
-      if (!found) return;
-      setText(memory, `${found[2]}. ${found[7] ? memoryWords(found[7]) : ""}${found[8].length ? `. loader: ${found[8].join("; ")}` : ""}`);
+    state(found) {
+      states = found;
+      now();
     },
     close() { clearInterval(every); },
   };
+
+  function now() {
+    const found = rank !== null && states.find((each) => each[0] === rank);
+    if (!found) return;
+    const loaders = found[8].length ? `. loader: ${found[8].join("; ")}` : "";
+    setText(memory, `${found[2]}. ${found[7] ? memoryWords(found[7]) : ""}${loaders}`);
+  }
 
   function sureQuietly() {
     restart.hidden = false;

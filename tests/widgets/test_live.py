@@ -1,0 +1,153 @@
+"""A view without and with a kernel: who looks, what is sent, and that a click acts while a cell runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from rankbook.widgets import live
+from rankbook.widgets.checkpoints import CheckpointsView
+from rankbook.widgets.dashboard import Dashboard
+from rankbook.widgets.placement import PlacementView
+from rankbook.widgets.shards import ShardsView
+from tests.conftest import wait_until
+from tests.widgets.fakes import FakeFeed, FakeShelf, placement
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def feed():
+    made = FakeFeed()
+    yield made
+    made.stop()
+
+
+def look(view, op="look", **more):
+    view._arrived({"rankbook": f"{time.monotonic_ns()}", "view": "page", "op": op, **more})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        PlacementView,
+        lambda feed: ShardsView(feed, "model", search="norm"),
+        lambda feed: CheckpointsView(feed, FakeShelf()),
+        lambda feed: Dashboard(feed, FakeShelf(), variable="model"),
+    ],
+    ids=["placement", "shards", "checkpoints", "dashboard"],
+)
+def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp_path):
+    view = make(feed)
+    data, _metadata = view._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in data
+    for name in view._parts:
+        word = {"placement": "4 ranks of main", "shards": "6 tensors", "checkpoints": "3 checkpoints"}[name]
+        assert word in data["text/html"] and word in data["text/plain"] and word in view.summary()
+    assert ET.parse(view.save(tmp_path / "x.svg")).getroot().tag.endswith("svg")
+    view.close()
+    assert not any(feed.watchers.values())
+
+
+def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, monkeypatch):
+    monkeypatch.setattr(live, "LEASE", 0.3)
+    view = PlacementView(feed)
+    assert not feed.watchers["placement"]
+    look(view, parts=["placement"])
+    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched")
+    look(view, "away")
+    wait_until(lambda: not feed.watchers["placement"], timeout=2, what="it is not")
+    look(view, parts=["placement"])
+    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched again")
+    wait_until(lambda: not feed.watchers["placement"], timeout=3, what="silence is nobody looking")
+    view.close()
+
+
+def test_a_bundle_that_no_browser_takes_up_is_watched_for_a_while_only(feed, monkeypatch):
+    monkeypatch.setattr(live, "LEASE", 0.3)
+    view = PlacementView(feed)
+    view._repr_mimebundle_()
+    assert feed.watchers["placement"]
+    wait_until(lambda: not feed.watchers["placement"], timeout=3, what="nobody came")
+    view.close()
+
+
+def test_the_last_state_is_always_sent(feed):
+    view = PlacementView(feed)
+    look(view, parts=["placement"])
+    wait_until(lambda: bool(feed.watchers["placement"]), timeout=2, what="it is watched")
+    for tick in range(500):
+        feed.push("placement", placement(4, tick=tick, at=float(tick)))
+    wait_until(lambda: '"at":499.0' in view.placement_state, timeout=2, what="the last one")
+    view.close()
+
+
+def test_an_error_is_the_answer(feed, monkeypatch):
+    view = PlacementView(feed)
+    answers = []
+    monkeypatch.setattr(view, "send", answers.append)
+    look(view, "detail", part="placement", rank=99)
+    look(view, "detail", part="nowhere", rank=0)
+    wait_until(lambda: len(answers) == 2, timeout=2, what="both are answered")
+    assert {next(iter(each["error"].split(":"))) for each in answers} == {"there is no detail of {'rank'", "KeyError"}
+    view.close()
+
+
+def test_a_message_that_comes_twice_is_heard_once(feed):
+    view = PlacementView(feed)
+    message = {"rankbook": "m1", "op": "act", "part": "placement", "kind": "interrupt", "rank": 1}
+    view._arrived(message)
+    view._arrived(dict(message))
+    wait_until(lambda: bool(feed.acts), timeout=2, what="it is heard")
+    assert feed.acts == [("interrupt", 1)]
+    for noise in (None, {}, {"rankbook": 3}, "text"):
+        view._arrived(noise)
+    view.close()
+
+
+def test_reopening_leaves_one_dashboard(feed):
+    first = Dashboard.reopen(feed)
+    second = Dashboard.reopen(feed)
+    assert first is not second and first.comm is None and second.comm is not None
+    second.close()
+
+
+VIEW = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+from tests.widgets.fakes import FakeFeed
+from rankbook.widgets.placement import PlacementView
+feed = FakeFeed()
+view = PlacementView(feed)
+view.comm.comm_id"""
+BLOCKED = """import select
+feed.tick()
+for _ in range(3000):
+    if feed.acts: break
+    select.select([], [], [], 0.01)
+feed.stop()
+feed.acts"""
+
+
+def test_a_click_acts_while_a_cell_runs(module_notebook):
+    """From a front end without subshells; the cell that blocks is the one that publishes."""
+    notebook = module_notebook
+    shown = notebook.ok(VIEW)
+    comm_id = shown.text.strip().strip("'")
+    blocking = notebook.send(BLOCKED)
+    message = {"rankbook": "c1", "view": "v", "op": "act", "part": "placement", "kind": "interrupt", "rank": 3}
+    content = {"comm_id": comm_id, "data": {"method": "custom", "content": message}}
+    client = notebook.client
+    client.shell_channel.send(client.session.msg("comm_msg", content))
+    outcome = notebook.finish(blocking)
+    assert "[('interrupt', 3)]" in outcome.text
+    assert outcome.seconds < 5
+
+
+def test_the_stored_outputs_are_the_view_and_its_html(module_notebook):
+    outcome = module_notebook.ok(f"{VIEW}\nview")
+    live_one, still = [data for data in outcome.displays if "rankbook" in str(data) or "ranks" in str(data)][:2]
+    assert set(live_one) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
+    assert "4 ranks of main" in live_one["text/plain"]
+    assert "<table>" in still["text/html"] and "4 ranks of main" in still["text/plain"]

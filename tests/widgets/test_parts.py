@@ -1,0 +1,145 @@
+"""The parts: what they watch and for how long, what they send, what they answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.telemetry import CheckpointFolder
+from rankbook.widgets.checkpoints import CheckpointsPart
+from rankbook.widgets.placement import PlacementPart
+from rankbook.widgets.shards import MOST_DRAWN, ShardsPart, chunks_of, tensor_of
+from tests.conftest import wait_until
+from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map, sharded_tensor
+
+
+def nothing() -> None:
+    """Nobody has to know."""
+
+
+def test_placement_is_watched_only_while_it_is_open():
+    feed = FakeFeed()
+    part = PlacementPart(feed)
+    assert not part.ready() and part.state() == "{}" and not feed.watchers["placement"]
+    part.open(nothing)
+    assert part.ready() and len(feed.watchers["placement"]) == 1
+    part.close()
+    part.close()
+    assert not feed.watchers["placement"] and feed.ended == 1
+
+
+def test_what_moves_is_sent_apart_from_what_stays():
+    feed = FakeFeed(64)
+    part = PlacementPart(feed)
+    part.open(nothing)
+    fixed, states = part.fixed(), set()
+    for tick in range(5):
+        feed.push("placement", placement(64, tick=tick))
+        assert part.fixed() == fixed
+        states.add(part.state())
+    assert len(states) == 5
+    assert max(map(len, states)) * 10 < 200_000  # bytes a second, at ten updates
+    first = json.loads(part.state())["ranks"][0]
+    assert first[:3] == [0, "running", "running cell [3] line 14"] and len(first[7]) == 7
+
+
+def test_clicks_on_a_rank_reach_the_feed():
+    feed = FakeFeed()
+    part = PlacementPart(feed)
+    assert part.answer("act", {"kind": "interrupt", "rank": 2}) == "rank 2 was told to interrupt"
+    assert feed.acts == [("interrupt", 2)]
+    detail = part.answer("detail", {"rank": 1})
+    assert detail["variables"][1] == ["x", "Tensor", "32 × 128", "float32", "cuda:1", "16.4 kB", "tensor([[0.1, …"]
+    for op, message in (("act", {"kind": "explode"}), ("what", {}), ("detail", {"rank": "0"}), ("detail", {"rank": 9})):
+        with pytest.raises(BadRequest):
+            part.answer(op, message)
+
+
+def test_shards_are_asked_for_once_and_again_when_wanted():
+    feed = FakeFeed(4, 10)
+    part = ShardsPart(feed, "model")
+    for _ in range(2):
+        part.open(nothing)
+        wait_until(part.ready, timeout=2, what="the shards are there")
+        part.close()
+    assert [kind for kind, _ in feed.asked] == ["shards"]
+    assert len(json.loads(part.fixed())["tensors"]) == 10
+    assert part.answer("name", {"name": "nothing"}) == "no rank has a variable `nothing`"
+    assert json.loads(part.fixed())["trouble"] and "no rank has" in part.text()
+    with pytest.raises(BadRequest, match="which variable"):
+        part.answer("name", {"name": " "})
+    with pytest.raises(BadRequest, match="press Show again"):
+        part.answer("tensor", {"key": "layers.0.weight"})
+
+
+def test_a_statistic_is_fetched_on_demand_only():
+    feed = FakeFeed()
+    part = ShardsPart(feed, "")
+    part.answer("name", {"name": "model"})
+    assert part.answer("tensor", {"key": "layers.0.weight"})["shape"] == [256, 128]
+    assert "statistic" not in [kind for kind, _ in feed.asked]
+    said = part.answer("statistic", {"key": "layers.0.weight", "rank": 3})
+    assert said == "min -0.5, mean 0.25, max 1.5, 2 NaN"
+    assert feed.asked[-1] == ("statistic", {"name": "model", "key": "layers.0.weight", "rank": 3})
+    assert "layers.0.weight" in part.svg()
+
+
+def test_replicas_are_one_chunk_with_many_holders():
+    made = tensor_of(sharded_tensor(2, ranks=4))
+    assert len(made["chunks"]) == 1 and [holder[:2] for holder in made["chunks"][0][2]] == [[r, r] for r in range(4)]
+    assert [len(chunk) for chunk in chunks_of(sharded_tensor(1, ranks=4).shards)] == [1, 1, 1, 1]
+
+
+def test_a_tensor_in_very_many_parts_says_how_many_are_not_drawn():
+    made = tensor_of(sharded_tensor(0, ranks=MOST_DRAWN + 10))
+    assert (len(made["chunks"]), made["left"]) == (MOST_DRAWN, 10)
+
+
+def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
+    part = ShardsPart(FakeFeed(64, 2000), "")
+    part.answer("name", {"name": "model"})
+    assert len(part.fixed()) < 150_000
+    assert len(shard_map(parameters=2000, ranks=64).tensors[0].shards) == 64
+
+
+def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
+    feed, shelf = FakeFeed(), FakeShelf()
+    part = CheckpointsPart(feed, shelf)
+    changed = threading.Event()
+    part.open(changed.set)
+    wait_until(part.ready, timeout=2, what="the folder is read")
+    feed.push("saves", saves(0.5))
+    shelf.names.append("step-40")
+    feed.push("saves", saves(1.0, phase="done"))
+    wait_until(lambda: 'step-40"' in part.fixed(), timeout=1.5, what="the new step is listed")
+    part.close()
+    wait_until(
+        lambda: "rankbook-shelf" not in {each.name for each in threading.enumerate()}, timeout=2, what="nobody reads on"
+    )
+    assert not feed.watchers["saves"]
+
+
+def test_what_is_done_to_a_checkpoint_is_seen_at_once():
+    shelf = FakeShelf()
+    part = CheckpointsPart(FakeFeed(), shelf)
+    assert "every byte" in part.answer("verify", {"name": "step-30"})
+    assert "✓ verified" in part.text()
+    part.answer("delete", {"name": "step-20"})
+    assert shelf.done == [("verify", "step-30"), ("delete", "step-20")] and "step-20" not in part.fixed()
+    with pytest.raises(BadRequest, match="knows no"):
+        part.answer("burn", {"name": "step-30"})
+    with pytest.raises(BadRequest, match="no folder was given"):
+        CheckpointsPart(FakeFeed(), None).answer("verify", {"name": "step-30"})
+
+
+def test_a_folder_that_cannot_be_read_says_why():
+    class Broken(FakeShelf):
+        def look(self) -> CheckpointFolder:
+            raise BadRequest("no such folder")
+
+    part = CheckpointsPart(FakeFeed(), Broken())
+    part.answer("look", {})
+    assert "no such folder" in part.summary()
