@@ -39,9 +39,10 @@ from rankbook.rank.tracebacks import is_users
 from rankbook.rank.variables import list_variables
 from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Struct
 
-_AT_MOST = 1 / 400
-"""The share of a processor that the search for what lives here may take. What only counts is read at each look."""
+_AT_MOST = {True: 1 / 200, False: 1 / 50}
+"""The share of a processor that the search for what lives here may take while a cell runs, and while none does."""
 _SOONEST = 0.5
+"""Seconds until the device's memory is read again. What only counts is read at each look."""
 _LAST_SAVES = 16
 
 
@@ -79,7 +80,7 @@ class Lookout:
         self._inventory: Inventory | None = None
         self._memory: MemoryUse | None = None
         self._gradients = 0
-        self._due = 0.0
+        self._due = self._searched = self._cost = 0.0
         self._version = 0
         self._holdings: tuple[Holding, ...] = ()
         self._ended: deque[CheckpointSave] = deque(maxlen=_LAST_SAVES)
@@ -112,8 +113,17 @@ class Lookout:
     def _look(self, question: AskLook) -> Looked:
         if question.saves:
             self._listen()
-        if question.holdings and (question.fresh or time.monotonic() >= self._due):
-            self._search()
+        if question.holdings:
+            began = time.monotonic()
+            busy = self._work.running is not None
+            if (
+                question.fresh
+                or self._inventory is None
+                or began >= self._searched + max(_SOONEST, self._cost / _AT_MOST[busy])
+            ):
+                self._search()
+            if question.fresh or began >= self._due:
+                self._measure()
         changed = question.holdings and question.known != self._version
         saves = (*telemetry.snapshot("checkpoint "), *self._ended) if question.saves else ()
         return Looked(
@@ -156,12 +166,18 @@ class Lookout:
         inventory = belongings.take_inventory(found, str(self._device), breath)
         if inventory.gradients is not None:
             self._gradients = inventory.gradients
-        self._memory = memory_use(self._device, inventory.parameters, self._gradients, inventory.optimizer)
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
             self._holdings = inventory.holdings
         self._inventory = inventory
-        self._due = time.monotonic() + max(_SOONEST, (time.thread_time() - began) / _AT_MOST)
+        self._searched, self._cost = time.monotonic(), time.thread_time() - began
+        self._due = 0.0
+
+    def _measure(self) -> None:
+        found = self._inventory
+        assert found is not None
+        self._memory = memory_use(self._device, found.parameters, self._gradients, found.optimizer)
+        self._due = time.monotonic() + _SOONEST
 
     def _listen(self) -> None:
         """A save that has ended is in no snapshot any more."""
