@@ -1,130 +1,189 @@
-"""A folder of checkpoints, as the notebook's views see it.
+"""A folder of checkpoints, for the view of it.
 
-Owns: what lies there in plain structs, what was found when one was verified, and how one is loaded. Refuses: to read
-data unless asked to, and torch.
+Owns: what is said of each checkpoint, what verifying found, removal. Refuses: torch, and to load anything itself.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Mapping
+from threading import Lock
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import MANIFEST, METADATA, Manifest, decode
+from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
+from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.verifying import verify
-from rankbook.errors import BadRequest, CheckpointingException, RankbookError
+from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.telemetry import CheckpointFolder, StoredCheckpoint
 
-OF_ACCELERATOR = "rankbook.runtime"
-"""The metadata that `Accelerator.save_state` leaves in a checkpoint."""
+Loader = Callable[[str, Manifest], str | None]
+"""Loads the checkpoint of this path on the ranks, and says what it did; None where it cannot."""
+Signature = tuple[tuple[str, int | None], ...]
 
 
 class FolderShelf:
-    """What lies in `folder`. `run` has the ranks run a line of code, and raises what it raises there."""
+    """See `rankbook.widgets.feed.Shelf`. `load` is what its button does; without one it says how to."""
 
-    def __init__(self, folder: str | os.PathLike[str], run: Callable[[str], object]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
         self._folder = os.fspath(folder)
-        self._storage = storage_of(self._folder)
-        self._run = run
-        self._checked: dict[str, tuple[float | None, str, str]] = {}
+        self._storage = storage_of(folder)
+        self._load = load
+        self._lock = Lock()
+        self._read: dict[str, tuple[Signature, StoredCheckpoint]] = {}
+        self._checked: dict[str, tuple[Signature, str, str]] = {}
 
     def look(self) -> CheckpointFolder:
-        """See `Shelf`."""
-        names = self._storage.list()
-        if folders.is_checkpoint(names):
-            return CheckpointFolder(self._folder, (self._stored("", None, latest=True),), "")
-        trouble = ""
-        try:
-            latest = folders.read_latest(self._storage)
-        except CheckpointingException as error:
-            latest, trouble = None, str(error)
-        found = [
-            self._stored(folders.folder_of(self._storage, step), step, latest=step == latest)
-            for step in folders.finished(self._storage)
-        ]
-        known = {each.name for each in found}
-        inside = {name: self._storage.list(name) for name, size in names.items() if size is None and name not in known}
-        found += [
-            self._stored(name, None, latest=False) for name, files in inside.items() if folders.is_checkpoint(files)
-        ]
-        found += [self._partial(name) for name in folders.partials(self._storage)]
-        return CheckpointFolder(self._folder, tuple(found), trouble)
+        """See `Shelf`. A checkpoint whose files are the same as before is not read again."""
+        with self._lock:
+            try:
+                names = self._storage.list()
+                if folders.is_checkpoint(names):
+                    return CheckpointFolder(self._folder, (self._stored("", None, latest=True),), "")
+                trouble, latest = "", None
+                try:
+                    latest = folders.read_latest(self._storage)
+                except CheckpointingException as error:
+                    trouble = str(error)
+                found = [
+                    self._stored(folders.folder_of(self._storage, step), step, latest=step == latest)
+                    for step in folders.finished(self._storage)
+                ]
+                found += [self._stored(name, None, latest=False) for name in self._others(names)]
+                found += [self._rest(name) for name in folders.partials(self._storage)]
+            except (OSError, CheckpointingException) as error:
+                return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
+            return CheckpointFolder(self._folder, tuple(found), trouble)
 
     def verify(self, name: str) -> str:
         """See `Shelf`."""
-        report = verify(self._at(name))
-        what = "" if report.ok else "; ".join(map(str, report.damages[:3]))
-        more = "" if len(report.damages) <= 3 else f"; and {len(report.damages) - 3} more"
-        self._checked[name] = (self._written(name), "verified" if report.ok else "damaged", what + more)
-        return f"{name or self._folder} is whole" if report.ok else f"{name or self._folder} is damaged: {what}{more}"
+        signature = self._signature(self._path(name))
+        report = verify(self._folder if self._is_whole_folder(name) else self._whole_path(name))
+        detail = "; ".join(map(str, report.damages[:3]))
+        with self._lock:
+            self._checked[name] = (signature, "verified" if report.ok else "damaged", detail)
+        return str(report)
 
     def load(self, name: str) -> str:
         """See `Shelf`."""
-        manifest = self._manifest(name)
-        if manifest is not None and OF_ACCELERATOR in manifest.metadata:
-            self._run(f"accelerator.load_state({self._at(name)!r})")
-            return f"{name or self._folder} is loaded into what the ranks' accelerator has prepared"
-        step = folders.step_of(name)
-        which = "" if step is None else f", step={step}"
-        where = self._folder if step is not None else self._at(name)
-        return f"on the ranks: rankbook.checkpoint.load(state, {where!r}{which}), with your state dict as the map"
+        step, where = self._step(name), self._folder if self._is_whole_folder(name) else self._whole_path(name)
+        said = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
+        if said is not None:
+            return said
+        which = f"{self._folder!r}, step={step}" if step is not None else repr(where)
+        return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
     def delete(self, name: str) -> str:
-        """See `Shelf`."""
-        if name not in {each.name for each in self.look().checkpoints} or not name:
-            raise BadRequest(f"there is no checkpoint {name!r} in {self._folder}")
-        step = folders.step_of(name)
-        if step is not None:
-            folders.remove(self._storage, step)
-        elif name.endswith(folders.PARTIAL) and folders.owner_of(self._storage, name) is not None:
-            raise BadRequest(f"{name} is being written just now")
-        else:
+        """See `Shelf`. A step that is being saved stays."""
+        if name in folders.partials(self._storage):
+            if (owner := folders.owner_of(self._storage, name)) is not None:
+                raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
             self._storage.remove(name)
-        self._checked.pop(name, None)
-        return f"{name} is removed"
+            return f"{name} was deleted"
+        step = self._step(name)
+        if self._is_whole_folder(name):
+            raise BadRequest(f"{self._folder} is a checkpoint itself: remove the folder by hand")
+        if step is None:
+            self._storage.remove(name)
+        else:
+            folders.remove(self._storage, step)
+        return f"{name} was deleted"
 
-    def _at(self, name: str) -> str:
-        return f"{self._folder.rstrip('/')}/{name}" if name else self._folder
-
-    def _manifest(self, name: str) -> Manifest | None:
-        """Of one that Rankbook wrote."""
-        prefix = f"{name}/" if name else ""
-        if MANIFEST not in self._storage.list(name):
+    def _step(self, name: str) -> int | None:
+        """The step of a finished checkpoint that `look` has named; None for one that is no step."""
+        step = folders.step_of(name.removesuffix(".old"))
+        if step is not None:
+            return step
+        if self._is_whole_folder(name) or name in self._others(self._storage.list()):
             return None
-        return decode(read_all(self._storage, prefix + MANIFEST), f"{self._at(name)}/{MANIFEST}")
+        raise BadRequest(f"{self._folder} has no finished checkpoint {name!r}")
 
-    def _written(self, name: str) -> float | None:
+    def _others(self, names: Mapping[str, int | None]) -> list[str]:
+        """Checkpoints in folders that are no steps, as an `Accelerator` numbers them."""
+        return [
+            name
+            for name in sorted(names)
+            if names[name] is None
+            and folders.step_of(name.removesuffix(".old")) is None
+            and not name.endswith(folders.PARTIAL)
+            and folders.is_checkpoint(self._storage.list(name))
+        ]
+
+    def _is_whole_folder(self, name: str) -> bool:
+        return name == self._own_name() and folders.is_checkpoint(self._storage.list())
+
+    def _whole_path(self, name: str) -> str:
+        return f"{self._folder.rstrip('/')}/{name}"
+
+    def _own_name(self) -> str:
+        return self._folder.rstrip("/").rpartition("/")[2] or self._folder
+
+    def _path(self, name: str) -> str:
+        return "" if name == self._own_name() else name
+
+    def _signature(self, path: str) -> Signature:
+        return tuple(sorted(self._storage.list(path).items()))
+
+    def _stored(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
+        name, signature = path or self._own_name(), self._signature(path)
+        known = self._read.get(name)
+        if known is None or known[0] != signature:
+            known = self._read[name] = (signature, self._described(name, path, step))
+        made = known[1]
+        checked = self._checked.get(name)
+        state, detail = made.checked, made.detail
+        if checked is not None and checked[0] == signature:
+            state, detail = checked[1:]
+        return StoredCheckpoint(
+            made.name, made.step, made.created, made.bytes, made.world_size, made.state, state, latest, detail
+        )
+
+    def _described(self, name: str, path: str, step: int | None) -> StoredCheckpoint:
         try:
-            manifest = self._manifest(name)
-        except RankbookError:
-            return None
-        return None if manifest is None else datetime.fromisoformat(manifest.created).timestamp()
+            manifest = self._manifest(path)
+        except (OSError, CheckpointingException) as error:
+            size = sum(size or 0 for size in self._storage.list(path).values())
+            return StoredCheckpoint(
+                name, step, None, size, None, "finished", "damaged", latest=False, detail=str(error)
+            )
+        return StoredCheckpoint(
+            name=name,
+            step=manifest.step if step is None else step,
+            created=_seconds(manifest.created),
+            bytes=manifest.nbytes,
+            world_size=None if manifest.foreign else manifest.world_size,
+            state="foreign" if manifest.foreign else "finished",
+            checked="",
+            latest=False,
+            detail="",
+        )
 
-    def _stored(self, name: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
-        sizes = self._storage.list(name)
-        total = sum(size for size in sizes.values() if size is not None)
-        shown = name or "."
-        try:
-            manifest = self._manifest(name)
-        except (RankbookError, OSError) as error:
-            return StoredCheckpoint(shown, step, None, total, None, "finished", "damaged", latest, str(error))
-        if manifest is None:
-            kind = "foreign" if METADATA in sizes else "partial"
-            return StoredCheckpoint(shown, step, None, total, None, kind, "", latest, "")
-        created = datetime.fromisoformat(manifest.created).timestamp()
-        when, checked, detail = self._checked.get(name, (None, "", ""))
-        if when != created:  # another one has taken its place since
-            checked = detail = ""
-        step = manifest.step if step is None else step
-        return StoredCheckpoint(shown, step, created, total, manifest.world_size, "finished", checked, latest, detail)
+    def _manifest(self, path: str) -> Manifest:
+        where = f"{path}/{MANIFEST}" if path else MANIFEST
+        if MANIFEST not in self._storage.list(path):
+            return foreign(self._storage, path)
+        return decode(read_all(self._storage, where), where)
 
-    def _partial(self, name: str) -> StoredCheckpoint:
-        sizes = self._storage.list(name)
-        total = sum(size for size in sizes.values() if size is not None)
-        owner = folders.owner_of(self._storage, name)
-        detail = "broken off: the next save removes it" if owner is None else "being written"
-        step = folders.step_of(name.removesuffix(folders.PARTIAL))
-        return StoredCheckpoint(name, step, None, total, None, "partial", "", False, detail)
+    def _rest(self, name: str) -> StoredCheckpoint:
+        owner = folders.owner_of(self._storage, name) if name.endswith(folders.PARTIAL) else None
+        return StoredCheckpoint(
+            name=name,
+            step=folders.step_of(name.removesuffix(folders.PARTIAL)),
+            created=None,
+            bytes=sum(size or 0 for size in self._storage.list(name).values()),
+            world_size=None,
+            state="partial",
+            checked="",
+            latest=False,
+            detail=f"being saved by {owner}" if owner else "broken off",
+        )
+
+
+def _seconds(created: str) -> float | None:
+    """Seconds since the epoch of an ISO time."""
+    try:
+        return datetime.datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return None

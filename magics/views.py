@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from rankbook.checkpoint.manifest import Manifest
 from rankbook.coordinator import current as clusters
 from rankbook.coordinator.feed import ClusterFeed
 from rankbook.magics.shelf import FolderShelf
@@ -16,6 +17,9 @@ from rankbook.widgets.placement import PlacementView
 from rankbook.widgets.shards import ShardsView
 
 Folder = str | os.PathLike[str]
+
+OF_ACCELERATOR = "rankbook.runtime"
+"""The metadata that `Accelerator.save_state` leaves in a checkpoint."""
 
 
 def placement() -> PlacementView:
@@ -49,4 +53,12 @@ def _feed() -> ClusterFeed:
 
 
 def _shelf(folder: Folder) -> FolderShelf:
-    return FolderShelf(folder, lambda code: clusters.current().run(code))
+    return FolderShelf(folder, _load)
+
+
+def _load(where: str, manifest: Manifest) -> str | None:
+    """Have the ranks load what their `Accelerator` has saved; of others nobody knows into what."""
+    if OF_ACCELERATOR not in manifest.metadata:
+        return None
+    clusters.current().run(f"accelerator.load_state({where!r})")
+    return f"{where} is loaded into what the ranks' accelerator has prepared"

@@ -1,0 +1,81 @@
+"""What lies in a folder of checkpoints, and what is done to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.checkpoint import folders
+from rankbook.checkpoint.storage import storage_of
+from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.magics.shelf import FolderShelf
+from tests.checkpoint.hand_made import write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_checkpoint(tmp_path / "run", 30)
+    write_checkpoint(tmp_path / "run", 40)
+    return tmp_path / "run"
+
+
+def states(shelf: FolderShelf) -> dict[str, tuple[str, str]]:
+    return {each.name: (each.state, each.checked) for each in shelf.look().checkpoints}
+
+
+def test_it_tells_each_steps_size_world_size_and_which_is_the_latest(run):
+    found = FolderShelf(run).look()
+    assert [(each.name, each.step, each.latest, each.world_size) for each in found.checkpoints] == [
+        ("step-30", 30, False, 2),
+        ("step-40", 40, True, 2),
+    ]
+    files = sum(file.stat().st_size for file in (run / "step-40").iterdir() if file.name != "manifest.json")
+    assert found.checkpoints[1].bytes == files
+    assert all(each.created for each in found.checkpoints) and not found.trouble
+
+
+def test_verifying_is_known_from_then_on_until_the_files_change(run):
+    shelf = FolderShelf(run)
+    assert "whole" in shelf.verify("step-30")
+    assert states(shelf) == {"step-30": ("finished", "verified"), "step-40": ("finished", "")}
+    (run / "step-30/common.pt").write_bytes(b"x")
+    assert states(shelf)["step-30"] == ("finished", "")
+    assert "common.pt" in shelf.verify("step-30")
+    assert states(shelf)["step-30"] == ("finished", "damaged")
+
+
+def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
+    (run / "step-30/manifest.json").write_bytes(b"{}")
+    (run / "latest").write_bytes(b"step-4")
+    found = FolderShelf(run).look()
+    assert found.checkpoints[0].checked == "damaged" and "its last line" in found.checkpoints[0].detail
+    assert "the file is damaged" in found.trouble
+
+
+def test_only_what_nobody_saves_is_deleted(run):
+    folders.begin(storage_of(run), 50)
+    (run / "step-50.partial").mkdir()
+    (run / "step-60.partial").mkdir()
+    shelf = FolderShelf(run)
+    assert states(shelf)["step-50.partial"] == ("partial", "")
+    with pytest.raises(BadRequest, match="is being saved by"):
+        shelf.delete("step-50.partial")
+    assert shelf.delete("step-60.partial") == "step-60.partial was deleted"
+    assert shelf.delete("step-40") == "step-40 was deleted"
+    assert set(states(shelf)) == {"step-30", "step-50.partial"} and shelf.look().checkpoints[0].latest
+    with pytest.raises(CheckpointingException):
+        shelf.delete("step-40")
+    for name in ("..", "latest", "", "../run"):
+        with pytest.raises(BadRequest):
+            shelf.delete(name)
+    folders.abandon(storage_of(run), 50)
+
+
+def test_load_does_what_it_was_given_or_says_how(run):
+    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in FolderShelf(run).load("step-30")
+    assert FolderShelf(run, lambda folder, step: f"{folder} {step}").load("step-30") == f"{run} 30"
+
+
+def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):
+    shelf = FolderShelf(run / "step-30")
+    assert states(shelf) == {"step-30": ("finished", "")}
+    assert FolderShelf(tmp_path / "nothing").look().checkpoints == ()
