@@ -43,6 +43,7 @@ def problems_of(wheel: Path) -> list[str]:
     problems = [f"missing: {name}" for name in sorted(expected - shipped)]
     problems += [f"does not belong there: {name}" for name in sorted(shipped - expected)]
     must = ["rankbook/__init__.py", "rankbook/py.typed", "rankbook/magics/__init__.py", "rankbook/widgets/__init__.py"]
+    must += [f"rankbook/widgets/static/{name}" for name in ("common.js", "placement.js", "view.css")]
     problems += [f"missing: {name}" for name in must if name not in shipped]
     if f"{info}/licenses/LICENSE" not in names:
         problems.append(f"missing: {info}/licenses/LICENSE")

@@ -51,6 +51,7 @@ class Server:
         options = [f"--{name}={value}" for name, value in settings.items()]
         self.log = (folder / "server.log").open("wb")
         environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["TZ"] = "UTC"  # the pictures show times
         environment["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
         environment["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
         root = ["--allow-root"] if os.geteuid() == 0 else []

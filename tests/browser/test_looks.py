@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+from PIL import Image, ImageChops, ImageStat
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
@@ -16,6 +20,33 @@ VIEWS = {
 }
 FEED = "feed = FakeFeed(8, 20)\nfeed.last['saves'] = saves(0.5)"
 GRAVE = {"serious", "critical"}
+KEPT = Path(__file__).resolve().parent.parent.parent / "docs" / "pictures"  # which the README shows
+PIXELS, SHADE = 8, 4.0  # how much a picture's sides, and its mean shade of 255, may differ: fonts are not all the same
+
+
+def differs(new: Path, kept: Path) -> list[str]:
+    """What is different in a picture, seen from a little further away."""
+    if os.environ.get("RANKBOOK_PICTURES") == "write":
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(new.read_bytes())
+    with Image.open(new) as one, Image.open(kept) as other:
+        if max(abs(a - b) for a, b in zip(one.size, other.size, strict=True)) > PIXELS:
+            return [f"{new.name} is {one.size}, not {other.size}"]
+        small = (one.width // 4, one.height // 4)
+        pair = [each.convert("RGB").resize(small, Image.Resampling.BOX) for each in (one, other)]
+    shade = sum(ImageStat.Stat(ImageChops.difference(*pair)).mean) / 3
+    return [f"{new.name} differs by {shade:.1f} of 255 on average"] if shade > SHADE else []
+
+
+def test_a_picture_that_differs_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANKBOOK_PICTURES", raising=False)
+    Image.new("RGB", (400, 300), "white").save(tmp_path / "a.png")
+    Image.new("RGB", (402, 299), "#fefefe").save(tmp_path / "alike.png")
+    Image.new("RGB", (400, 330), "white").save(tmp_path / "higher.png")
+    Image.new("RGB", (400, 300), "#f0f0f0").save(tmp_path / "darker.png")
+    assert differs(tmp_path / "a.png", tmp_path / "alike.png") == []
+    assert differs(tmp_path / "a.png", tmp_path / "higher.png") == ["a.png is (400, 300), not (400, 330)"]
+    assert differs(tmp_path / "a.png", tmp_path / "darker.png") == ["a.png differs by 15.0 of 255 on average"]
 
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
@@ -25,6 +56,7 @@ def test_the_views_have_pictures_and_no_grave_violation(opened, shots, axe, them
     notebook.run(1)
     assert page.evaluate("document.body.dataset.jpThemeLight") == ("true" if theme == "Light" else "false")
     page.evaluate(axe)
+    wrong: list[str] = []
     for number, name in enumerate(VIEWS, start=2):
         notebook.run(number)
         view = notebook.cell(number).locator(".rankbook-view")
@@ -33,7 +65,11 @@ def test_the_views_have_pictures_and_no_grave_violation(opened, shots, axe, them
             view.locator("[data-rank='2']").click()
             expect(view.locator(".rb-near")).to_contain_text("loss.backward()")
         view.scroll_into_view_if_needed()
-        view.screenshot(path=shots / f"{name}-{theme.lower()}.png")
+        page.mouse.move(2, 2)
+        page.wait_for_timeout(200)
+        picture = f"{name}-{theme.lower()}.png"
+        view.screenshot(path=shots / picture)
+        wrong += differs(shots / picture, KEPT / picture)
         found = page.evaluate("selector => axe.run(selector)", f".rankbook-{name}")
         grave = {
             each["id"]: [node["html"][:200] + " " + node["failureSummary"] for node in each["nodes"][:2]]
@@ -43,3 +79,4 @@ def test_the_views_have_pictures_and_no_grave_violation(opened, shots, axe, them
         assert not grave, f"{name}: {grave}"
         assert found["passes"]
         page.keyboard.press("Escape")
+    assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps them as they are now"

@@ -72,7 +72,19 @@ def test_only_what_nobody_saves_is_deleted(run):
 
 def test_load_does_what_it_was_given_or_says_how(run):
     assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in FolderShelf(run).load("step-30")
-    assert FolderShelf(run, lambda folder, step: f"{folder} {step}").load("step-30") == f"{run} 30"
+    assert FolderShelf(run, lambda _where, _manifest: None).load("step-30").startswith("In a cell")
+    assert FolderShelf(run, lambda where, manifest: f"{where} {manifest.step}").load("step-30") == f"{run}/step-30 30"
+
+
+def test_checkpoints_that_are_no_steps_are_there_too(run):
+    (run / "step-40").rename(run / "checkpoint_7")
+    shelf = FolderShelf(run)
+    assert states(shelf) == {"step-30": ("finished", ""), "checkpoint_7": ("finished", "")}
+    assert "whole" in shelf.verify("checkpoint_7")
+    assert states(shelf)["checkpoint_7"] == ("finished", "verified")
+    assert f"{run}/checkpoint_7" in shelf.load("checkpoint_7")
+    assert shelf.delete("checkpoint_7") == "checkpoint_7 was deleted"
+    assert set(states(shelf)) == {"step-30"}
 
 
 def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):
