@@ -48,6 +48,12 @@ _SOON = 0.005
 _APART = 1.0
 """Seconds between two failures of the control thread, below which there is no hope that a third will not come."""
 
+_TAKING = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
+"""Functions in which a lock is taken or given back."""
+
+_MOST_PUT_OFF = 40
+"""Times that an interrupt is put off for these, `_SOON` each: no lock is taken for so long without waiting."""
+
 Task = tuple[ToRank, list[memoryview]]
 
 
@@ -85,6 +91,7 @@ class Interrupts:
         self._tell_unraisable = sys.unraisablehook
         self._of_children: Callable[[int, types.FrameType | None], object] | None = None
         self._child_ended = False
+        self._put_off = 0
 
     def guard(self) -> None:
         """Let no interrupt be lost where Python cannot raise one: in a fork's hooks, in a destructor.
@@ -146,6 +153,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have put its own there
             signal.signal(signal.SIGINT, self._handler)
         self.delivered = self._reminded = False
+        self._put_off = 0
         self._hear_of_children()
         with self._lock:
             self._armed = cell
@@ -183,7 +191,7 @@ class Interrupts:
             except RuntimeError as error:
                 sys.stderr.write(f"Between two cells: {error}\n")
 
-    def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
+    def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
         target, self._target = self._target, None
         if self._armed is None or target not in (None, self._armed):
             return
@@ -193,8 +201,20 @@ class Interrupts:
         self.delivered = self.delivered or target is not None
         if self._shields:
             self._held = True
+        elif self._is_taking(frame):
+            self._again()
         else:
             raise KeyboardInterrupt
+
+    def _is_taking(self, frame: types.FrameType | None) -> bool:
+        """Whether a lock is being taken or given back: left half way it would be held for ever (bpo-29988).
+
+        `threading` and `multiprocessing` do that in Python. Who waits for a lock there is interrupted all the same.
+        """
+        if frame is None or frame.f_code.co_name not in _TAKING or self._put_off >= _MOST_PUT_OFF:
+            return False
+        self._put_off += 1
+        return True
 
     def _before_fork(self) -> None:
         if threading.get_ident() == self._main:
