@@ -32,7 +32,7 @@ from rankbook.widgets.part import Part
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
 LEASE = 15.0  # seconds that a browser counts as looking after it last said so; it says so every 5
-REMEMBER = 10.0  # seconds between two updates of what a saved notebook will show
+REMEMBER = 30.0  # seconds between two updates of what a saved notebook will show: some 40 ms of the page each
 
 
 def script(*names: str, last: str) -> str:
@@ -54,7 +54,7 @@ class LiveView(anywidget.AnyWidget):
         self._first = Event()
         self._handled: deque[str] = deque(maxlen=1000)
         self._lease: Timer | None = None
-        self._shown = False
+        self._shown, self._patience = False, 1
         self._remembered = 0.0
         self._pacer = Pacer(self._send_state)
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
@@ -130,7 +130,7 @@ class LiveView(anywidget.AnyWidget):
 
     def _look(self, looker: str, parts: frozenset[str]) -> None:
         with self._lock:
-            self._lookers[looker] = (time.monotonic() + LEASE, parts & self._parts.keys())
+            self._lookers[looker] = (time.monotonic() + LEASE * self._patience, parts & self._parts.keys())
             self._follow()
             if self._lease is None:
                 self._expect_expiry()
@@ -193,7 +193,9 @@ class LiveView(anywidget.AnyWidget):
     def _take_messages_early(self) -> None:
         comm = self.comm
         if not hasattr(comm, "_reply_subshell_for"):
-            return  # no ipykernel, or one that delivers what the front end addresses
+            if hasattr(comm, "kernel"):  # an ipykernel that may deliver nothing until the cell that runs has ended
+                self._patience = 40
+            return
 
         def take(data: object, addressed: str | None) -> str | None:
             if isinstance(data, Mapping) and data.get("method") == "custom":
@@ -221,6 +223,8 @@ class LiveView(anywidget.AnyWidget):
                 return
             if op == "away":
                 self._away(looker)
+                if not self._lookers:
+                    self._remember(at_once=True)
                 return
             answer = {"answer": self._parts[str(message.get("part"))].answer(op, message)}
         except RankbookError as error:

@@ -26,6 +26,7 @@ from rankbook.widgets.words import count, moment, shape_words, size
 
 __all__ = ["holding_words", "html", "shape_words", "size", "state_words", "summary", "svg", "text"]
 
+MOST_BARS = 32  # ranks: JupyterLab looks at every element, and 50 ms is what it may take
 NOTHING_YET = "no rank has answered yet"
 HEADINGS = ("rank", "state", "device", "memory", "used for", "busy", "steps", "rate", "holds")
 
@@ -120,7 +121,7 @@ def html(placement: Placement | None) -> str:
     rows = []
     for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
         rows.append(f'<tr><th scope="rowgroup" colspan="{len(HEADINGS)}">{escape(host)}</th></tr>')
-        rows += [_html_row(each) for each in ranks]
+        rows += [_html_row(each, bars=len(placement.ranks) <= MOST_BARS) for each in ranks]
     head = "".join(f'<th scope="col" style="text-align:left">{each}</th>' for each in HEADINGS)
     return (
         f"<p>{escape(summary(placement))}, {moment(placement.at)}</p>"
@@ -128,12 +129,12 @@ def html(placement: Placement | None) -> str:
     )
 
 
-def _html_row(each: RankPlacement) -> str:
+def _html_row(each: RankPlacement, *, bars: bool) -> str:
     cells = [escape(cell) for cell in _row(each)]
-    if each.memory is not None:
+    if each.memory is not None and bars:
         cells[3] = f"{bar(split(each.memory), each.memory.total, width='8em')} {cells[3]}"
     style = ' style="font-weight:bold"' if each.lags else ""
-    return f"<tr{style}>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>"
+    return f"<tr{style}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _legend() -> str:

@@ -30,14 +30,14 @@ function drawShards(channel, root) {
     }
   }
 
-  function filter() {
+  function filter(atOnce = false) {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = tensors.filter(([key]) => words.every((word) => key.toLowerCase().includes(word)));
     setText(count, `${found.length} of ${tensors.length}`);
-    list.fill(found);
+    list.fill(found, atOnce);
   }
 
-  search.addEventListener("input", filter);
+  search.addEventListener("input", () => filter());
   show.addEventListener("submit", async (event) => {
     event.preventDefault();
     setText(said, "asking …");
@@ -57,7 +57,7 @@ function drawShards(channel, root) {
       searched = true;
       setText(title, fixed.kind ? `${fixed.name} (${fixed.kind}): ${tensors.length} tensors` : "shards of a variable on the ranks");
       setText(said, fixed.trouble || "");
-      filter();
+      filter(true);
       const amounts = fixed.totals || [];
       const most = Math.max(1, ...amounts.map(([, amount]) => amount));
       const mean = amounts.reduce((sum, [, amount]) => sum + amount, 0) / (amounts.length || 1);
@@ -99,7 +99,7 @@ function tensorList(id, chosen) {
     else element.removeAttribute("aria-activedescendant");
   }
 
-  function select(index) {
+  function select(index, atOnce = false) {
     if (!items.length) return;
     current = Math.max(0, Math.min(items.length - 1, index));
     const top = current * ITEM;
@@ -108,7 +108,8 @@ function tensorList(id, chosen) {
     draw();
     clearTimeout(wait);
     const key = items[current][0];
-    wait = setTimeout(() => chosen(key), 60);
+    if (atOnce) chosen(key);
+    else wait = setTimeout(() => chosen(key), 60);  // a key that is held walks faster than Python answers
   }
 
   element.addEventListener("scroll", () => requestAnimationFrame(draw));
@@ -124,7 +125,7 @@ function tensorList(id, chosen) {
     event.preventDefault();
     event.stopPropagation();
   });
-  return {element, fill(found) {
+  return {element, fill(found, atOnce) {
     items = found;
     current = -1;
     for (const row of made.values()) row.remove();
@@ -132,7 +133,7 @@ function tensorList(id, chosen) {
     space.style.height = `${items.length * ITEM}px`;
     element.scrollTop = 0;
     draw();
-    if (items.length) select(0);
+    if (items.length) select(0, atOnce);
   }};
 }
 
