@@ -116,7 +116,9 @@ def summary(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     said = []
     if folder is not None:
         latest = next((f", latest {each.name}" for each in folder.checkpoints if each.latest), "")
-        said.append(folder.trouble or f"{len(folder.checkpoints)} checkpoints in {folder.folder}{latest}")
+        count = len(folder.checkpoints)
+        many = f"{count or 'no'} checkpoint{'s' * (count != 1)}"
+        said.append(folder.trouble or f"{many} in {folder.folder}{latest}")
     said += [f"{whole.title}: {whole.words()}" for whole in together(saves)]
     return "; ".join(said) or "no save under way"
 

@@ -103,11 +103,11 @@ class ShardsPart(Part):
 
     def text(self) -> str:
         """See `Part`."""
-        return picture.text(self._found, self._variable)
+        return picture.text(self._found, self._variable, self._search)
 
     def html(self) -> str:
         """See `Part`."""
-        return picture.html(self._found, self._variable)
+        return picture.html(self._found, self._variable, self._search)
 
     def svg(self) -> str:
         """See `Part`."""

@@ -68,24 +68,31 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
     ]
 
 
-def text(found: ShardMap | None, name: str) -> str:
-    """A line for each tensor, then the bytes of each rank."""
+def _rows(found: ShardMap, search: str) -> tuple[list[list[str]], int]:
+    """A row for each tensor with `search` in its name, and how many more there are than are shown."""
+    wanted = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
+    return [_row(tensor) for tensor in wanted[:MOST_ROWS]], max(0, len(wanted) - MOST_ROWS)
+
+
+def text(found: ShardMap | None, name: str, search: str = "") -> str:
+    """A line for each tensor with `search` in its name, then the bytes of each rank."""
     lines = [summary(found, name)]
     if found is not None and found.tensors:
-        lines.append(table(HEADINGS, [_row(tensor) for tensor in found.tensors[:MOST_ROWS]])["text/plain"])
-        lines += [f"… and {len(found.tensors) - MOST_ROWS} more"] if len(found.tensors) > MOST_ROWS else []
+        rows, more = _rows(found, search)
+        lines.append(table(HEADINGS, rows)["text/plain"] if rows else f"no tensor has {search!r} in its name")
+        lines += [f"… and {more} more"] if more else []
         lines += [f"rank {rank}: {size(amount)}" for rank, amount in totals(found).items()]
     return "\n".join(lines)
 
 
-def html(found: ShardMap | None, name: str) -> str:
-    """A table of the tensors, and one of what each rank holds."""
+def html(found: ShardMap | None, name: str, search: str = "") -> str:
+    """A table of the tensors with `search` in their names, and one of what each rank holds."""
     said = f"<p>{escape(summary(found, name))}</p>"
     if found is None or not found.tensors:
         return said
-    more = len(found.tensors) - MOST_ROWS
-    said += table(HEADINGS, [_row(tensor) for tensor in found.tensors[:MOST_ROWS]])["text/html"]
-    said += f"<p>… and {more} more</p>" if more > 0 else ""
+    shown, more = _rows(found, search)
+    said += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
+    said += f"<p>… and {more} more</p>" if more else ""
     rows = [[str(rank), size(amount)] for rank, amount in totals(found).items()]
     return said + table(("rank", "holds"), rows)["text/html"]
 

@@ -101,7 +101,7 @@ def test_a_save_is_as_far_as_its_last_rank():
     assert (whole.phase, whole.written, whole.total, whole.rate) == ("writing", GB, 4 * GB, 0.4 * GB)
     assert whole.left() == pytest.approx(7.5)
     assert whole.words() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
-    mixed = saves(1.0, ranks=2, phase="done").ranks + saves(0.5, ranks=1, phase="failed", error="disk full").ranks
+    mixed = saves(1.0, ranks=2, phase="done").saves + saves(0.5, ranks=1, phase="failed", error="disk full").saves
     (whole,) = checkpoints_picture.together(type(saves())(mixed, 0.0))
     assert whole.phase == "failed" and whole.error == "rank 0: disk full"
 

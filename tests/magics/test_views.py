@@ -1,0 +1,89 @@
+"""The front door's views, in a real kernel with real ranks: what stands below them where nothing is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+MODEL = """%%distributed
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+whole = nn.Linear(64, 64)
+optimizer = torch.optim.Adam(whole.parameters())
+whole(torch.ones(2, 64)).sum().backward()
+optimizer.step()
+shared = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))"""
+
+
+@pytest.fixture(scope="module")
+def holding(module_notebook):
+    module_notebook.ok(MODEL)
+    module_notebook.ok("import rankbook")
+    return module_notebook
+
+
+def shown(notebook, code):
+    """The still picture's text, and that it stands beside a widget in standard mime types."""
+    displays = notebook.ok(code).displays
+    assert any("application/vnd.jupyter.widget-view+json" in each for each in displays), displays
+    still = [each for each in displays if "text/html" in each and "text/plain" in each]
+    assert still, displays
+    return still[-1]["text/plain"]
+
+
+def test_placement_shows_what_each_rank_holds(holding, notebook):
+    text = shown(notebook, "rankbook.placement()")
+    assert "2 ranks" in text
+    assert "whole: Linear" in text
+    assert "shared: FSDP2 Sequential" in text
+    assert "optimizer: Adam" in text
+
+
+def test_shards_shows_where_each_parameter_lies(holding, notebook):
+    text = shown(notebook, "rankbook.shards('shared')")
+    assert "4 tensors" in text
+    assert "0.weight" in text
+    found = shown(notebook, "rankbook.shards('shared', search='0.w')")
+    assert "0.weight" in found
+    assert "1.weight" not in found
+
+
+def test_a_variable_that_is_not_there_is_told_with_what_is(holding, notebook):
+    assert "no variable" in shown(notebook, "rankbook.shards('nothing_of_that_name')")
+
+
+def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding, notebook, tmp_path):
+    notebook.ok(
+        "%%distributed\nfrom rankbook.checkpoint import save, sharded_state_dict\n"
+        f"done = save(sharded_state_dict(shared), {str(tmp_path)!r}, step=40)"
+    )
+    notebook.ok(
+        "%%distributed\nmodel, adam = accelerator.prepare(nn.Linear(2, 1), torch.optim.SGD(whole.parameters(), 0.1))\n"
+        f"folder = accelerator.save_state({str(tmp_path / 'checkpoint_0')!r})\n"
+        "with torch.no_grad():\n    kept = [each.clone() for each in model.parameters()]\n"
+        "    [each.zero_() for each in model.parameters()]"
+    )
+    text = shown(notebook, f"rankbook.checkpoints({str(tmp_path)!r})")
+    assert "step-40" in text
+    assert "checkpoint_0" in text
+    said = notebook.ok(
+        "from rankbook.magics.views import _shelf\n"
+        f"print(_shelf({str(tmp_path)!r}).load('checkpoint_0'))\nprint(_shelf({str(tmp_path)!r}).load('step-40'))"
+    ).stdout
+    assert "is loaded into what the ranks' accelerator has prepared" in said
+    assert "step=40" in said
+    notebook.ok("%%distributed\nassert all(torch.equal(one, two) for one, two in zip(model.parameters(), kept))")
+    notebook.ok("%%distributed\ndel accelerator, model, adam\nfrom rankbook import AcceleratorState\n"
+                "AcceleratorState._reset_state()")  # fmt: skip
+
+
+def test_the_dashboard_has_all_three_and_moves(holding, notebook):
+    text = shown(notebook, "one = rankbook.dashboard(variable='shared')\none")
+    assert "2 ranks" in text
+    assert "0.weight" in text
+    notebook.ok("two = rankbook.dashboard()\nassert one is not two")
+
+
+def test_without_ranks_a_view_says_how_to_make_some(fresh_notebook):
+    failed = fresh_notebook.run("import rankbook\nrankbook.placement()")
+    assert failed.ename == "NoCluster"
+    assert "%distributed start" in failed.evalue
