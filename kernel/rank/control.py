@@ -90,7 +90,7 @@ class Interrupts:
         self.delivered = False
         self._tell_unraisable = sys.unraisablehook
         self._of_children: Callable[[int, types.FrameType | None], object] | None = None
-        self._child_ended = False
+        self._lost_child = ""
         self._put_off = 0
 
     def guard(self) -> None:
@@ -172,8 +172,12 @@ class Interrupts:
             self._of_children = handler
             signal.signal(signal.SIGCHLD, self._on_child)
 
-    def _on_child(self, _number: int, _frame: types.FrameType | None) -> None:
-        self._child_ended = True
+    def _on_child(self, number: int, frame: types.FrameType | None) -> None:
+        if self._of_children is not None:
+            try:
+                self._of_children(number, frame)
+            except RuntimeError as error:
+                self._lost_child = f"Between two cells: {error}\n"
 
     def _hear_of_children(self) -> None:
         """Give the children back to whom a cell has had watch them, and tell of those that ended between two cells.
@@ -181,15 +185,11 @@ class Interrupts:
         torch's handler raises for a DataLoader's worker that was killed: without a cell it would end the rank.
         """
         handler, self._of_children = self._of_children, None
-        if handler is None:
-            return
-        signal.signal(signal.SIGCHLD, handler)
-        ended, self._child_ended = self._child_ended, False
-        if ended:
-            try:
-                handler(signal.SIGCHLD, None)
-            except RuntimeError as error:
-                sys.stderr.write(f"Between two cells: {error}\n")
+        if handler is not None:
+            signal.signal(signal.SIGCHLD, handler)
+        said, self._lost_child = self._lost_child, ""
+        if said:
+            sys.stderr.write(said)
 
     def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
         target, self._target = self._target, None

@@ -23,7 +23,8 @@ import cloudpickle
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a child executes; `exec` itself is the process's target, for it can be imported by every child.
-_CHILD = "import cloudpickle; cloudpickle.loads(payload)(connection)"
+_CHILD = "import sys; sys.path.append(root); import cloudpickle; cloudpickle.loads(payload)(connection)"
+_ROOT = str(Path(__file__).parents[2])  # `pytest`, other than `python -m pytest`, has it in no path
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -59,7 +60,9 @@ def run_ranks(
             payload = cloudpickle.dumps(
                 _Child(function, args, rank, world_size, variables, f"file://{folder}/store" if group else None, folder)
             )
-            process = _context.Process(target=exec, args=(_CHILD, {"payload": payload, "connection": theirs}))
+            process = _context.Process(
+                target=exec, args=(_CHILD, {"payload": payload, "connection": theirs, "root": _ROOT})
+            )
             process.start()
             theirs.close()
             started.append((process, ours))
