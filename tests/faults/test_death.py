@@ -366,6 +366,7 @@ def test_a_loaders_worker_that_is_killed_between_two_cells_is_told_and_its_rank_
     wait_until(told, timeout=10, what="the next cell that tells of it")  # its threads may take a moment to end
     failed = four.run("%%distributed --ranks 1\nfor batch in batches: pass")
     assert "worker" in failed.evalue + failed.traceback
+    four.ok("%%distributed --ranks 1\ndel batches")  # here, and not in the midst of what comes next
     assert "idle" in status(four)[1]
 
 
