@@ -84,6 +84,7 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "world"),
@@ -111,6 +112,7 @@ def test_accelerator_trains_resumes_and_changes_precision_on_all_ranks(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "checkpoints.ipynb", tmp_path / "out.ipynb")
@@ -153,6 +155,7 @@ rankbook.stop()
 """
 
 
+@pytest.mark.slow
 def test_the_script_runs_on_the_ranks_of_a_notebook() -> None:
     printed = run_python("-c", IN_A_NOTEBOOK, cwd=EXAMPLES)
     (found,) = re.findall(r"^\[0\] test accuracy ([\d.]+)% of 451 images, world size 2$", printed, re.MULTILINE)

@@ -82,6 +82,7 @@ def test_an_interrupt_of_a_cell_leaves_the_save_alone(three):
     assert "[0-2] saved 2 loaded 2" in three.ok(WAIT).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_rank_that_dies_while_a_save_goes_on_is_healed_and_saves_with_the_others(three, victim):
     three.ok(BEGIN.format(generation=7, step=5))
@@ -105,6 +106,7 @@ if rank != 2:
 begin(7, 6)"""
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_save_of_its_cell(three):
     message = three.send(IN_THE_CELL)
     done = []

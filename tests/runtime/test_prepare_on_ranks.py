@@ -382,6 +382,7 @@ def divide_layers():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
     whole = 8 * 12 + 12 + 12 * 4 + 4
     for found in run_ranks(divide_layers, 4, timeout=110):

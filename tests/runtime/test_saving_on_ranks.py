@@ -185,6 +185,7 @@ def what_goes_wrong(folder):
     return found
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
     wanted = {
         "object": "no state here",
