@@ -33,6 +33,9 @@ gate.open.set()
 print('saved', handle.wait(20).step, 'loaded', loaded())"""
 
 
+pytestmark = pytest.mark.slow  # a kernel with three ranks, which each test leaves to the next
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """A kernel with three ranks that can save."""
@@ -82,7 +85,6 @@ def test_an_interrupt_of_a_cell_leaves_the_save_alone(three):
     assert "[0-2] saved 2 loaded 2" in three.ok(WAIT).stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_rank_that_dies_while_a_save_goes_on_is_healed_and_saves_with_the_others(three, victim):
     three.ok(BEGIN.format(generation=7, step=5))
@@ -106,7 +108,6 @@ if rank != 2:
 begin(7, 6)"""
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_in_a_save_of_its_cell(three):
     message = three.send(IN_THE_CELL)
     done = []
