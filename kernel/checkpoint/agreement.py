@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.checkpoint.coverage import said
-from rankbook.checkpoint.replicas import gather_objects
+from rankbook.checkpoint.replicas import control_device, gather_objects
 from rankbook.errors import BadRequest, CheckpointingException
 
 T = TypeVar("T")
@@ -46,8 +46,7 @@ def _all_alike(text: str) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
-    device = "cpu" if "gloo" in str(dist.get_backend()) else f"cuda:{torch.cuda.current_device()}"
-    told = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    told = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
     dist.all_reduce(told, op=dist.ReduceOp.MIN)
     least, most = told.tolist()
     return bool(least == -most)

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rankbook.checkpoint.contents import Contents, HeldTensor, Unstaged
 from rankbook.checkpoint.driving import Saved
+from rankbook.checkpoint.replicas import control_device
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import CheckpointingException
 
@@ -140,8 +141,7 @@ def _least(*values: bool) -> list[bool]:
     """Which of these hold on all ranks."""
     if not dist.is_initialized():
         return list(values)
-    device = "cpu" if "gloo" in str(dist.get_backend()) else f"cuda:{torch.cuda.current_device()}"
-    told = torch.tensor(values, dtype=torch.int32, device=device)
+    told = torch.tensor(values, dtype=torch.int32, device=control_device())
     dist.all_reduce(told, op=dist.ReduceOp.MIN)
     return [bool(each) for each in told.tolist()]
 

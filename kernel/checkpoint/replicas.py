@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor
@@ -45,6 +46,11 @@ def this_rank() -> int:
 def world_size() -> int:
     """That of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def control_device() -> str:
+    """Where the default process group can reduce a few numbers: the CPU, where it has gloo."""
+    return "cpu" if "gloo" in str(dist.get_backend()) else f"cuda:{torch.cuda.current_device()}"
 
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pickles
