@@ -139,6 +139,7 @@ def stored_text(path: Path, index: int) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
+@pytest.mark.slow
 def test_every_output_of_a_plain_cell_is_printed_under_its_header(run: Run) -> None:
     command = run(
         [
@@ -185,6 +186,7 @@ def test_a_failing_cell_ends_the_run_with_its_traceback(run: Run, tmp_path: Path
     assert cells[2].outputs == []
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_tagged_may_fail(run: Run) -> None:
     command = run([new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]}), "print('on')"])
     assert command.wait_end() == 0
@@ -209,6 +211,7 @@ def test_the_executed_notebook_is_written(run: Run, tmp_path: Path) -> None:
     assert nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells[0].outputs == []
 
 
+@pytest.mark.slow
 def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tmp_path: Path) -> None:
     background = "publish = publisher()\nprint('started')"
     foreground = "print('mine ', end='', flush=True)\npublish('late '); publish('line\\n')\nprint('still mine')"
@@ -219,6 +222,7 @@ def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tm
     assert stored_text(tmp_path / "out.ipynb", 2) == "mine still mine\n"
 
 
+@pytest.mark.slow
 def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Run) -> None:
     bar = "bar = display('0', display_id=True)\nfor step in range(1, 2000):\n    bar.update(str(step))"
     frames = (
@@ -234,18 +238,21 @@ def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Ru
     assert len(shown) < 40
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_reaches_the_kernel(run: Run) -> None:
     command = run(["import os; print(os.environ['RANKBOOK_RANKS'])"], "-n", "3")
     assert command.wait_end() == 0
     assert command.out.endswith("\n3\n")
 
 
+@pytest.mark.slow
 def test_the_kernel_is_this_interpreter_in_the_notebooks_folder(run: Run, tmp_path: Path) -> None:
     command = run(["import os, sys; print(sys.executable, os.getcwd())"])
     assert command.wait_end() == 0
     assert command.out.endswith(f"\n{sys.executable} {tmp_path}\n")
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_too_long_for_sockets_does_no_harm(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -254,6 +261,7 @@ def test_a_temporary_folder_too_long_for_sockets_does_no_harm(run: Run, tmp_path
     assert command.out.endswith("ran\n")
 
 
+@pytest.mark.slow
 def test_a_cell_that_takes_too_long_is_interrupted_and_fails(run: Run) -> None:
     command = run(["import time\ntime.sleep(600)", "print('never')"], "--timeout", "1")
     assert command.wait_end() == 1
@@ -262,6 +270,7 @@ def test_a_cell_that_takes_too_long_is_interrupted_and_fails(run: Run) -> None:
     assert "never" not in command.out
 
 
+@pytest.mark.slow
 def test_a_kernel_that_dies_is_reported(run: Run) -> None:
     command = run(["print('alive')", "import os\nos.kill(os.getpid(), 9)"])
     assert command.wait_end() == 1
@@ -293,6 +302,7 @@ def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_ru
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow
 def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -> None:
     command = run(["import time\nprint('go')\ntime.sleep(600)"])
     command.wait_output("go\n")
@@ -328,6 +338,7 @@ def test_a_kernel_that_ignores_every_request_is_killed(run: Run) -> None:
     assert command.wait_end(timeout=20) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_run(run: Run) -> None:
     command = run(["import time\nprint('go')", "for _ in range(100_000):\n    print('on and on')\ntime.sleep(600)"])
     command.wait_output("go\n")
@@ -347,6 +358,7 @@ def test_ranks_print_behind_their_numbers_also_when_their_cell_is_over(run: Run,
     assert "[0-2] from all\n[0] from 0\n[1] from 1\n[2] from 2\n" in stored_text(tmp_path / "out.ipynb", 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(run: Run) -> None:
     command = run([LOAD, "%%distributed\n1 / (rank - 1)", "print('never')"])
     assert command.wait_end(timeout=100) == 1
@@ -356,6 +368,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(run: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
     command = run([LOAD, "%%distributed\nimport time\nprint('go', flush=True)\ntime.sleep(600)"])
     command.wait_output("[0-1] go\n", timeout=100)
@@ -418,6 +431,7 @@ def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
     assert capsys.readouterr().err.startswith(f"rankbook: {complaint}")
 
 
+@pytest.mark.slow
 def test_a_notebook_without_cell_ids_is_run_as_it_is(run: Run, tmp_path: Path) -> None:
     cell = '{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": [], "execution_count": null}'
     (tmp_path / "old.ipynb").write_text(

@@ -116,6 +116,7 @@ with rankbook.start(2) as cluster:
 """
 
 
+@pytest.mark.slow
 def test_the_example_of_the_accelerator_trains_on_ranks():
     (example,) = [
         each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "Accelerator(" in each
@@ -142,6 +143,7 @@ with rankbook.start(2) as cluster:
 """
 
 
+@pytest.mark.slow
 def test_the_example_of_checkpoints_saves_and_loads():
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "save(" in each]
     magic, _, cell = example.partition("\n")

@@ -16,6 +16,8 @@ import pytest
 
 from tests.conftest import MARK, check_nothing_left, leftovers, marked_processes, wait_until
 
+pytestmark = pytest.mark.slow
+
 GONE_WITHIN = 2.0
 
 TOUR = r"""

@@ -17,6 +17,8 @@ import pytest
 
 from tests.conftest import Notebook, check_nothing_left, leftovers, marked_processes, wait_until
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[[], Notebook]
 
 
@@ -211,7 +213,6 @@ def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
     notebook.ok("%distributed stop")
 
 
-@pytest.mark.slow
 def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(notebook, place):
     away(
         notebook, place, "go()\nfor i in range(200_000):\n    print(i, 'x' * 100)\nprint('the end', flush=True)\ntell()"
@@ -224,7 +225,6 @@ def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(note
     notebook.ok("%distributed stop")
 
 
-@pytest.mark.slow
 def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
     show = "display({'text/plain': f'picture {i} ' + 'x' * 10_000}, raw=True)"
     cell = f"from IPython.display import display\ngo()\nfor i in range(3000):\n    {show}\ntell()"
@@ -276,7 +276,6 @@ def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook,
     assert not list(place.iterdir())
 
 
-@pytest.mark.slow
 def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
     other = open_notebook()
     assert f"the kernel {notebook.pid} still has the ranks" in refusal(other, "%distributed attach")
@@ -286,7 +285,6 @@ def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
     assert "no ranks are kept here" in refusal(other, "%distributed attach")
 
 
-@pytest.mark.slow
 def test_of_several_a_key_chooses(notebook, open_notebook):
     second = open_notebook()
     second.ok("%distributed start -n 1 --keep 60")
@@ -304,7 +302,6 @@ def test_of_several_a_key_chooses(notebook, open_notebook):
     third.ok("%distributed stop")
 
 
-@pytest.mark.slow
 def test_who_does_not_have_the_token_is_refused(notebook, place):
     (record,) = place.glob("rankbook-*/kept.json")
     assert record.stat().st_mode & 0o777 == 0o600
@@ -344,7 +341,6 @@ def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
 
 
-@pytest.mark.slow
 def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
     notebook = open_notebook()
     notebook.send("import os, rankbook, signal\nrankbook.start(2, keep=60)\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -363,7 +359,6 @@ def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
     assert not list(place.iterdir())
 
 
-@pytest.mark.slow
 def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_the_next(notebook):
     pids = ranks_of(notebook)
     known = set(notebook.processes())
@@ -402,7 +397,6 @@ def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place
     notebook.ok("%distributed stop")
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_was(notebook):
     notebook.ok("%%distributed\nx = 5")
     pids = ranks_of(notebook)

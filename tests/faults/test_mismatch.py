@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import Notebook, check_nothing_left, leftovers
 
+pytestmark = pytest.mark.slow
+
 AFTER = """%%distributed
 assert kept == rank * 10, kept
 total = torch.tensor(rank)
@@ -20,7 +22,7 @@ print("sum", total.item())"""
 BACKWARD = "DDP(torch.nn.Linear(64, 64))(torch.ones(1, 64)).sum().backward()"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3)])
 def ranks(request) -> Iterator[Notebook]:
     before = leftovers()
     notebook = Notebook()
@@ -43,8 +45,8 @@ def ranks(request) -> Iterator[Notebook]:
         "dist.all_gather([torch.ones(4 + rank) for _ in range(world_size)], torch.ones(4 + rank))",
         "work = dist.all_reduce(torch.ones(4 + 1000 * rank), async_op=True)\nsum(range(300_000))\nwork.wait()",
         "dist.send(torch.ones(1000), 1) if rank == 0 else dist.recv(torch.ones(4), 0) if rank == 1 else None",
-        pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(1_000_000))", marks=pytest.mark.slow),
-        pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(3))", marks=pytest.mark.slow),
+        pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(1_000_000))"),
+        pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(3))"),
         "dist.reduce_scatter_tensor(torch.ones(1 + 1000 * rank), torch.ones(world_size * (1 + 1000 * rank)))",
     ],
 )

@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
 from tests.faults.test_death import REDUCE, pids, status, told
 
+pytestmark = pytest.mark.slow
+
 HOLD = """import ctypes, time
 print('begun')
 time.sleep(0.5)  # what it prints goes out on the thread that is about to be held up
@@ -158,7 +160,6 @@ def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restar
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 @pytest.mark.parametrize("end", ["stop", "shutdown"])
-@pytest.mark.slow
 def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
     fresh_notebook.ok("%distributed start -n 2")
     if busy:

@@ -7,6 +7,8 @@ import pytest
 from rankbook.checkpoint import steps, verify
 from tests.conftest import Notebook, check_nothing_left, leftovers
 
+pytestmark = pytest.mark.slow
+
 SAVE = """%%distributed
 import threading
 from rankbook.checkpoint import save

@@ -10,6 +10,8 @@ import rankbook
 from rankbook import CellError, Cluster, LostRank
 from rankbook.launch import local
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 import copy, gc
 from torch import nn
@@ -87,7 +89,7 @@ PREPARE = {
 }
 
 
-@pytest.mark.parametrize("moments", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("moments", [SOME, EVERY], ids=["some", "every"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_prepared_objects_go_on_after_an_error_at_any_moment_of_a_step(cluster, strategy, moments):
     cluster.run(PREPARE[strategy] + "\ncheck()")
@@ -167,7 +169,7 @@ assert turns.rank == rank
 """
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(cluster, victim):
     cluster.run("import sys\n" + PREPARE["ddp"] + "\ncheck()")
     cluster.run(DEAL, timeout=30)

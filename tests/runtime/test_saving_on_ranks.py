@@ -8,6 +8,8 @@ import torch
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, BATCH, WINDOW = 48, 6, 2
 MIDDLE = 4
 """Batches before the save, of the 8 of an epoch."""
@@ -116,7 +118,7 @@ def load_in(folder, saved, ways):
     [
         pytest.param(2, {1: ["whole"], 3: ["shards"], 2: ["whole", "layers"]}, id="2"),
         pytest.param(1, {2: ["shards"]}, id="1"),
-        pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3", marks=pytest.mark.slow),  # the same the other way
+        pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3"),  # the same the other way
     ],
 )
 def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, others, tmp_path):
@@ -185,7 +187,6 @@ def what_goes_wrong(folder):
     return found
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
     wanted = {
         "object": "no state here",
