@@ -12,6 +12,8 @@ messages.py       the rest of the wire's vocabulary
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"
 output.py         merges what the ranks print into what the notebook shows
+record.py         what stands there, to be shown again without some ranks' part
+pieces.py         the same kept apart by rank
 lines.py          bytes to lines and progress bars
 queues.py         lines the ranks up: which of their outputs are the same
 results.py        folds what the ranks send into one CellResult

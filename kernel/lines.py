@@ -31,6 +31,10 @@ _MOVES = re.compile(r"\x1b\[\d*[AK]")
 _HALF_ESCAPE = re.compile(r"\x1b(?:\[[\d;]*)?")
 
 
+LiveRows = tuple[tuple[int, str], ...]
+"""What a live region shows: ranks, each with the text of a row."""
+
+
 class Row:
     """One row of a screen. `column` is where the cursor stands, None behind the text; `since` is its first write.
 
@@ -276,7 +280,7 @@ class Region:
         self.rows = rows
         self.changed = True
         self.buried = False
-        self.shown: str | None = None
+        self.shown: LiveRows | None = None
         for row in rows:
             row.region = self
 
@@ -291,12 +295,12 @@ class Region:
         row.region = None
         self.changed = True
 
-    def draw(self) -> str:
-        """Its text, a row each. Rows that were blanked out are gone."""
+    def draw(self) -> LiveRows:
+        """Its rows. Those that were blanked out are gone."""
         for row in [row for row in self.rows if row.blank]:
             self.drop(row)
         self.changed = False
-        return "\n".join(f"[{row.screen.rank}] {_clip(row.final)}" for row in self.rows)
+        return tuple((row.screen.rank, _clip(row.final)) for row in self.rows)
 
 
 def _clip(text: str) -> str:
@@ -323,6 +327,11 @@ class LiveRegions:
         """Whether a region is not shown as it is."""
         return any(region.changed for region in self._regions)
 
+    @property
+    def shown(self) -> bool:
+        """Whether there are any."""
+        return bool(self._regions)
+
     def place(self, row: Row) -> None:
         """Show `row` from now on: in the last region, or below what has been printed since it was finished."""
         region = self._regions[-1] if self._regions else None
@@ -340,15 +349,15 @@ class LiveRegions:
         for region in self._regions:
             region.buried = True
 
-    def updates(self, now: float) -> list[tuple[str, str, bool]]:
-        """What to display: (display id, text, whether it is an update)."""
+    def updates(self, now: float) -> list[tuple[str, LiveRows, bool]]:
+        """What to display: (display id, rows, whether it is an update)."""
         found = []
         for region in self._regions:
             if region.changed:
-                text, first = region.draw(), region.shown is None
-                if text != (region.shown or ""):
-                    found.append((region.display_id, text, not first))
-                    region.shown = text
+                rows, first = region.draw(), region.shown is None
+                if rows != (region.shown or ()):
+                    found.append((region.display_id, rows, not first))
+                    region.shown = rows
         if found:
             self.turn = now + self._every
         return found

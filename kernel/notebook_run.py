@@ -149,7 +149,7 @@ class NotebookRun:
         return manager
 
     async def _start_kernel(self) -> Outcome | None:
-        env = dict(os.environ)
+        env = {"RANKBOOK_STRIP": "off", **os.environ}  # a log is not read while a cell runs
         if self._ranks is not None:
             env["RANKBOOK_RANKS"] = str(self._ranks)
         history = ["--HistoryManager.hist_file=:memory:"]  # many runs at once would lock the user's history file

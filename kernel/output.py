@@ -9,22 +9,18 @@ has nothing to compare, the others wait a moment for it. The order within a rank
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rankbook.lines import LiveRegions, Row, StreamName
 from rankbook.messages import Clear, Display, Text, TextCut
 from rankbook.queues import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
 from rankbook.ranks import format_ranks, name_ranks
+from rankbook.record import Record
 
 _PACE = 0.02
 """Seconds between two flushes that nothing but new text asks for: Jupyter drops what comes by the thousand."""
-_RECORD, _RECORD_ENTRIES = 256 << 10, 200
-"""Characters and entries of the cell's output that are kept in case some ranks clear theirs."""
-_ENTRY = 16 << 10
-"""Characters after which lines go to a new entry, so that little is forgotten at a time."""
 _LABEL_STYLE = "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px)"
 """Of a label before HTML: that of the labels before text."""
 
@@ -57,12 +53,31 @@ class ClearOutput:
 Emit = Stream | Rich | ClearOutput
 
 
+class Page(Protocol):
+    """What stands in the notebook, and what is to be sent next so that it stands there."""
+
+    live: LiveRegions
+
+    def head(self, bundle: Mapping[str, str]) -> None:
+        """Show this above everything else, or in place of what stands there."""
+
+    def put(self, turn: Lines | One) -> None:
+        """Show what is next."""
+
+    def show_live(self, rows: Sequence[Row], now: float) -> None:
+        """Show what has changed in the live regions, and `rows` in one of them from now on."""
+
+    def take(self) -> list[Emit]:
+        """What is to be sent now."""
+
+
 class OutputMerger:
     """Merges the output of `ranks`. `key` is the cell's own and starts its live regions' display ids.
 
     `cluster_key` makes a rank's display ids its own, in all cells. `hold` is how many seconds a rank waits for the
     others, `live_after` how old a half line must be to be shown, `live_every` the seconds between two updates of what
-    is live. Nothing happens by itself: call `flush` at `deadline`.
+    is live; `page` is what it is shown on, by default one stream. Nothing happens by itself: call `flush` at
+    `deadline`.
     """
 
     def __init__(
@@ -74,14 +89,17 @@ class OutputMerger:
         hold: float = 0.1,
         live_after: float = 0.3,
         live_every: float = 0.1,
+        page: Page | None = None,
     ) -> None:
         self._open = set(ranks)
         self._hold = hold
         self._sources: dict[int, Source] = {}
         self._queued: dict[int, Source] = {}
         self._last = float("-inf")
-        live = LiveRegions(f"{key}-live", after=live_after, every=live_every)
-        self._page = _Page(len(ranks), f"rankbook-{cluster_key}", live)
+        if page is None:
+            live = LiveRegions(f"{key}-live", after=live_after, every=live_every)
+            page = _Page(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
+        self._page = page
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear, now: float) -> None:
         """A rank has printed, displayed or cleared something."""
@@ -122,6 +140,11 @@ class OutputMerger:
             self.finish(rank, now)
         self._merge(now, None)
         return self._take(now, force=True)
+
+    def head(self, bundle: Mapping[str, str], now: float) -> list[Emit]:
+        """Show this above all output, or in place of what was shown so before; and what may be shown now."""
+        self._page.head(bundle)
+        return self.flush(now)
 
     @property
     def deadline(self) -> float | None:
@@ -174,64 +197,6 @@ class OutputMerger:
                     del self._queued[source.rank]
 
 
-@dataclass(eq=False)
-class _Entry:
-    """Lines of one stream, each with the ranks that printed it, or one display."""
-
-    stream: StreamName | None
-    ranks: set[int] = field(default_factory=set)
-    size: int = 0
-    rows: list[tuple[Ranks, str]] = field(default_factory=list)
-    shown: Shown | None = None
-
-
-class _Record:
-    """What stands in the notebook, and whose it is, so that it can be shown again without some ranks' part.
-
-    `forgotten` are the ranks of which something stands there that is not in the record any more.
-    """
-
-    def __init__(self) -> None:
-        self.entries: deque[_Entry] = deque()
-        self.forgotten: set[int] = set()
-        self._size = 0
-
-    def add_lines(self, stream: StreamName, rows: Rows) -> None:
-        """Lines were shown."""
-        ranks = set().union(*{ranks for ranks, _ in rows})
-        while (size := sum(len(line) + 1 for _, line in rows)) > _RECORD:
-            rows = rows[(len(rows) + 1) // 2 :]
-            self.forgotten |= ranks
-        last = self.entries[-1] if self.entries else None
-        if last is None or last.stream != stream or last.size > _ENTRY:
-            last = _Entry(stream)
-            self.entries.append(last)
-        last.ranks |= ranks
-        last.rows += rows
-        self._grow(last, size)
-
-    def add_display(self, shown: Shown, ranks: Ranks) -> None:
-        """A display was shown. It counts a sixteenth: figures are large, and are to survive another rank's clearing."""
-        entry = _Entry(None, set(ranks), shown=shown)
-        self.entries.append(entry)
-        self._grow(entry, shown.size // 16)
-
-    def update(self, rank: int, message: Display) -> None:
-        """A display of `rank` has changed."""
-        for entry in reversed(self.entries):
-            if entry.shown and entry.ranks == {rank} and entry.shown.message.display_id == message.display_id:
-                entry.shown = entry.shown.updated(message)
-                return
-
-    def _grow(self, entry: _Entry, size: int) -> None:
-        entry.size += size
-        self._size += size
-        while self._size > _RECORD or len(self.entries) > _RECORD_ENTRIES:
-            old = self.entries.popleft()
-            self._size -= old.size
-            self.forgotten |= old.ranks
-
-
 class _Labels(dict[Ranks, str]):
     def __missing__(self, ranks: Ranks) -> str:
         label = self[ranks] = f"[{format_ranks(ranks)}]"
@@ -241,17 +206,34 @@ class _Labels(dict[Ranks, str]):
 class _Page:
     """The cell's output: what is to be sent next, and what stands there. `width` is the number of the cell's ranks."""
 
-    def __init__(self, width: int, prefix: str, live: LiveRegions) -> None:
+    def __init__(self, width: int, prefix: str, head: str, live: LiveRegions) -> None:
         self.live = live
         self._width = width
         self._prefix = prefix
+        self._head_name = head
+        self._head: Rich | None = None
         self._labels = _Labels()
-        self._record = _Record()
+        self._record = Record()
         self._clearing: set[int] = set()
         self._emits: list[Emit] = []
         self._updates: dict[str, Rich] = {}
         self._stream: StreamName = "stdout"
         self._texts: list[str] = []
+
+    def head(self, bundle: Mapping[str, str]) -> None:
+        """See `Page`. Where something stands there already it is shown again below, unless part of it is forgotten."""
+        update = self._head is not None
+        self._head = Rich(dict(bundle), {}, self._head_name)
+        if update:
+            self._updates[self._head_name] = Rich(dict(bundle), {}, self._head_name, update=True)
+        elif self._record.entries or self.live.shown or self._emits or self._texts:
+            if self._record.forgotten or self._clearing:
+                self._end_text()
+                self._emits.append(self._head)
+            else:
+                self._clear(wait=True)
+        else:
+            self._emits.append(self._head)
 
     def put(self, turn: Lines | One) -> None:
         """Show what is next."""
@@ -301,7 +283,8 @@ class _Page:
             self._begin()
         for row in rows:
             self.live.place(row)
-        for name, text, update in self.live.updates(now):
+        for name, live, update in self.live.updates(now):
+            text = "\n".join(f"[{rank}] {row}" for rank, row in live)
             rich = Rich({"text/plain": text}, {}, name, update)
             if update:
                 self._updates[name] = rich
@@ -325,9 +308,12 @@ class _Page:
     def _clear(self, *, wait: bool) -> None:
         """Clear the notebook's cell, which cannot be done in part, and show again what other ranks had there."""
         cleared, self._clearing = self._clearing, set()
-        record, self._record = self._record, _Record()
+        record, self._record = self._record, Record()
         self._end_text()
         self._emits.append(ClearOutput(wait))
+        if self._head is not None:
+            self._updates.pop(self._head_name, None)
+            self._emits.append(self._head)
         self.live.clear(cleared)
         lost = record.forgotten - cleared
         if lost:

@@ -7,6 +7,8 @@ options.py   the grammar: what may stand on the two lines, and their help
 magic.py     the magics themselves
 attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
+panel.py     a cell's output by rank
+strip.py     the line above a cell that runs for longer than a moment
 stacks.py    where the ranks are, in words
 launchers.py  functions that run on the ranks
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts

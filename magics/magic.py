@@ -15,16 +15,17 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from IPython.display import display
 
 from rankbook.coordinator import current as clusters
-from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, options
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
 from rankbook.magics.failures import raise_for
-from rankbook.magics.frontend import ask_for, sink_for
+from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.stacks import describe_stacks
+from rankbook.magics.strip import strip_of
 from rankbook.output import Stream
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
@@ -32,6 +33,8 @@ from rankbook.widgets.table import table
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from rankbook.magics.panel import Panel
 
 
 @magics_class
@@ -41,6 +44,8 @@ class DistributedMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._shell = shell
+        self._view = "merged"
+        self._last: CellResult | None = None
 
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
@@ -77,10 +82,19 @@ class DistributedMagics(Magics):
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
         ask = ask_for(self._shell)
+        number, shown = _cell_number(self._shell), not chosen.quiet
+        panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         with held_interrupts():
             submitted = cluster.submit_code(
-                head + cell, number=_cell_number(self._shell), ranks=ranks, sink=None if chosen.quiet else sink
+                head + cell,
+                number=number,
+                ranks=ranks,
+                sink=sink if shown else None,
+                page=panel.page if panel is not None else None,
+                head=strip_of(cluster) if shown and not chosen.background and isinstance(sink, JupyterSink) else None,
             )
+            if panel is not None:
+                panel.follow(submitted)
             if chosen.background:
                 handle = CellHandle(cluster, submitted, sink, ask, keep)
                 handle.follow(timeout=chosen.timeout)
@@ -95,10 +109,19 @@ class DistributedMagics(Magics):
 
     def _keeper(self, name: str | None) -> Callable[[CellResult], None]:
         def keep(result: CellResult) -> None:
+            self._last = result
             if name is not None:
                 self._shell.user_ns[name] = result
 
         return keep
+
+    def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
+        """What shows the cell's output by rank, where a front end can and somebody wants it."""
+        if (view is None and self._view == "merged") or not isinstance(sink, JupyterSink):
+            return None
+        from rankbook.magics.panel import Panel
+
+        return Panel(sink, number, ranks, view or self._view)
 
     def _cluster(self) -> Cluster:
         running = clusters.running_cluster()
@@ -199,12 +222,21 @@ class DistributedMagics(Magics):
             else "plain cells run in the notebook now"
         )
 
+    def _command_view(self, command: argparse.Namespace) -> None:
+        from rankbook.magics.panel import still
+
+        self._view = command.view
+        self._say(f"cells show their output {_VIEWS[command.view]} from now on")
+        if self._last is not None:
+            self._show(still(self._last, command.view))
+
     def _show(self, bundle: dict[str, str]) -> None:
         from rankbook.output import Rich
 
         sink_for(self._shell).emit([Rich(dict(bundle), {})])
 
 
+_VIEWS = {"merged": "as one stream", "tabs": "rank by rank, in tabs", "grid": "rank by rank, side by side"}
 _COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = {
     name: getattr(DistributedMagics, f"_command_{name}") for name in options.COMMANDS
 }

@@ -13,8 +13,22 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from rankbook.errors import BadRequest
+from rankbook.widgets.panel_picture import VIEWS
 
-COMMANDS = ("start", "attach", "status", "interrupt", "heal", "restart", "stop", "stacks", "push", "pull", "auto")
+COMMANDS = (
+    "start",
+    "attach",
+    "status",
+    "interrupt",
+    "heal",
+    "restart",
+    "stop",
+    "stacks",
+    "push",
+    "pull",
+    "auto",
+    "view",
+)
 
 
 class _Help(argparse.HelpFormatter):
@@ -55,6 +69,11 @@ def _make_cell_parser() -> _Parser:
     parser.add_argument("--out", metavar="NAME", help="keep the CellResult in the notebook under NAME")
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
     parser.add_argument("--quiet", "-q", action="store_true", help="show errors only")
+    parser.add_argument(
+        "--view",
+        choices=VIEWS,
+        help="show the output merged, or by rank in tabs or a grid (default: %%distributed view)",
+    )
     parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)  # auto.py: there was no such line
     return parser
 
@@ -100,6 +119,8 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     _ranks(pull)
     auto = add("auto", "on: plain cells run on the ranks, %%%%local opts one out")
     auto.add_argument("state", choices=("on", "off"), metavar="on|off")
+    view = add("view", "how cells show their output from now on; the last one is shown so again")
+    view.add_argument("view", choices=VIEWS, metavar="|".join(VIEWS))
     return parser, commands.choices
 
 

@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"errors"},
     "lines": set(),
     "queues": {"lines", "messages", "ranks"},
-    "output": {"queues", "lines", "messages", "ranks", "errors"},
+    "record": {"queues", "lines", "messages"},
+    "output": {"record", "queues", "lines", "messages", "ranks", "errors"},
+    "pieces": {"queues", "lines"},
     "results": {"output", "lines", "messages", "ranks", "errors"},
     "transport": {"messages", "errors"},
     "launch": {"transport", "messages", "keeping", "ranks", "errors"},
@@ -66,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"telemetry", "errors", "checkpoint"},
     "checkpoint": {"telemetry", "errors"},
     "launched": {"runtime"},
-    "widgets": {"telemetry", "results", "ranks", "errors"},
+    "widgets": {"telemetry", "results", "pieces", "ranks", "errors"},
     "magics": {
         "widgets",
         "coordinator",
@@ -74,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "telemetry",
         "results",
         "output",
+        "pieces",
         "messages",
         "ranks",
         "errors",
@@ -120,7 +123,7 @@ NEVER_MEET = [
 THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
     "IPython": {"rank", "magics", "widgets.screen"},
-    "anywidget": {"widgets.live"},
+    "anywidget": {"widgets.talking"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},

@@ -166,9 +166,9 @@ class Bars(io.StringIO):
     def show(self) -> None:
         for row in self.screen.hidden():
             self.regions.place(row)
-        for name, text, update in self.regions.updates(0.0):
+        for name, rows, update in self.regions.updates(0.0):
             assert update == (name in self.shown)
-            self.shown[name] = text
+            self.shown[name] = "\n".join(f"[{rank}] {text}" for rank, text in rows)
 
     def finish(self) -> list[str]:
         block = self.screen.end(0.0)

@@ -11,12 +11,17 @@ drawing.py            the palette, SVG and bars
 pace.py               at most ten updates a second, the last one always
 part.py               what each picture offers to whatever shows it
 screen.py             puts outputs into the notebook
-live.py               a view with a comm: who looks, what is sent, what was clicked; its JavaScript is in static/
+talking.py            a widget that hears its browser while a cell runs; JavaScript is in static/
+live.py               a view with a comm: who looks, what is sent, what was clicked
 placement.py          what every rank holds and does
 placement_picture.py  the same as HTML, text and SVG
 shards.py             where the parts of every tensor are
 shards_picture.py     the same as HTML, text and SVG
 checkpoints.py        saves as they happen, what lies in a folder
 checkpoints_picture.py  the same as HTML, text and SVG
+strip.py              a running cell's ranks in a line
+panel.py              a cell's output by rank, live
+panel_picture.py      the same as HTML and text
+ansi.py               a terminal's colours as HTML
 dashboard.py          the three as tabs, one for a notebook
 """

@@ -37,6 +37,10 @@ class HandleView:
 
     def bundle(self) -> dict[str, str]:
         """The line as a mime bundle."""
-        colour = _COLOURS.get(self.state, _FAILED)
-        dot = f'<span aria-hidden="true" style="color:{colour}">&#9679;</span>'
-        return {"text/plain": self.text(), "text/html": f'<div role="status">{dot} {escape(self.text())}</div>'}
+        return line(self.text(), self.state)
+
+
+def line(text: str, state: str, *, role: str = "status") -> dict[str, str]:
+    """A line behind a dot in the colour of `state`, as a mime bundle."""
+    dot = f'<span aria-hidden="true" style="color:{_COLOURS.get(state, _FAILED)}">&#9679;</span>'
+    return {"text/plain": text, "text/html": f'<div role="{role}">{dot} {escape(text)}</div>'}

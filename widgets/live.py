@@ -1,33 +1,25 @@
 """A view that lives in the browser while somebody looks, and stays in the notebook as HTML.
 
-Owns: the comm: what is sent, how often, to whom; who looks; messages from the browser. Refuses: to know what is shown.
-
-Messages from the browser are `{"rankbook": id, "op": ..., ...}`. They are taken off the kernel's shell channel as they
-arrive, on the thread that reads it, and handled on a thread of their own: so a click acts while a cell runs, in front
-ends with subshells and in those without. Where ipykernel has no such place they are handled as ipywidgets does.
-
-ipykernel 7.4 sends what comes in for a comm to the shell that last published on it, for a view that is updated while a
-cell runs the one that is busy. Ours go where the front end sends them.
+Owns: what is sent, how often, to whom; who looks. Refuses: to know what is shown.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from threading import Event, Lock, RLock, Thread, Timer
+from threading import Event, RLock, Timer
 from typing import Any
 
-import anywidget
 import traitlets
 
 from rankbook.errors import RankbookError
 from rankbook.widgets import screen
 from rankbook.widgets.pace import Pacer
 from rankbook.widgets.part import Part
+from rankbook.widgets.talking import TalkingWidget
 
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
@@ -40,7 +32,7 @@ def script(*names: str, last: str) -> str:
     return "\n".join([*((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in ("common", *names)), last])
 
 
-class LiveView(anywidget.AnyWidget):
+class LiveView(TalkingWidget):
     """Shows its parts for as long as somebody looks. Each part has two traits, `NAME_fixed` and `NAME_state`."""
 
     _css = STATIC / "view.css"
@@ -50,16 +42,14 @@ class LiveView(anywidget.AnyWidget):
         self._parts = {part.name: part for part in parts}
         self._opened: set[str] = set()
         self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
-        self._lock, self._arriving = RLock(), Lock()  # the second one is held for moments only, by the kernel's thread
+        self._lock = RLock()
         self._first = Event()
-        self._handled: deque[str] = deque(maxlen=1000)
         self._lease: Timer | None = None
-        self._shown, self._patience = False, 1
+        self._shown = False
         self._remembered = 0.0
         self._pacer = Pacer(self._send_state)
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
-        self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
-        self._take_messages_early()
+        self._patience = 40 if self._late else 1
 
     # ------------------------------------------------------------------ what it shows
 
@@ -189,30 +179,6 @@ class LiveView(anywidget.AnyWidget):
             screen.show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
 
     # ------------------------------------------------------------------ from the browser
-
-    def _take_messages_early(self) -> None:
-        comm = self.comm
-        if not hasattr(comm, "_reply_subshell_for"):
-            if hasattr(comm, "kernel"):  # an ipykernel that may deliver nothing until the cell that runs has ended
-                self._patience = 40
-            return
-
-        def take(data: object, addressed: str | None) -> str | None:
-            if isinstance(data, Mapping) and data.get("method") == "custom":
-                self._arrived(data.get("content"))
-            return addressed
-
-        comm._reply_subshell_for = take  # the one place on the way in that is never busy
-
-    def _arrived(self, content: object) -> None:
-        """A message: it may come twice, early and as ipywidgets delivers it."""
-        if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
-            return
-        with self._arriving:
-            if content["rankbook"] in self._handled:
-                return
-            self._handled.append(content["rankbook"])
-        Thread(target=self._handle, args=(dict(content),), name="rankbook-click", daemon=True).start()
 
     def _handle(self, message: dict[str, Any]) -> None:
         op, looker = str(message.get("op")), str(message.get("view"))

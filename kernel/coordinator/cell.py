@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankbook.messages import Clear, Display, Done, InputReply, InputRequest, Message, Payload, Text, TextCut
-from rankbook.output import Emit, OutputMerger, Stream
+from rankbook.output import Emit, OutputMerger, Page, Stream
 from rankbook.results import CellResult, ResultBuilder
 
 Frames = Sequence[bytes | memoryview]
 
 SHOW_EVERY = 0.05
 """Seconds between two messages of a cell's output: a front end drops what comes in more than 1,000 a second."""
+HEAD_AFTER, HEAD_EVERY, HEAD_AGAIN = 1.0, 1.0, 0.2
+"""Seconds that a cell runs until its head is shown, between two updates of it, and till the first, which knows more."""
 _TAIL = 4096
 """Bytes of a rank's output that are kept for whoever asks what it printed last."""
 
@@ -32,6 +34,16 @@ class Sink(Protocol):
 
     def emit(self, items: Sequence[Emit]) -> None:
         """Show these, in order."""
+
+
+class Head(Protocol):
+    """What stands above the output of a cell that takes a while. Called from the driver's thread."""
+
+    def now(self) -> Mapping[str, str]:
+        """A mime bundle of what its ranks do."""
+
+    def end(self, result: CellResult) -> Mapping[str, str]:
+        """What stays there."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,11 @@ class Ended:
 
 
 class Cell:
-    """One cell, call, push or pull. `tasks[rank]` is what that rank is sent."""
+    """One cell, call, push or pull. `tasks[rank]` is what that rank is sent.
+
+    `page` is what its output is shown on, by default one stream; `head` makes what stands above that, once it takes a
+    while.
+    """
 
     def __init__(
         self,
@@ -59,6 +75,8 @@ class Cell:
         cluster_key: str,
         sink: Sink | None,
         label: str = "",
+        page: Page | None = None,
+        head: Callable[[Cell], Head] | None = None,
     ) -> None:
         self.cell = cell
         self.number = number
@@ -77,7 +95,10 @@ class Cell:
         self._tails: dict[int, bytes] = {}
         self._open = set(self.ranks)
         self._sink = sink
-        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key)
+        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key, page=page)
+        self._make_head = head
+        self._head: Head | None = None
+        self._head_due: float | None = None
         self._builder = ResultBuilder(cell, number, self.ranks)
         self._submitted = time.monotonic()
         self._quiet = sink is None
@@ -101,6 +122,8 @@ class Cell:
     def start(self) -> None:
         """Its tasks have been sent."""
         self.started = time.monotonic()
+        if self._make_head is not None:
+            self._head_due = self.started + HEAD_AFTER
         self.tell()
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
@@ -145,14 +168,24 @@ class Cell:
 
     def flush(self) -> None:
         """Show what may be shown by now."""
-        self._shown_at = time.monotonic()
-        self._show(self._merger.flush(self._shown_at))
+        self._shown_at = now = time.monotonic()
+        if self._head_due is None or now < self._head_due or self._make_head is None:
+            self._show(self._merger.flush(now))
+            return
+        self._head_due = now + HEAD_EVERY
+        if self._head is None:
+            self._head = self._make_head(self)
+            self._head_due = now + HEAD_AGAIN
+        self._show(self._merger.head(self._head.now(), now))
 
     @property
     def deadline(self) -> float | None:
         """When `flush` is due, on the monotonic clock."""
         due = None if self._quiet else self._merger.deadline
-        return None if due is None else max(due, self._shown_at + SHOW_EVERY)
+        if due is None:
+            return self._head_due
+        due = max(due, self._shown_at + SHOW_EVERY)
+        return due if self._head_due is None else min(due, self._head_due)
 
     def note(self, text: str) -> None:
         """Say something of our own beside what the ranks print, while it runs. The thread that drives."""
@@ -168,6 +201,9 @@ class Cell:
         for rank in stragglers:
             self._builder.lost(rank, tell(rank))
         self.result = self._builder.build(now - (self.started or self._submitted))
+        self._head_due = None
+        if self._head is not None:
+            self._show(self._merger.head(self._head.end(self.result), now))
         self.tell()
         self.inbox.put(Ended())
 

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.lookout import ANSWER_TIMEOUT
+from rankbook.coordinator.lookout import ANSWER_TIMEOUT, Glance
 from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
@@ -25,6 +25,7 @@ from rankbook.coordinator.work import RankSelection, Workplace
 from rankbook.errors import BadRequest, LostRank
 from rankbook.launch.records import Record
 from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell, Stack
+from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
 from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic
@@ -179,11 +180,23 @@ class Cluster(Workplace):
 
     # Cells
 
-    def submit_code(self, code: str, *, number: int, ranks: RankSelection, sink: Sink | None) -> Cell:
-        """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks."""
+    def submit_code(
+        self,
+        code: str,
+        *,
+        number: int,
+        ranks: RankSelection,
+        sink: Sink | None,
+        page: Page | None = None,
+        head: Callable[[Cell], Head] | None = None,
+    ) -> Cell:
+        """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks.
+
+        See `Cell` for `page` and `head`.
+        """
         chosen = self.select(ranks)
         tasks = {rank: (lambda cell: RunCell(cell=cell, source=code, number=number), ()) for rank in chosen}
-        return self._submit(tasks, number=number, sink=sink, label="")
+        return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
 
     def interrupt_cell(self, cell: Cell) -> None:
         """Interrupt one cell on its ranks; where it still waits, it never begins."""
@@ -221,6 +234,10 @@ class Cluster(Workplace):
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
         return self._lookout.placement(timeout=timeout)
+
+    def glance(self) -> Glance:
+        """For a cell's `head`: looks at the ranks without waiting for them."""
+        return self._lookout.glance()
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""

@@ -163,6 +163,8 @@ class Driver:
                     self.infos[rank].last_cell = number
                     self._hub.send(rank, *cell.tasks[rank])
                 cell.start()
+                if cell.deadline is not None:
+                    self._fed.add(number)
             case act.SendInterrupt(number, ranks):
                 for rank in ranks:
                     self._hub.send(rank, Interrupt(cell=number))

@@ -214,21 +214,11 @@ class Lookout:
             each.offer(saves if each.kind == "saves" else placement)
 
     def _views(self) -> list[RankView]:
-        found, driver = [], self._driver
-        for rank, each in self._crew.state.ranks.items():
-            found.append(
-                RankView(
-                    rank=rank,
-                    incarnation=each.incarnation,
-                    state=RankState.DEAD if driver is None else each.state,
-                    pid=0 if driver is None else driver.infos[rank].pid or 0,
-                    device=self._crew.placement.devices[rank],
-                    cell=None if driver is None else _number_of(driver, rank),
-                    task=each.cell,
-                    returns=each.refork and driver is not None,
-                )
-            )
-        return found
+        return views_of(self._crew, self._driver)
+
+    def glance(self) -> Glance:
+        """For who drives, and may not wait."""
+        return Glance(self._crew)
 
     # Asking
 
@@ -309,6 +299,53 @@ class Lookout:
             if len(lines) >= _LINES:
                 break
         return tuple(lines[-_LINES:])
+
+
+class Glance:
+    """A look now and then, by the thread that drives: it asks, and tells what was answered until then."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew, self._driver = crew, crew.driver
+        self._board = Board(crew.key)
+        self._token = self._driver.presence.questions.open(self._deliver)
+
+    def placement(self) -> Placement:
+        """All ranks without what lives on them, as they were at the last call; those that owe no answer are asked."""
+        driver, now = self._driver, time.monotonic()
+        views = views_of(self._crew, driver)
+        picture = self._board.placement(views, now=now, wall=time.time())
+        for rank, version in self._board.to_ask(views).items():
+            self._board.asked(rank, now)
+            if not driver.presence.questions.ask(rank, AskLook(self._token, False, version, False, False)):
+                self._board.refused(rank)
+        return picture
+
+    def close(self) -> None:
+        """It looks no more."""
+        self._driver.presence.questions.close(self._token)
+
+    def _deliver(self, rank: int, answer: Answer) -> None:
+        if isinstance(answer, Looked):
+            self._board.told(rank, answer)
+        elif isinstance(answer, NothingTold):
+            self._board.refused(rank)
+
+
+def views_of(crew: Crew, driver: Driver | None) -> list[RankView]:
+    """The ranks as the cluster's state has them; `driver` None: they are stopped."""
+    return [
+        RankView(
+            rank=rank,
+            incarnation=each.incarnation,
+            state=RankState.DEAD if driver is None else each.state,
+            pid=0 if driver is None else driver.infos[rank].pid or 0,
+            device=crew.placement.devices[rank],
+            cell=None if driver is None else _number_of(driver, rank),
+            task=each.cell,
+            returns=each.refork and driver is not None,
+        )
+        for rank, each in crew.state.ranks.items()
+    ]
 
 
 def _number_of(driver: Driver, rank: int) -> int | None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.lookout import Lookout
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import CellTimeout, ClusterStopped, LostRank
 from rankbook.messages import Assign, CallFunction, Message
+from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, unpack
@@ -149,7 +150,14 @@ class Workplace:
         return result
 
     def _submit(
-        self, tasks: Mapping[int, tuple[Callable[[int], Message], Any]], *, number: int, sink: Sink | None, label: str
+        self,
+        tasks: Mapping[int, tuple[Callable[[int], Message], Any]],
+        *,
+        number: int,
+        sink: Sink | None,
+        label: str,
+        page: Page | None = None,
+        head: Callable[[Cell], Head] | None = None,
     ) -> Cell:
         with held_interrupts():
             driver = self._crew.driver
@@ -157,7 +165,7 @@ class Workplace:
             with driver.changed:
                 key = self._state.new_cell()
             made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
-            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label)
+            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label, page=page, head=head)
             driver.submit(cell)
             return cell
 

@@ -9,7 +9,7 @@ import pytest
 from rankbook.errors import BadRequest
 from rankbook.magics.options import COMMANDS, help_text, parse_cell_line, parse_line
 
-CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--quiet")
+CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--quiet", "--view")
 
 
 def told(parse, line: str) -> str:
@@ -28,6 +28,7 @@ def test_nothing_behind_the_cell_magic_is_every_default():
         "out": None,
         "timeout": None,
         "quiet": False,
+        "view": None,
         "auto": False,
     }
 

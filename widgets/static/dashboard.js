@@ -20,6 +20,7 @@ function tabs(root, names, shown) {
   for (const name of names) {
     places[name] = make("div", {role: "tabpanel", id: `${id}-${name}`, "aria-labelledby": `${id}-tab-${name}`});
     buttons[name] = make("button", {type: "button", role: "tab", id: `${id}-tab-${name}`, "aria-controls": `${id}-${name}`,
+      "data-lm-suppress-shortcuts": "true",  // JupyterLab folds headings at the arrow keys
       onclick: () => choose(name, true)}, name);
     list.append(buttons[name]);
     root.append(places[name]);

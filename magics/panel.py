@@ -1,0 +1,105 @@
+"""A cell's output by rank in the notebook: live while it runs, plain HTML from its end on.
+
+Owns: the one output of the cell that is replaced, and what comes when it is over. Refuses: markup and messages
+(widgets/panel.py), and which view is the notebook's (magic.py).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from rankbook.coordinator.cell import Cell, Sink
+from rankbook.output import Rich, Stream
+from rankbook.pieces import Change, More, Piece, Pieces, Put
+from rankbook.ranks import format_ranks
+from rankbook.results import CellResult, RankOutcome
+from rankbook.widgets.panel import CellPanel
+from rankbook.widgets.panel_picture import choice_of, piece_html, skeleton, text_of
+
+
+class Panel:
+    """The panel of the cell that `follow` is given; `page` is for its output. Shown once there is any."""
+
+    def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str) -> None:
+        self._sink = sink
+        self._widget = CellPanel(f"cell [{number}]", ranks, view)
+        self._shown = self._ended = False
+        self._ranks_of: dict[int, tuple[int, ...]] = {}
+        self.page = Pieces(self._told, key=self._widget.name)
+
+    def follow(self, cell: Cell) -> None:
+        """Its output is the panel's, until it ends."""
+        cell.on_change.append(lambda: self._end() if cell.result is not None else None)
+
+    def _told(self, changes: Sequence[Change]) -> None:
+        if self._ended:
+            self._late(changes)
+            return
+        self._widget.tell(changes)
+        if not self._shown:
+            self._shown = True
+            self._sink.emit([Rich(self._widget.bundle(), {}, self._widget.name)])
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        name, pieces = self._widget.name, self.page.pieces
+        self._ranks_of = {piece.key: piece.ranks for piece in pieces}
+        bundle = self._widget.end(pieces)
+        if self._shown:
+            self._sink.emit([Rich(dict(bundle), {}, name, update=True)])
+
+    def _late(self, changes: Sequence[Change]) -> None:
+        """What ranks that still run, or threads that they have left, print is shown below."""
+        for change in changes:
+            match change:
+                case Put(piece) if piece.data is not None:
+                    label = {"text/plain": f"[{format_ranks(piece.ranks)}]"}
+                    self._sink.emit([Rich(label, {}), Rich(dict(piece.data), {})])
+                case Put(piece):
+                    self._ranks_of[piece.key] = piece.ranks
+                    self._sink.emit([Stream(piece.stream, text_of([piece]) + "\n")])
+                case More(key, text):
+                    piece = Piece(key, self._ranks_of.get(key, ()), text=text)
+                    self._sink.emit([Stream("stdout", text_of([piece]) + "\n")])
+                case _:
+                    pass  # what stands in the cell's panel stays
+
+
+def still(result: CellResult, view: str) -> dict[str, str]:
+    """What a cell that has ended has shown, by rank, as a mime bundle: each rank's text, then its displays."""
+    ranks = [outcome.rank for outcome in result.outcomes]
+    pieces = _pieces_of(result.outcomes)
+    name = f"rankbook-panel-{uuid.uuid4().hex[:12]}"
+    inner = "".join(piece_html(piece, ranks) for piece in pieces)
+    title = f"cell [{result.number}]"
+    html = skeleton(name, title, ranks, choice_of(view, ranks), pieces=inner)
+    return {"text/html": html, "text/plain": text_of(pieces)}
+
+
+def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[Piece]:
+    """What all ranks have shown alike is one piece."""
+    found: list[Piece] = []
+
+    def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of a Piece
+        alike: list[tuple[Any, list[int]]] = []
+        for rank, value in values.items():
+            for other, ranks in alike:
+                if other == value:
+                    ranks.append(rank)
+                    break
+            else:
+                alike.append((value, [rank]))
+        for value, ranks in alike:
+            field = {"text": value} if isinstance(value, str) else {"data": value}
+            found.append(Piece(len(found), tuple(ranks), **field, **kind))
+
+    add({each.rank: each.stdout for each in outcomes if each.stdout})
+    add({each.rank: each.stderr for each in outcomes if each.stderr}, stream="stderr")
+    for index in range(max((len(each.displays) for each in outcomes), default=0)):
+        add({each.rank: each.displays[index] for each in outcomes if len(each.displays) > index})
+    add({each.rank: each.result for each in outcomes if each.result is not None})
+    return found

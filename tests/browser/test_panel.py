@@ -1,0 +1,130 @@
+"""A cell's output by rank in a real JupyterLab and Notebook 7, with real ranks: live, switched, saved, opened again."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.browser.test_looks import GRAVE, KEPT, differs
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+
+START = "%load_ext rankbook\n%distributed start -n 2"
+RUNS = """%%distributed --view tabs
+import os, time
+print('same'); print('of', rank)
+while not os.path.exists({gate!r}): time.sleep(0.01)
+print('last', rank)"""
+CHART = """%%distributed --view grid
+from IPython.display import SVG, display
+display(SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><title>of {rank}</title></svg>'))"""
+
+
+def lines(panel):
+    """What a person sees, without the labels."""
+    return [each for each in panel.locator("pre").all() if each.is_visible()]
+
+
+def texts(panel):
+    return [line for each in lines(panel) for line in each.inner_text().strip().split("\n")]
+
+
+@pytest.mark.parametrize("front_end", ["lab", "notebook"])
+def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, front_end):
+    gate = tmp_path / "gate"
+    notebook = opened(START, RUNS.format(gate=str(gate)), front_end=front_end)
+    page = notebook.page
+    notebook.run(1, timeout=60)
+    notebook.start(2)
+    panel = page.locator(".rankbook-panel")
+    expect(panel).to_contain_text("of 1", timeout=10_000)
+    expect(panel.locator(".rb-head")).to_contain_text("at line 4", timeout=10_000)
+    assert texts(panel) == ["same", "of 0"]
+    panel.get_by_text("rank 1", exact=True).click()
+    assert texts(panel) == ["same", "of 1"]
+    panel.locator("input:checked").focus()
+    page.keyboard.press("ArrowLeft")
+    assert texts(panel) == ["same", "of 0"]
+    page.keyboard.press("ArrowRight")
+    assert notebook.running(2)
+    gate.touch()
+    expect(panel.locator(".rb-head")).to_contain_text("ok after", timeout=10_000)
+    panel = page.locator(".rankbook-panel")
+    expect(panel).to_have_count(1)
+    assert texts(panel) == ["same", "of 1", "last 1"]  # what the reader had chosen
+    panel.get_by_text("merged", exact=True).click()
+    assert sorted(texts(panel)) == ["last 0", "last 1", "of 0", "of 1", "same"]
+    panel.get_by_text("grid", exact=True).click()
+    left, right = (panel.locator(f"pre:has-text('of {rank}')").bounding_box() for rank in (0, 1))
+    assert left["x"] < right["x"]
+    assert abs(left["y"] - right["y"]) < 4
+
+
+def test_a_saved_notebook_shows_it_without_a_kernel(opened, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    notebook = opened(START, RUNS.format(gate=str(gate)), CHART)
+    for cell in (1, 2, 3):
+        notebook.run(cell, timeout=60)
+    expect(notebook.page.locator("svg title")).to_have_count(2)
+    notebook.save()
+    outputs = [each["outputs"] for each in notebook.server.read(notebook.name)["cells"]]
+    for output in outputs[2] + outputs[3]:
+        assert set(output["data"]) == {"text/html", "text/plain"}
+    notebook.shut_down()
+    notebook.page.reload()
+    notebook.wait_open()
+    panel = notebook.page.locator(".rankbook-panel").first
+    expect(panel).to_be_visible()
+    panel.get_by_text("rank 1", exact=True).click()
+    assert texts(panel) == ["same", "of 1", "last 1"]
+    assert "model" not in notebook.page.locator(".jp-OutputArea").nth(2).inner_text()
+
+
+TRAINS = """%%distributed --view grid
+from IPython.display import SVG
+print(f"{world_size} ranks train")
+losses = [2 / (1 + step) + rank / 4 for step in range(12)]
+for step in range(0, 12, 4):
+    print(f"step {step:2}   loss {losses[step]:.3f}")
+points = " ".join(f"{20 * step},{120 - 45 * loss:.0f}" for step, loss in enumerate(losses))
+SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="230" height="120" role="img" aria-label="loss of rank {rank}">'
+    f'<polyline points="{points}" fill="none" stroke="#0072B2" stroke-width="3"/></svg>')"""
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_it_has_a_picture_and_no_grave_violation(opened, axe, theme, shots):
+    notebook = opened(START, TRAINS, theme=theme)
+    page = notebook.page
+    notebook.run(1, timeout=60)
+    notebook.run(2)
+    panel = page.locator(".rankbook-panel")
+    expect(panel.locator("polyline")).to_have_count(2)
+    page.evaluate(axe)
+    found = page.evaluate("axe.run('.rankbook-panel')")
+    grave = [each for each in found["violations"] if each["impact"] in GRAVE]
+    assert not grave, grave
+    assert found["passes"]
+    picture = f"panel-{theme.lower()}.png"
+    page.mouse.move(2, 2)
+    panel.screenshot(path=shots / picture)
+    wrong = differs(shots / picture, KEPT / picture)
+    assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps it as it is now"
+
+
+def test_a_line_stands_above_a_cell_that_runs_and_stays_with_its_time(opened, tmp_path):
+    gate = tmp_path / "gate"
+    notebook = opened(START, RUNS.format(gate=str(gate)).replace(" --view tabs", ""))
+    notebook.run(1, timeout=60)
+    notebook.start(2)
+    area = notebook.cell(2).locator(".jp-OutputArea").first
+    expect(area).to_contain_text("at line 4", timeout=10_000)
+    text = area.inner_text()
+    assert re.match(r"\s*● cell \[\d+\] on ranks 0-1 · ", text), text
+    assert text.count("same") == 1
+    gate.touch()
+    expect(area).to_contain_text("ok after", timeout=10_000)
+    expect(area).to_contain_text("[1] last 1")

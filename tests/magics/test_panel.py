@@ -1,0 +1,159 @@
+"""A cell's output by rank, and the line above a cell that takes a while, in a real kernel with real ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+PRINTS = "\nprint('same'); print('of', rank); rank"
+
+
+def panel(outcome):
+    """The display that a front end shows in the end, after its updates."""
+    (shown,) = [each for each in outcome.displays if "rankbook-panel" in each.get("text/html", "")]
+    assert WIDGET not in shown
+    return shown
+
+
+def by_rank(html):
+    """What each rank has, of HTML that nothing has been done to."""
+    found = {0: "", 1: ""}
+    for ranks, inner in re.findall(r'data-ranks="([\d ]+)".*?</p>(.*?)</div>', html, re.DOTALL):
+        for rank in map(int, ranks.split()):
+            found[rank] += re.sub("<[^>]+>", "", inner)
+    return found
+
+
+@pytest.mark.parametrize(("view", "first"), [("tabs", "0"), ("grid", "grid"), ("merged", "merged")])
+def test_a_panel_stays_as_html_and_text_that_need_nothing(notebook, view, first):
+    outcome = notebook.ok(f"%%distributed --view {view}{PRINTS}")
+    shown = panel(outcome)
+    assert by_rank(shown["text/html"]) == {0: "same\nof 0\n0", 1: "same\nof 1\n1"}
+    assert sorted(shown["text/plain"].splitlines()) == ["[0-1] same", "[0] 0", "[0] of 0", "[1] 1", "[1] of 1"]
+    assert re.findall(r'value="(\w+)" class="[\w-]+" checked', shown["text/html"]) == [first]
+    assert outcome.stdout == ""
+
+
+def test_rich_outputs_stay_with_their_rank(notebook):
+    shown = panel(
+        notebook.ok(
+            "%%distributed --view tabs\nfrom IPython.display import HTML, display\n"
+            "handle = display(HTML(f'<b>before {rank}</b>'), display_id=True)\n"
+            "handle.update(HTML(f'<b>new {rank}</b>'))\n"
+            "display({'image/png': 'iVBORw0K', 'text/plain': 'a picture'}, raw=True)\nprint('\\x1b[31mred\\x1b[0m <i>')"
+        )
+    )
+    found = by_rank(shown["text/html"])
+    assert "new 0" in found[0]
+    assert "new 1" in found[1]
+    assert "before" not in shown["text/html"]
+    assert '<img src="data:image/png;base64,iVBORw0K" alt="a picture">' in shown["text/html"]
+    assert '<span class="rb-red">red</span> &lt;i&gt;' in shown["text/html"]
+
+
+def test_a_cell_that_shows_nothing_has_no_panel(notebook):
+    outcome = notebook.ok("%%distributed --view grid\nx = 1")
+    assert outcome.displays == []
+
+
+def test_an_error_is_told_below_the_panel_and_what_was_printed_before_is_in_it(notebook):
+    outcome = notebook.run("%%distributed --view tabs\nprint('before', rank)\n1 / rank")
+    assert outcome.status == "error"
+    assert "ZeroDivisionError" in outcome.traceback
+    assert panel(outcome)["text/plain"].splitlines() == ["[0] before 0", "[1] before 1", "[1] 1.0"]
+
+
+def test_what_a_thread_prints_after_the_end_is_shown_below(notebook, tmp_path):
+    gate = tmp_path / "gate"
+    message = notebook.send(
+        "%%distributed --view tabs\nimport os, threading, time\nprint('now')\n"
+        f"def late():\n    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n    print('late')\n"
+        "threading.Thread(target=late).start()"
+    )
+    outcome = notebook.finish(message)
+    assert "late" not in panel(outcome)["text/plain"]
+    gate.touch()
+    notebook.follow(message, outcome, lambda seen: "late" in seen.stdout)
+    assert outcome.stdout.splitlines()[0] in ("[0-1] late", "[0] late", "[1] late")
+
+
+def test_the_notebooks_view_shows_the_last_cell_so_and_those_that_follow(notebook):
+    notebook.ok("%%distributed" + PRINTS)
+    outcome = notebook.ok("%distributed view tabs")
+    assert "rank by rank, in tabs" in outcome.stdout
+    assert by_rank(panel(outcome)["text/html"]) == {0: "same\nof 0\n0", 1: "same\nof 1\n1"}
+    assert panel(notebook.ok("%%distributed\nprint(rank)"))
+    assert notebook.ok("%%distributed --quiet\nprint(rank)").displays == []
+    notebook.ok("%distributed view merged")
+    assert notebook.ok("%%distributed\nprint(rank)").stdout == "[0] 0\n[1] 1\n"
+
+
+def test_a_panel_costs_the_text_and_no_more(notebook):
+    outcome = notebook.ok("%%distributed --view tabs\nfor i in range(20_000): print(rank, i)", timeout=30)
+    assert panel(outcome)["text/plain"].count("\n") == 39_999
+
+
+def test_a_view_that_there_is_not_names_those_that_there_are(notebook):
+    outcome = notebook.run("%distributed view sideways")
+    assert outcome.status == "error"
+    assert "merged" in outcome.text
+    assert "tabs" in outcome.text
+
+
+# The line above ------------------------------------------------------------------------------------------------------
+
+WAITS = """%%distributed{options}
+import os, time
+print('first')
+while not os.path.exists({gate!r}): time.sleep(0.01)
+print('last')"""
+
+
+@pytest.fixture
+def held(notebook, tmp_path):
+    """Run a cell until what is shown of it fulfils a condition; its outcome."""
+
+    def run(options, condition):
+        gate = tmp_path / "gate"
+
+        def look(outcome):
+            if condition(outcome):
+                gate.touch()
+
+        message = notebook.send(WAITS.format(options=options, gate=str(gate)))
+        outcome = notebook.finish(message, seen=look, timeout=20)
+        assert outcome.status == "ok"
+        return outcome
+
+    return run
+
+
+def strip(outcome):
+    return [each["text/plain"] for each in outcome.displays if each.get("text/plain", "").startswith("cell [")]
+
+
+def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(held):
+    seen = []
+
+    def at_line(outcome):
+        seen.extend(strip(outcome))
+        return any("at line 4" in each for each in strip(outcome))
+
+    outcome = held("", at_line)
+    assert re.fullmatch(r"cell \[\d+\] on ranks 0-1 · 1\.\d s · running", seen[0])
+    assert re.fullmatch(r"cell \[\d+\] on ranks 0-1: ok after \d\.\d s", strip(outcome)[0])
+    assert outcome.stdout == "[0-1] first\n[0-1] last\n"
+
+
+def test_it_stands_in_the_panel_of_a_cell_that_has_one(held):
+    outcome = held(" --view tabs", lambda outcome: any(WIDGET in each for each in outcome.displays))
+    assert "first" in panel(outcome)["text/plain"]
+    assert "last" in panel(outcome)["text/plain"]
+
+
+def test_a_quiet_cell_has_none(notebook):
+    outcome = notebook.ok("%%distributed --quiet\nimport time; time.sleep(1.5)")
+    assert outcome.displays == []
+    assert outcome.stdout == ""

@@ -1,0 +1,142 @@
+"""The panel of a cell without a kernel: its markup, what it sends, and the line above a cell."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from rankbook.pieces import Drop, Head, More, Piece, Put
+from rankbook.telemetry import RankPlacement
+from rankbook.widgets import panel as module
+from rankbook.widgets.ansi import to_html
+from rankbook.widgets.panel import CellPanel
+from rankbook.widgets.panel_picture import bundle_html, piece_html, skeleton, text_of
+from rankbook.widgets.strip import StripView
+
+
+@pytest.fixture
+def panel():
+    made = CellPanel("cell [3]", (0, 1), "grid")
+    made.sent = []
+    made.send = made.sent.append
+    yield made
+    made.close()
+
+
+def shown(panel):
+    """What a browser that has heard everything has."""
+    return json.loads(panel.whole)
+
+
+def test_what_comes_before_it_is_shown_is_in_what_it_opens_with(panel):
+    panel.tell([Put(Piece(0, (0,), text="one\n")), More(0, "two & three\n"), Head({"text/html": "<i>head</i>"})])
+    assert panel.sent == []
+    bundle = panel.bundle()
+    assert bundle["text/plain"] == "cell [3] on ranks 0-1"
+    assert re.sub("<[^>]+>", "", shown(panel)["pieces"]) == "[0]one\ntwo &amp; three\n"
+    assert shown(panel)["head"] == "<i>head</i>"
+
+
+def test_what_comes_later_is_sent_once_and_numbered(panel):
+    panel.bundle()
+    panel.tell([Put(Piece(0, (0,), text="x" * 500))])
+    for _ in range(50):
+        panel.tell([More(0, "y")])
+    numbers = [message["number"] for message in panel.sent]
+    assert numbers == list(range(1, 52))
+    assert panel.sent[-1]["changes"] == [["more", 0, "y"]]
+    assert shown(panel)["number"] <= 2  # not again for each
+
+
+def test_who_was_not_there_asks_for_all(panel):
+    panel.bundle()
+    panel.tell([Put(Piece(0, (0,), text="one"))])
+    panel.tell([Put(Piece(1, (1,), data={"text/html": "<b>two</b>"})), Drop(0)])
+    panel._handle({"op": "all"})
+    assert shown(panel)["number"] == 2
+    assert "<b>two</b>" in shown(panel)["pieces"]
+    assert "one" not in shown(panel)["pieces"]
+
+
+def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    panel.bundle()
+    wholes = []
+    for tick in range(200):
+        clock[0] = tick / 10
+        panel.tell([More(0, "y")] if tick else [Put(Piece(0, (0,), text="x"))])
+        if (number := shown(panel)["number"]) not in wholes:
+            wholes.append(number)
+    assert 4 <= len(wholes) <= 10
+
+
+def test_what_the_reader_has_chosen_stays(panel):
+    panel.tell([Put(Piece(0, (1,), text="one"))])
+    panel._handle({"op": "choose", "choice": "1"})
+    panel._handle({"op": "choose", "choice": "<script>"})
+    html = panel.end([Piece(0, (1,), text="one")])["text/html"]
+    assert re.findall(r'value="(\w+)"[^>]* checked', html) == ["1"]
+
+
+def test_forgotten_output_is_named(panel):
+    panel.tell([Put(Piece(0, (0,), text="earlier")), Put(Piece(1, (0,), text="new")), Drop(0, forgotten=True)])
+    html = panel.end([])["text/html"]
+    assert "left out here" in html
+    assert "earlier" not in html
+
+
+def test_text_is_never_markup():
+    html = piece_html(Piece(0, (0,), text="<script>alert(1)</script> & \x1b[1;31mred\x1b[0m"), (0, 1))
+    assert "<script>" not in html
+    assert '<span class="rb-bold rb-red">red</span>' in html
+    assert "<script>" not in skeleton("n", "<script>", (0,), "merged")
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("plain", "plain"),
+        ("\x1b[32mgreen\x1b[39m not", '<span class="rb-green">green</span> not'),
+        ("\x1b[38;5;196mfar\x1b[0m", "far"),
+        ("\x1b[38;2;1;2;3;1mfar\x1b[22m near", '<span class="rb-bold">far</span> near'),
+        ("\x1b[2Kgone\x1b]0;title\x07", "gone"),
+        ("\x1b[94mbright\x1b[m", '<span class="rb-blue">bright</span>'),
+    ],
+)
+def test_a_terminals_colours_are_classes(text, html):
+    assert to_html(text) == html
+
+
+def test_ranks_stand_in_their_columns():
+    def columns(ranks):
+        return re.search(r"--rb-columns:([\d/-]+)", piece_html(Piece(0, ranks), (0, 2, 3)))[1]
+
+    assert columns((2,)) == "2/3"
+    assert columns((2, 3)) == "2/4"
+    assert columns((0, 3)) == "1/-1"
+
+
+def test_a_bundle_shows_what_html_can():
+    assert bundle_html({"text/plain": "a", "text/html": "<b>a</b>"}) == "<b>a</b>"
+    assert bundle_html({"image/jpeg": "QUJD\n", "text/plain": '"x"'}).startswith(
+        '<img src="data:image/jpeg;base64,QUJD"'
+    )
+    assert bundle_html({"application/x-own": {}}) == "<p>(application/x-own)</p>"
+    assert text_of([Piece(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
+
+
+def row(rank, state="running", **more):
+    return RankPlacement(rank=rank, host="h", pid=1, device="cpu", device_name="", state=state, **more)
+
+
+def test_the_line_says_who_does_what():
+    rows = [row(0, line=7, rate=30.0), row(1, line=7, rate=32.0), row(2, "dead")]
+    assert StripView(3, (0, 1), 12.0, rows).text() == "cell [3] on ranks 0-1 · 12 s · at line 7 · 31 steps/s"
+    rows = [row(0, "waiting", waits_for="all_reduce #41"), row(1, lags=True, line=2)]
+    assert StripView(3, (0, 1), 1.25, rows).text() == (
+        "cell [3] on ranks 0-1 · 1.2 s · rank 0 waiting in all_reduce #41 · rank 1 at line 2, the others wait for it"
+    )
+    assert "&lt;" in StripView(3, (0, 1), 1.0, [row(0, "waiting", waits_for="<")]).bundle()["text/html"]

@@ -1,0 +1,125 @@
+"""A cell's output by rank, as HTML and text that need nothing installed.
+
+Owns: the markup, which the live panel fills too, and how a reader switches between all ranks in one stream, side by
+side, and one at a time: by radio buttons and style alone, so that it works in a saved notebook. Refuses: scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rankbook.pieces import Piece
+from rankbook.ranks import format_ranks
+from rankbook.widgets.ansi import to_html
+from rankbook.widgets.drawing import rank_colour
+
+VIEWS = ("merged", "tabs", "grid")
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_COLOURS = {
+    "black": "#3e424d", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
+    "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
+}  # fmt: skip
+
+_STYLE = """
+#ID{--rb-faint:var(--jp-ui-font-color1,var(--vscode-descriptionForeground,#57606a));
+--rb-line:var(--jp-border-color1,var(--vscode-panel-border,#bdbdbd));
+--rb-focus:var(--jp-brand-color1,var(--vscode-focusBorder,#0b6bcb));
+color:var(--jp-ui-font-color0,var(--vscode-editor-foreground,inherit));font-size:13px}
+#ID fieldset{border:0;border-bottom:1px solid var(--rb-line);margin:0 0 4px;padding:0;
+display:flex;flex-wrap:wrap;gap:2px}
+#ID legend{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+#ID input{position:absolute;opacity:0;width:1px;height:1px;margin:0}
+#ID label{cursor:pointer;padding:2px 10px;min-height:20px;border-bottom:3px solid transparent}
+#ID input:checked+label{font-weight:600;border-bottom-color:var(--rb-focus)}
+#ID input:focus-visible+label{outline:2px solid var(--rb-focus);outline-offset:-2px}
+#ID .rb-pieces{max-height:36em;overflow:auto}
+#ID .rb-piece{border-left:3px solid var(--rb-colour,var(--rb-line));padding-left:6px;margin:1px 0;min-width:0;
+content-visibility:auto;contain-intrinsic-size:auto 1.4em}
+#ID .rb-of{color:var(--rb-faint);font-size:11px;margin:0;font-weight:400}
+#ID pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;background:none;color:inherit;
+font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)}
+#ID .rb-stderr{background:color-mix(in srgb,#c4302b 12%,transparent)}
+#ID img,#ID svg{max-width:100%}
+#ID .rb-bold{font-weight:700}#ID .rb-italic{font-style:italic}#ID .rb-under{text-decoration:underline}
+#ID:has(.rb-to-grid:checked) .rb-pieces{display:grid;grid-template-columns:repeat(COUNT,minmax(14em,1fr));gap:0 8px;
+grid-auto-flow:dense;align-items:start}
+#ID:has(.rb-to-grid:checked) .rb-piece{grid-column:var(--rb-columns)}
+"""
+
+
+def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", head: str = "") -> str:
+    """The panel of a cell called `title` on `ranks`; `name` is its id, and `view` what `choices` names."""
+    style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
+    style += "".join(f"#{name} .rb-{each}{{color:{colour}}}" for each, colour in _COLOURS.items())
+    style += "".join(
+        f'#{name}:has(.rb-to-{rank}:checked) .rb-piece:not([data-ranks~="{rank}"]){{display:none}}'
+        f"#{name}:has(.rb-to-{rank}:checked) .rb-of{{display:none}}"
+        for rank in ranks
+    )
+    # JupyterLab folds headings at the arrow keys, unless the focused element itself says that it wants them
+    radios = "".join(
+        f'<input type="radio" name="{name}" id="{name}-{choice}" value="{choice}" class="rb-to-{choice}"'
+        f'{" checked" if choice == view else ""} data-lm-suppress-shortcuts="true">'
+        f'<label for="{name}-{choice}">{words}</label>'
+        for choice, words in choices(ranks).items()
+    )
+    return (
+        f'<div class="rankbook-panel" id="{name}"><style>{style}</style>'
+        f"<fieldset><legend>{escape(title)}, by rank</legend>{radios}</fieldset>"
+        f'<div class="rb-head">{head}</div>'
+        f'<div class="rb-pieces" role="region" tabindex="0" aria-label="Output of {escape(title)}">{pieces}</div></div>'
+    )
+
+
+def choices(ranks: Sequence[int]) -> dict[str, str]:
+    """What a reader can choose: names, with their labels."""
+    return {"merged": "merged", "grid": "grid", **{str(rank): f"rank {rank}" for rank in ranks}}
+
+
+def choice_of(view: str, ranks: Sequence[int]) -> str:
+    """What is chosen first where `view` is one of `VIEWS`."""
+    return str(ranks[0]) if view == "tabs" else view
+
+
+def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
+    """One piece; `ranks` are those of the cell."""
+    columns = [ranks.index(rank) for rank in piece.ranks]
+    together = columns == list(range(columns[0], columns[-1] + 1))
+    place = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
+    colour = f"--rb-colour:{rank_colour(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
+    label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
+    if piece.data is not None:
+        inner = bundle_html(piece.data)
+    else:
+        inner = f'<pre class="rb-{piece.stream}">{to_html(piece.text)}</pre>'
+    return (
+        f'<div class="rb-piece" data-key="{piece.key}" data-ranks="{" ".join(map(str, piece.ranks))}" '
+        f'style="{colour}--rb-columns:{place}">{label}{inner}</div>'
+    )
+
+
+def bundle_html(data: Mapping[str, Any]) -> str:
+    """The richest part of a mime bundle that HTML can show by itself."""
+    for kind in ("text/html", "image/svg+xml"):
+        if isinstance(text := data.get(kind), str):
+            return text
+    for kind in _IMAGES:
+        if isinstance(text := data.get(kind), str):
+            words = escape(str(data.get("text/plain", "a picture")))
+            return f'<img src="data:{kind};base64,{text.strip()}" alt="{words}">'
+    for kind in ("text/plain", "text/markdown", "text/latex"):
+        if isinstance(text := data.get(kind), str):
+            return f"<pre>{to_html(text)}</pre>"
+    return f"<p>({escape(', '.join(data) or 'nothing')})</p>"
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    """All of it as text, behind the ranks that it is of."""
+    lines = []
+    for piece in pieces:
+        text = piece.text if piece.data is None else str(piece.data.get("text/plain", f"({', '.join(piece.data)})"))
+        label = f"[{format_ranks(piece.ranks)}]"
+        lines += [f"{label} {line}" if line else label for line in text.removesuffix("\n").split("\n")]
+    return "\n".join(lines)

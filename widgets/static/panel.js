@@ -1,0 +1,69 @@
+// A cell's output by rank: fills the markup that Python has made, and tells what the reader has chosen.
+
+let unique = 0;
+
+function render({model, el}) {
+  const view = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
+  const tell = (message) => model.send({rankbook: `${view}-${++unique}`, view, ...message});
+  const name = model.get("name");
+  el.innerHTML = model.get("skeleton").replaceAll(name, `${name}-${view}`);  // shown twice, it needs two names
+  const head = el.querySelector(".rb-head"), pieces = el.querySelector(".rb-pieces");
+  let number = -1;
+
+  const find = (key) => pieces.querySelector(`:scope > [data-key="${key}"]`);
+  const steps = {
+    put(key, html) {
+      const there = find(key);
+      if (there) there.outerHTML = html;
+      else pieces.insertAdjacentHTML("beforeend", html);
+    },
+    more(key, html) {
+      const text = find(key)?.querySelector("pre");
+      if (text) text.insertAdjacentHTML("beforeend", html);
+    },
+    drop(key, html) {
+      find(key)?.remove();
+      if (html && !pieces.querySelector(".rb-forgotten")) pieces.insertAdjacentHTML("afterbegin", html);
+    },
+    head(_, html) { head.innerHTML = html; },
+  };
+
+  /** Whoever reads the end goes on reading the end; whoever reads above it is left there. */
+  function keepingPlace(change) {
+    const atEnd = pieces.scrollHeight - pieces.scrollTop - pieces.clientHeight < 24;
+    change();
+    if (atEnd) pieces.scrollTop = pieces.scrollHeight;
+    pieces.dataset.number = number;
+  }
+
+  function changed(message) {
+    if (!message || !("changes" in message) || message.number <= number) return;
+    if (message.number > number + 1) return void tell({op: "all"});
+    keepingPlace(() => {
+      number = message.number;
+      for (const [step, key, html] of message.changes) steps[step](key, html);
+    });
+  }
+
+  function whole() {
+    const all = JSON.parse(model.get("whole") || "{}");
+    if (!("number" in all) || all.number <= number) return;
+    keepingPlace(() => {
+      number = all.number;
+      head.innerHTML = all.head;
+      pieces.innerHTML = all.pieces;
+    });
+  }
+
+  el.addEventListener("change", (event) => tell({op: "choose", choice: event.target.value}));
+  model.on("msg:custom", changed);
+  model.on("change:whole", whole);
+  whole();
+  tell({op: "all"});
+  return () => {
+    model.off("msg:custom", changed);
+    model.off("change:whole", whole);
+  };
+}
+
+export default {render};
