@@ -178,7 +178,7 @@ class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All ranks of `cluster`, at the wall clock's second `at`."""
+    """All ranks of `cluster` ("" where it needs no name), at the wall clock's second `at`."""
 
     ranks: tuple[RankPlacement, ...]
     at: float

@@ -81,7 +81,8 @@ def summary(placement: Placement | None) -> str:
     lagging = [str(each.rank) for each in placement.ranks if each.lags]
     told = ", ".join(f"{number} {state}" for state, number in states.items())
     late = f"; rank {', '.join(lagging)} lags" if lagging else ""
-    return f"{len(placement.ranks)} ranks of {placement.cluster}: {told}{late}"
+    name = f" of {placement.cluster}" if placement.cluster else ""
+    return f"{len(placement.ranks)} ranks{name}: {told}{late}"
 
 
 def _row(each: RankPlacement) -> list[str]:

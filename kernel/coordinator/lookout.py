@@ -131,7 +131,7 @@ class Lookout:
         return end
 
     def _run(self) -> None:
-        board = Board(self._crew.key)
+        board = Board(_name_of(self._crew))
         questions: Questions | None = None
         token = 0
         while (watchers := self._still_watching()) is not None:
@@ -224,7 +224,7 @@ class Lookout:
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """All ranks, looked at now. A rank that does not answer in time is in it as unresponsive."""
-        board = Board(self._crew.key)
+        board = Board(_name_of(self._crew))
         driver = self._driver
         if driver is not None:
             questions = driver.presence.questions
@@ -306,7 +306,7 @@ class Glance:
 
     def __init__(self, crew: Crew) -> None:
         self._crew, self._driver = crew, crew.driver
-        self._board = Board(crew.key)
+        self._board = Board(_name_of(crew))
         self._token = self._driver.presence.questions.open(self._deliver)
 
     def placement(self) -> Placement:
@@ -346,6 +346,11 @@ def views_of(crew: Crew, driver: Driver | None) -> list[RankView]:
         )
         for rank, each in crew.state.ranks.items()
     ]
+
+
+def _name_of(crew: Crew) -> str:
+    """What ranks that are kept are attached by; others have no name that anybody needs."""
+    return "" if crew.keep is None else crew.key
 
 
 def _number_of(driver: Driver, rank: int) -> int | None:

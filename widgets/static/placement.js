@@ -78,7 +78,7 @@ function drawPlacement(channel, root) {
         const row = rows.get(each[0]);
         if (row) row.update(each);
       }
-      setText(title, states.length ? `${states.length} ranks of ${cluster}: ` +
+      setText(title, states.length ? `${states.length} ranks${cluster && ` of ${cluster}`}: ` +
         Object.entries(counts).map(([name, count]) => `${count} ${name}`).join(", ") : "no rank has answered yet");
       setText(late, lagging.length ? `▲ rank ${lagging.join(", ")} lags its peers` : "");
       near.state(states);
