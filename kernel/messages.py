@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from rankbook.comms import CommHeard, CommSaid
 from rankbook.errors import ProtocolError
 from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
 from rankbook.looking import Answer, Question
@@ -352,8 +353,9 @@ class ClusterClosed(Message, frozen=True):
 
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
-ToRank = Task | Interrupt | InputReply | AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question
-_Shown = Text | TextCut | Display | Clear
+_Aside = AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question | CommHeard
+ToRank = Task | Interrupt | InputReply | _Aside
+_Shown = Text | TextCut | Display | Clear | CommSaid
 FromRank = Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here | Answer
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim

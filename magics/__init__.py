@@ -7,6 +7,7 @@ options.py   the grammar: what may stand on the two lines, and their help
 magic.py     the magics themselves
 attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
+comms.py     widgets that live on ranks, in the front end
 panel.py     a cell's output by rank
 strip.py     the line above a cell that runs for longer than a moment
 stacks.py    where the ranks are, in words

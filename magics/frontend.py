@@ -21,15 +21,16 @@ class JupyterSink:
     """Publishes into one cell of a Jupyter front end, from any thread, also after the cell has ended."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
+        self.kernel = kernel
         self._session = kernel.session
         self._socket = kernel.iopub_socket
-        self._parent = kernel.get_parent("shell")
+        self.parent = kernel.get_parent("shell")
 
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
         for item in items:
             kind, content = as_message(item)
-            self._session.send(self._socket, kind, content, parent=self._parent, ident=kind.encode())
+            self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
 
 
 def as_message(item: Emit) -> tuple[str, dict[str, Any]]:

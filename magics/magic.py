@@ -21,6 +21,7 @@ from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, options
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
+from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
@@ -46,6 +47,7 @@ class DistributedMagics(Magics):
         self._shell = shell
         self._view = "merged"
         self._last: CellResult | None = None
+        self._bridge: Bridge | None = None
 
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
@@ -78,6 +80,8 @@ class DistributedMagics(Magics):
             raise BadRequest(f"%%distributed: --out {chosen.out!r} is no name for a variable")
         cluster = self._cluster()
         sink = sink_for(self._shell)
+        if isinstance(sink, JupyterSink):
+            self._bridge_to(cluster, sink).parent = sink.parent
         ranks = cluster.select(chosen.ranks)
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
@@ -114,6 +118,11 @@ class DistributedMagics(Magics):
                 self._shell.user_ns[name] = result
 
         return keep
+
+    def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> Bridge:
+        if self._bridge is None or self._bridge.cluster is not cluster:
+            self._bridge = Bridge(cluster, sink.kernel)
+        return self._bridge
 
     def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
         """What shows the cell's output by rank, where a front end can and somebody wants it."""

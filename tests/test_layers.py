@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": set(),
     "keeping": {"wire"},
     "looking": {"telemetry", "wire"},
-    "messages": {"keeping", "looking", "telemetry", "wire", "errors"},
+    "comms": {"wire"},
+    "messages": {"comms", "keeping", "looking", "telemetry", "wire", "errors"},
     "ranks": {"errors"},
     "lines": set(),
     "queues": {"lines", "messages", "ranks"},
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": {"messages", "errors"},
     "launch": {"transport", "messages", "keeping", "ranks", "errors"},
     "coordinator": {
+        "comms",
         "launch",
         "transport",
         "results",
@@ -54,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "rank": {
+        "comms",
         "transport",
         "messages",
         "keeping",
@@ -70,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launched": {"runtime"},
     "widgets": {"telemetry", "results", "pieces", "ranks", "errors"},
     "magics": {
+        "comms",
         "widgets",
         "coordinator",
         "checkpoint",  # what lies in a folder: the parts without torch
@@ -124,6 +128,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # package: the rooms, or single modules, that may import it
     "IPython": {"rank", "magics", "widgets.screen"},
     "anywidget": {"widgets.talking"},
+    "comm": {"rank.comms", "magics.comms"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics"},

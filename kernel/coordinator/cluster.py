@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Head, Sink
+from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
@@ -234,6 +235,11 @@ class Cluster(Workplace):
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
         return self._lookout.placement(timeout=timeout)
+
+    @property
+    def comms(self) -> Comms:
+        """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
+        return self._crew.driver.presence.comms
 
     def glance(self) -> Glance:
         """For a cell's `head`: looks at the ranks without waiting for them."""

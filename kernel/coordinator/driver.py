@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from rankbook.comms import CommSaid
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed, nobody_to_ask
@@ -324,8 +325,8 @@ class Driver:
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Lingering():
                 self.farewells.linger(rank, incarnation, message.seconds)
-            case Stack() | Looked() | DetailTold() | ShardsTold() | StatisticTold() | NothingTold():
-                self.presence.answer(rank, message)
+            case Stack() | Looked() | DetailTold() | ShardsTold() | StatisticTold() | NothingTold() | CommSaid():
+                self.presence.answer(rank, message, frames)
             case Collectives():
                 self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))
             case Done():

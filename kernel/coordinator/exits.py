@@ -7,28 +7,58 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook.coordinator.cell import Cell
 from rankbook.messages import Done, RankExited, Text
-from rankbook.transport.last_words import Said, take_last_words, words_of
+from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
 
 
-def sent_last(message: RankExited, segments: str) -> list[Said]:
-    """What the rank has taken out of its pipes last; its file is removed."""
-    return [*take_last_words(words_of(Path(segments), message.rank, message.incarnation))] if segments else []
+@dataclass(frozen=True)
+class Left:
+    """What a rank has left behind in its files: what it took out of its pipes last, and the stacks of a crash."""
+
+    said: tuple[Said, ...] = ()
+    crash: str = ""
 
 
-def feed_last(message: RankExited, sent: list[Said], cells: Mapping[int, Cell], running: Cell | None) -> None:
-    """Give the cells what the rank sent and never came, and then what it left in its pipes."""
-    for said in sent:
+def sent_last(message: RankExited, segments: str) -> Left:
+    """What the rank has left in its files, which are removed."""
+    if not segments:
+        return Left()
+    path = words_of(Path(segments), message.rank, message.incarnation)
+    return Left(tuple(take_last_words(path)), take_crash(path))
+
+
+def feed_last(message: RankExited, left: Left, cells: Mapping[int, Cell], running: Cell | None) -> None:
+    """Give the cells what the rank sent and never came, then what it left in its pipes, then where it crashed."""
+    for said in left.said:
         cell = cells.get(said.cell)
         if cell is not None and (data := said.missing(cell.heard[message.rank, said.stream])):
             cell.feed(message.rank, Text(cell=cell.cell, stream=said.stream, data=data))  # type: ignore[arg-type]
     if running is not None:
-        for stream, data in (("stdout", message.stdout), ("stderr", message.stderr)):
+        crash = describe_crash(left.crash).encode() if message.code < 0 else b""
+        for stream, data in (("stdout", message.stdout), ("stderr", message.stderr), ("stderr", crash)):
             if data:
                 running.feed(message.rank, Text(cell=running.cell, stream=stream, data=data))  # type: ignore[arg-type]
+
+
+def describe_crash(text: str) -> str:
+    """What Python's faulthandler wrote, as far as it is about the cell; all threads where no line of a cell is in it.
+
+    See https://docs.python.org/3/library/faulthandler.html: each thread's frames, the innermost first.
+    """
+    if not text.strip():
+        return ""
+    what, _, rest = text.strip().partition("\n\n")
+    blocks = rest.partition("\n\nExtension modules:")[0].split("\n\n")
+    for block in blocks:
+        head, *frames = block.splitlines() or [""]
+        cells = [number for number, frame in enumerate(frames) if '"<ipython-input-' in frame]
+        if head.startswith("Current thread") and cells:
+            return "\n".join([f"{what}, innermost call first:", *frames[: cells[-1] + 1]]) + "\n"
+    return "\n".join([what, *blocks]).strip() + "\n"
 
 
 def describe_exit(message: RankExited) -> str:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from rankbook.comms import CommSaid
+from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.silence import Silence
 from rankbook.launch.look import look_at
-from rankbook.looking import Answer, Question
+from rankbook.looking import Answer
 from rankbook.messages import AskStack, Hello, Stack
 
 _LOOK_AFTER = 0.3
@@ -40,13 +42,14 @@ class Presence:
     def __init__(
         self,
         changed: threading.Condition,
-        send: Callable[[int, AskStack | Question], bool],
+        send: Callable[..., bool],
         pid_of: Callable[[int], int | None],
     ) -> None:
         self._changed = changed
         self._send = send
         self._pid_of = pid_of
         self.questions = Questions(send)
+        self.comms = Comms(send)
         self._tokens = itertools.count()
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._asked: dict[int, float] = {}
@@ -54,6 +57,7 @@ class Presence:
 
     def forget(self, rank: int) -> None:
         """The rank's process is gone or new."""
+        self.comms.forget(rank)
         with self._changed:
             self._asked.pop(rank, None)
             self._heard.pop(rank, None)
@@ -67,8 +71,11 @@ class Presence:
                 self._asked.pop(rank, None)
                 self._changed.notify_all()
 
-    def answer(self, rank: int, stack: Stack | Answer) -> None:
-        """The rank has answered; an answer that nobody waits for any more is dropped."""
+    def answer(self, rank: int, stack: Stack | Answer | CommSaid, frames: Sequence[memoryview] = ()) -> None:
+        """The rank has answered, or a widget on it speaks; an answer that nobody waits for any more is dropped."""
+        if isinstance(stack, CommSaid):
+            self.comms.said(rank, stack, frames)
+            return
         if not isinstance(stack, Stack):
             self.questions.take(rank, stack)
             return

@@ -8,6 +8,7 @@ forks.py          a rank's forks: loaders' workers
 host.py           what the operating system is asked for: sessions, parent death, pipes
 control_groups.py whom the kernel's OOM killer ended
 main.py           a rank's life, and its main thread's loop
+comms.py          widgets that are made here
 farewell.py       what is being saved as it is to leave
 control.py        a rank's second thread, which always answers
 shell.py          the IPython shell that cells run in, and its display

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from rankbook.comms import CommHeard
 from rankbook.looking import AskDetail, AskLook, AskShards, AskStatistic, Question
 from rankbook.messages import (
     Abort,
@@ -31,7 +32,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import host
+from rankbook.rank import comms, host
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink
 
@@ -375,6 +376,8 @@ class Control(threading.Thread):
                 self._link.send(self._answers.collectives(message.token))
             case Abort():
                 self._answers.abort(message)
+            case CommHeard():
+                comms.hear(message, frames)
             case AskLook() | AskDetail() | AskShards() | AskStatistic():
                 self._answers.inquire(message)
             case _:

@@ -5,6 +5,8 @@ Owns: the set-up of a rank and its main thread's loop. Refuses: to return.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import random
 import sys
@@ -17,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from rankbook.messages import ErrorReport, ForkRank, Hello, Lingering, StartFailed
-from rankbook.rank import farewell, heal, lifeboat, tracebacks
+from rankbook.rank import comms, farewell, heal, lifeboat, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
 from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell, make_shell
-from rankbook.transport.last_words import words_of
+from rankbook.transport.last_words import crash_of, words_of
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.zmq_link import ZmqRank
 
@@ -33,6 +35,7 @@ _prepared: list[RankShell] = []
 
 def prepare() -> None:
     """Make, in the forkserver, what every rank has: IPython's shell, with all that a first traceback imports."""
+    comms.prepare()
     shell = make_shell()
     _prepared.append(shell)
     try:
@@ -47,6 +50,7 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
     try:
         os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
         os.dup2(outputs[3], 2)
+        _tell_crashes(request)
         _be_like_the_notebook(request)
         link = _make_link(request, owned)
         try:
@@ -64,6 +68,13 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
         raise
     finally:
         os._exit(code)
+
+
+def _tell_crashes(request: ForkRank) -> None:
+    """Have a segmentation fault leave the stacks of all threads: in a file, for a pipe may be full."""
+    path = crash_of(words_of(Path(request.segments), request.rank, request.incarnation))
+    with contextlib.suppress(OSError):  # no room for it: then there is the signal's number
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
 def _make_link(request: ForkRank, owned: Callable[[], bool]) -> RankLink:
@@ -109,6 +120,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         port=request.store_port,
     )
     lifeboat.board(group.rescue)
+    comms.attach(link)
     shell = _prepared[0]
     heal.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))

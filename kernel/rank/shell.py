@@ -12,6 +12,8 @@ import getpass
 import json
 import subprocess
 import sys
+import threading
+import traceback
 import warnings
 from base64 import b64encode
 from bdb import BdbQuit
@@ -30,6 +32,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from rankbook.errors import TransferError
+from rankbook.rank import comms
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -107,12 +110,12 @@ class RankDisplayHook(DisplayHook):
 def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     """The bundle with bytes as base64, checked to be plain data. Raises `TransferError`, in the user's cell.
 
-    Without the view of a widget, whose model the front end does not have: it would show an error and not the text.
+    Without the view of a widget whose model the front end does not have: it would show an error and not the text.
     """
     plain = {
         key: b64encode(value).decode() if isinstance(value, bytes) else value
         for key, value in bundle.items()
-        if key != _WIDGET
+        if key != _WIDGET or (isinstance(value, dict) and comms.is_open(value.get("model_id")))
     }
     for key, value in plain.items():
         if not isinstance(value, str):
@@ -185,6 +188,9 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - IPython's signature
         """Keep the error, put it into no words yet: the executor does, once, and an interrupt may not come between."""
         _, value, _ = self._get_exc_info(exc_tuple)
+        if threading.current_thread() is not threading.main_thread():  # what listens to a widget is no part of a cell
+            traceback.print_exception(value, file=sys.stderr)
+            return
         self._errors.append(value)
         if self.call_pdb:
             self.debugger(force=True)

@@ -94,6 +94,22 @@ def _part(path: Path, stream: str) -> Path:
     return path.with_name(f"{path.name}.{stream}")
 
 
+def crash_of(path: Path) -> Path:
+    """Where the interpreter writes as it crashes."""
+    return _part(path, "crash")
+
+
+def take_crash(path: Path) -> str:
+    """What it wrote; the file is removed. Empty where there is none."""
+    crash = crash_of(path)
+    try:
+        text = crash.read_text(errors="replace")
+    except OSError:
+        return ""
+    crash.unlink(missing_ok=True)
+    return text
+
+
 def take_last_words(path: Path) -> Iterator[Said]:
     """What a rank that is dead has taken last; its files are removed. Nothing where there are none."""
     for stream in _STREAMS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.coordinator.cell import Cell
-from rankbook.coordinator.exits import describe_failure
+from rankbook.coordinator.exits import describe_crash, describe_failure
 from rankbook.messages import Done, ErrorReport
 
 
@@ -36,3 +36,37 @@ def test_words(message, cell, words):
 
 def test_an_error_without_a_report_is_still_an_error():
     assert describe_failure(Done(cell=9, status="error", seconds=0.1), None).startswith("raised")
+
+
+CRASH = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f4cb36936c0 (most recent call first):
+  File "control.py", line 324 in _turn
+
+Current thread 0x00007f4cd67efb80 (most recent call first):
+  File "ctypes/__init__.py", line 519 in string_at
+  File "<ipython-input-4-7403385f>", line 2 in deep
+  File "<ipython-input-4-7403385f>", line 3 in <module>
+  File "interactiveshell.py", line 3823 in run_code
+
+Extension modules: numpy, torch._C (total: 2)
+"""
+
+
+def test_a_crash_is_told_down_to_the_line_of_the_cell():
+    assert describe_crash(CRASH).splitlines() == [
+        "Fatal Python error: Segmentation fault, innermost call first:",
+        '  File "ctypes/__init__.py", line 519 in string_at',
+        '  File "<ipython-input-4-7403385f>", line 2 in deep',
+        '  File "<ipython-input-4-7403385f>", line 3 in <module>',
+    ]
+
+
+def test_a_crash_of_another_thread_is_told_with_all_of_them():
+    text = describe_crash(
+        CRASH.replace("Current thread", "Thread").replace("Thread 0x00007f4cb36936c0", "Current thread 0x1")
+    )
+    assert "control.py" in text
+    assert "line 3823 in run_code" in text
+    assert "Extension" not in text
+    assert describe_crash("") == ""

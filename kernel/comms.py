@@ -1,0 +1,31 @@
+"""The vocabulary of widgets that live on ranks.
+
+Owns: what goes both ways between a comm's two ends, Jupyter's own words for it. Refuses: to know what is said.
+
+`content` and `metadata` are JSON; the buffers are the message's frames. See Jupyter's messaging, "Custom Messages".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rankbook.wire import Message
+
+
+class CommSaid(Message, frozen=True):
+    """A rank's end of a comm opens it, says something, or closes it. `target` is who is to hear, at the opening."""
+
+    kind: Literal["open", "msg", "close"]
+    comm: str
+    target: str
+    content: str
+    metadata: str
+
+
+class CommHeard(Message, frozen=True):
+    """The front end's end says something, or has closed it."""
+
+    kind: Literal["msg", "close"]
+    comm: str
+    content: str
+    metadata: str

@@ -1,0 +1,97 @@
+"""Widgets made on this rank: their comms go to the notebook, and what comes back is heard at once.
+
+Owns: the comms that are open here, and the thread that hears, made by the first message. Refuses: to wait for the main
+thread: a slider that is moved while a cell runs has its new value there. What listens to it runs beside the cell.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import queue
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import comm
+from comm.base_comm import BaseComm, CommManager
+
+from rankbook.comms import CommHeard, CommSaid
+from rankbook.transport.link import RankLink
+
+_Kind = Literal["open", "msg", "close"]
+
+
+class RankComm(BaseComm):
+    """One comm's end on this rank."""
+
+    def publish_msg(
+        self,
+        msg_type: str,
+        data: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        buffers: Sequence[bytes | memoryview] | None = None,
+        **_keys: Any,  # noqa: ANN401 - comm's own
+    ) -> None:
+        """See `comm.base_comm.BaseComm`."""
+        if _office.link is not None:
+            kind = cast("_Kind", msg_type.removeprefix("comm_"))
+            said = CommSaid(kind, self.comm_id, self.target_name, json.dumps(data or {}), json.dumps(metadata or {}))
+            _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
+
+
+class _Office:
+    """The comms of this process."""
+
+    def __init__(self) -> None:
+        self.manager = CommManager()
+        self.link: RankLink | None = None
+        self.heard: queue.SimpleQueue[tuple[CommHeard, Sequence[memoryview]]] = queue.SimpleQueue()
+        self.started = _thread.allocate_lock()
+
+    def run(self) -> None:
+        """The thread."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        while True:
+            message, frames = self.heard.get()
+            end = self.manager.comms.get(message.comm)
+            if end is None:
+                continue
+            content = {"comm_id": message.comm, "data": json.loads(message.content)}
+            told = {"content": content, "metadata": json.loads(message.metadata), "buffers": list(frames)}
+            try:
+                if message.kind == "close":
+                    self.manager.unregister_comm(end)
+                    end.handle_close(told)
+                else:
+                    end.handle_msg(told)
+            except Exception as error:  # noqa: BLE001 - user code; told where the rank prints
+                traceback.print_exception(error, file=sys.stderr)
+
+
+_office = _Office()
+
+
+def prepare() -> None:
+    """Whoever makes a comm from here on makes one of ours. In the forkserver, before anything imports ipywidgets."""
+    comm.create_comm = RankComm
+    comm.get_comm_manager = lambda: _office.manager
+
+
+def attach(link: RankLink) -> None:
+    """Comms go out here."""
+    _office.link = link
+
+
+def hear(message: CommHeard, frames: Sequence[memoryview]) -> None:
+    """Have it heard, soon, on another thread."""
+    _office.heard.put((message, frames))
+    if _office.started.acquire(blocking=False):
+        _thread.start_new_thread(_office.run, ())  # Thread.start would wait, and the main thread be interrupted there
+
+
+def is_open(name: object) -> bool:
+    """Whether a front end knows what is called so."""
+    return isinstance(name, str) and name in _office.manager.comms
