@@ -19,6 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {".pyc", ".ipynb", ".md"}  # what may lie in a package's folder and is not part of it
 
+KERNELSPEC = {  # where Jupyter finds the kernel after a plain install
+    f"share/jupyter/kernels/rankbook/{name}"
+    for name in ("kernel.json", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg")
+}
+
 
 def expected_files() -> set[str]:
     """Every file below the package's folders, under its name in the wheel."""
@@ -39,8 +44,12 @@ def problems_of(wheel: Path) -> list[str]:
         metadata = message_from_string(archive.read(f"{info}/METADATA").decode())
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     shipped = {name for name in names if not name.startswith(f"{info}/")}
+    data = {name.split(".data/data/", 1)[1] for name in shipped if ".data/data/" in name}
+    shipped = {name for name in shipped if ".data/data/" not in name}
     expected = expected_files()
     problems = [f"missing: {name}" for name in sorted(expected - shipped)]
+    if data != KERNELSPEC:
+        problems.append(f"the kernelspec should be {sorted(KERNELSPEC)}, and is {sorted(data)}")
     problems += [f"does not belong there: {name}" for name in sorted(shipped - expected)]
     must = ["rankbook/__init__.py", "rankbook/py.typed", "rankbook/magics/__init__.py", "rankbook/widgets/__init__.py"]
     must += [f"rankbook/widgets/static/{name}" for name in ("common.js", "placement.js", "view.css")]

@@ -28,6 +28,7 @@ checkpoint/       sharded checkpoints, saved on N ranks and loaded on M
 launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it: live views, HTML, text
 magics/           %%distributed and %distributed
+jupyter/          the kernel whose plain cells run on the ranks
 notebook_file.py  reads and writes the notebook that is run
 notebook_run.py   runs a notebook without a browser
 console.py        prints what such a run shows

@@ -13,6 +13,10 @@ import msgspec
 _M = TypeVar("_M", bound="Message")
 
 
+RESULT = "rankbook.result"
+"""In the metadata of a display: it is what the cell's last expression gave."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """What every message on the wire is."""
 

@@ -5,6 +5,7 @@ Owns: which cells stay in the notebook. Refuses: to change a cell's text beyond 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ RANK_MAGICS = frozenset(
     )
 )
 """Line magics that are about the code and its variables, and so belong where these are."""
+_PUT_BEFORE = "%%distributed --auto\n"
+_TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
 RANK_CELL_MAGICS = frozenset(("bash", "capture", "prun", "python", "sh", "time", "timeit"))
 
 
@@ -51,7 +54,8 @@ class Distribute:
     """IPython's input transformation: `%%distributed` before a cell that runs on the ranks.
 
     That is for cells that a front end sends. What a running cell hands to IPython in turn, as `%%time` and `%%capture`
-    do, stays where that cell runs.
+    do, stays where that cell runs. So does what a front end asks for itself, silently or to be in no history: it looks
+    at the notebook's process, as VS Code does before the first cell.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -60,14 +64,39 @@ class Distribute:
 
     def __call__(self, lines: list[str]) -> list[str]:
         """The cell's lines, transformed."""
-        if not lines or self._running or stays_local("".join(lines)):
+        if not lines or self._running or self._asks_for_itself() or stays_local("".join(lines)):
             return lines
-        return ["%%distributed --auto\n", *lines]
+        return [_PUT_BEFORE, *lines]
+
+    def _asks_for_itself(self) -> bool:
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is None:
+            return False
+        content = (kernel.get_parent("shell") or {}).get("content", {})
+        return bool(content.get("silent")) or not content.get("store_history", True)
+
+    def _store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
+        """As IPython's, with the cell as it was written."""
+        written = source_raw if source_raw is not None and source.startswith(_TRANSFORMED) else source
+        self._stock_store(line_num, written, source_raw)
+
+    def _check_complete(self, cell: str) -> tuple[str, int | None]:
+        """As IPython's, of the cell as it was written: a cell magic would only be complete with an empty line."""
+        self._running += 1
+        try:
+            return self._stock_check(cell)
+        finally:
+            self._running -= 1
 
     def attach(self) -> None:
         """From now on."""
         self._shell.events.register("pre_execute", self._enter)
         self._shell.events.register("post_execute", self._leave)
+        history, manager = self._shell.history_manager, self._shell.input_transformer_manager
+        self._stock_store: Callable[..., None] = history.store_inputs
+        history.store_inputs = self._store_inputs
+        self._stock_check: Callable[[str], tuple[str, int | None]] = manager.check_complete
+        manager.check_complete = self._check_complete
         transformations = self._shell.input_transformer_manager.cleanup_transforms
         transformations.insert(transformations.index(keep_local), self)  # it has to see %%local
 
@@ -75,6 +104,8 @@ class Distribute:
         """No longer."""
         self._shell.events.unregister("pre_execute", self._enter)
         self._shell.events.unregister("post_execute", self._leave)
+        del self._shell.history_manager.store_inputs  # the class's own is there again
+        del self._shell.input_transformer_manager.check_complete
         self._shell.input_transformer_manager.cleanup_transforms.remove(self)
 
     def _enter(self) -> None:

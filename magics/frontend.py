@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.output import ClearOutput, Emit, Rich, Stream
+from rankbook.wire import RESULT
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
 class JupyterSink:
-    """Publishes into one cell of a Jupyter front end, from any thread, also after the cell has ended."""
+    """Publishes into one cell of a Jupyter front end, from any thread, also after the cell has ended.
 
-    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
+    `number`: results of the ranks are the cell's own, `Out[number]`; None: they are displays.
+    """
+
+    def __init__(self, kernel: Any, number: int | None = None) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self.kernel = kernel
+        self._number = number
         self._session = kernel.session
         self._socket = kernel.iopub_socket
         self.parent = kernel.get_parent("shell")
@@ -29,17 +34,20 @@ class JupyterSink:
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
         for item in items:
-            kind, content = as_message(item)
+            kind, content = as_message(item, self._number)
             self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
 
 
-def as_message(item: Emit) -> tuple[str, dict[str, Any]]:
-    """The Jupyter message, type and content, that shows `item`."""
+def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, Any]]:
+    """The Jupyter message, type and content, that shows `item`; a result is that of cell `number`, if there is one."""
     match item:
         case Stream(name, text):
             return "stream", {"name": name, "text": text}
         case Rich(data, metadata, display_id, update):
-            content: dict[str, Any] = {"data": data, "metadata": metadata, "transient": {}}
+            shown = {key: value for key, value in metadata.items() if key != RESULT}
+            if number is not None and RESULT in metadata and not update:
+                return "execute_result", {"data": data, "metadata": shown, "execution_count": number}
+            content: dict[str, Any] = {"data": data, "metadata": shown, "transient": {}}
             if display_id is not None:
                 content["transient"] = {"display_id": display_id}
             return ("update_display_data" if update else "display_data"), content
@@ -75,10 +83,10 @@ class TerminalSink:
         stream.flush()
 
 
-def sink_for(shell: InteractiveShell) -> JupyterSink | TerminalSink:
-    """The way to the cell that runs now."""
+def sink_for(shell: InteractiveShell, number: int | None = None) -> JupyterSink | TerminalSink:
+    """The way to the cell that runs now. `number`: see `JupyterSink`."""
     kernel = getattr(shell, "kernel", None)
-    return TerminalSink() if kernel is None else JupyterSink(kernel)
+    return TerminalSink() if kernel is None else JupyterSink(kernel, number)
 
 
 def ask_for(shell: InteractiveShell) -> Ask:

@@ -79,14 +79,14 @@ class DistributedMagics(Magics):
         if chosen.out is not None and not chosen.out.isidentifier():
             raise BadRequest(f"%%distributed: --out {chosen.out!r} is no name for a variable")
         cluster = self._cluster()
-        sink = sink_for(self._shell)
+        number, shown = _cell_number(self._shell), not chosen.quiet
+        sink = sink_for(self._shell, number if chosen.auto else None)
         if isinstance(sink, JupyterSink):
             self._bridge_to(cluster, sink).parent = sink.parent
         ranks = cluster.select(chosen.ranks)
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
         ask = ask_for(self._shell)
-        number, shown = _cell_number(self._shell), not chosen.quiet
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         with held_interrupts():
             submitted = cluster.submit_code(
@@ -133,11 +133,11 @@ class DistributedMagics(Magics):
         return Panel(sink, number, ranks, view or self._view)
 
     def _cluster(self) -> Cluster:
-        running = clusters.running_cluster()
+        running = clusters.wait_current()
         return running if running is not None else self._start(None, None)
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
-        there = clusters.running_cluster()
+        there = None if clusters.starting() else clusters.running_cluster()
         cluster = clusters.start(n, backend=backend, keep=keep or False)
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
@@ -164,6 +164,9 @@ class DistributedMagics(Magics):
 
     def _command_status(self, _command: argparse.Namespace) -> None:
         running = clusters.running_cluster()
+        if running is None and clusters.starting():
+            self._say("the ranks are starting; a cell waits for them")
+            return
         if running is None:
             self._say("no ranks are running; %distributed start or the first %%distributed starts them")
             describe_kept(self._say)
@@ -287,6 +290,8 @@ def install(shell: InteractiveShell) -> None:
     DistributedMagics.distributed.__doc__ = options.help_text()
     auto.install(shell)
     shell.register_magics(DistributedMagics(shell))
+    if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
+        auto.set_auto(shell, on=True)
 
 
 def uninstall(shell: InteractiveShell) -> None:

@@ -85,10 +85,12 @@ class Outcome:
 class Notebook:
     """A kernel of its own, and the cells run in it."""
 
-    def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *, cwd: Path | None = None, env: dict[str, str] | None = None, kernel_name: str = "python3"
+    ) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = KernelManager(kernel_name=kernel_name)
         self.manager.start_kernel(env=environment, cwd=str(cwd or tempfile.gettempdir()))
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()

@@ -86,7 +86,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "launch",  # the forkserver starts as the extension loads
         "launched",
+        "wire",
     },
+    "jupyter": {"", "coordinator", "errors"},  # it has its extension loaded by name, as any kernel has
     "console": set(),
     "notebook_file": {"console", "errors"},
     "notebook_run": {"notebook_file", "console", "errors"},
@@ -131,8 +133,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "comm": {"rank.comms", "magics.comms"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
-    "ipykernel": {"notebook_run", "magics"},
-    "jupyter_client": {"notebook_run"},
+    "ipykernel": {"notebook_run", "magics", "jupyter"},
+    "jupyter_client": {"notebook_run", "jupyter.spec"},
     "isal": {"checkpoint.checksums"},
     "msgspec": {
         "checkpoint.manifest",

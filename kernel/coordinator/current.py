@@ -1,6 +1,7 @@
 """The notebook's one cluster.
 
-Owns: which cluster `%%distributed` means. Refuses: more than one at a time; `Cluster` itself makes as many as wanted.
+Owns: which cluster `%%distributed` means, and one that is started before anybody has asked. Refuses: more than one at a
+time; `Cluster` itself makes as many as wanted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reattach import choose
-from rankbook.errors import BadRequest, NoCluster
+from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
 from rankbook.launch.records import find_records
 from rankbook.output import Stream
@@ -21,6 +22,62 @@ KEEP_SECONDS = 600.0
 
 _current: list[Cluster] = []
 _starting = threading.Lock()
+
+
+class _Ahead:
+    """A start on a thread of its own. It is nobody's until somebody asks for ranks."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: RankbookError | None = None
+        self.cluster: Cluster | None = None
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            self.cluster = _start(None, None, START_TIMEOUT, None)
+        except RankbookError as error:
+            self.error = error  # told to the first who wants the ranks
+        finally:
+            self.ended.set()
+
+
+_ahead: list[_Ahead] = []
+
+
+def start_ahead() -> None:
+    """Start the notebook's cluster in the background; who asks for it first waits for it, and hears its error.
+
+    It gives way, unused, to a start with another number of ranks or backend, and to ranks that are attached.
+    """
+    _ahead[:] = [_Ahead()]
+    threading.Thread(target=_ahead[0].run, name="rankbook-start", daemon=True).start()
+
+
+def starting() -> bool:
+    """Whether ranks are started in the background, and are not there yet."""
+    return any(not each.ended.is_set() for each in _ahead)
+
+
+def _wait_ahead() -> _Ahead | None:
+    """What was started ahead and has been asked for by nobody before, once it is there."""
+    for each in tuple(_ahead):
+        each.ended.wait()
+        if each in _ahead:
+            _ahead.remove(each)
+            return each
+    return None
+
+
+def wait_current() -> Cluster | None:
+    """The notebook's cluster; one that is being started ahead is waited for. None if there is none.
+
+    Raises what became of the start, `StartError` or `BadRequest`: once, the next one is another try.
+    """
+    ahead = _wait_ahead()
+    if ahead is not None and ahead.error is not None:
+        raise ahead.error
+    return running_cluster()
 
 
 def start(
@@ -38,6 +95,15 @@ def start(
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise BadRequest(f"keep={keep} is no time in seconds")
+    ahead = _wait_ahead()
+    if ahead is not None and ahead.cluster is not None and ahead.cluster is running_cluster():
+        unused = ahead.cluster
+        if n not in (None, unused.world_size) or backend not in (None, unused.backend) or seconds is not None:
+            unused.stop()
+    return _start(n, backend, timeout, seconds)
+
+
+def _start(n: int | None, backend: str | None, timeout: float, seconds: float | None) -> Cluster:
     with _starting:  # a second thread gets the first one's cluster, once it is there
         running = running_cluster()
         if running is None:
@@ -61,6 +127,9 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
     `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
     """
+    ahead = _wait_ahead()
+    if ahead is not None and ahead.cluster is not None:
+        ahead.cluster.stop()
     with _starting, held_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
         if running_cluster() is not None:
             raise BadRequest("ranks are running here already; %distributed stop ends them first")
@@ -79,8 +148,8 @@ def running_cluster() -> Cluster | None:
 
 
 def current() -> Cluster:
-    """The notebook's cluster. Raises `NoCluster`."""
-    running = running_cluster()
+    """The notebook's cluster. Raises `NoCluster`, and what became of a start in the background."""
+    running = wait_current()
     if running is None:
         raise NoCluster("no ranks are running; rankbook.start() or %distributed start makes them")
     return running
@@ -88,6 +157,7 @@ def current() -> Cluster:
 
 def stop() -> bool:
     """Stop the notebook's cluster; whether there was one."""
+    _wait_ahead()
     running = running_cluster()
     if running is None:
         return False

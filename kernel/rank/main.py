@@ -126,7 +126,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     control = Control(link, capture, interrupts, executor, liveness)
     executor.wait_reply = control.replies.get
-    shell.push(
+    shell.give(
         {
             "rank": request.rank,
             "local_rank": request.rank,
@@ -134,8 +134,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             "device": device,
             "torch": torch,
             "dist": dist,
-        },
-        interactive=False,
+        }
     )
     interrupts.guard()
     interrupts.arm(0)

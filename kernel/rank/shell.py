@@ -33,6 +33,7 @@ from traitlets.config import Config
 
 from rankbook.errors import TransferError
 from rankbook.rank import comms
+from rankbook.wire import RESULT
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -98,7 +99,8 @@ class RankDisplayHook(DisplayHook):
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
         """Send the bundle."""
         if self.session is not None and format_dict:
-            self.session.display("result", plain_bundle(format_dict), plain_bundle(md_dict or {}), None)
+            metadata = {**plain_bundle(md_dict or {}), RESULT: True}
+            self.session.display("result", plain_bundle(format_dict), metadata, None)
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
         """Nothing: IPython's history would keep every figure that was ever shown."""
@@ -149,8 +151,19 @@ class RankShell(InteractiveShell):
 
     def __init__(self, **traits: Any) -> None:  # noqa: ANN401 - traitlets'
         self._stock: tuple[list[object], ...] = ()
+        self._given: dict[str, object] = {}
         super().__init__(**traits)
         self._stock = tuple(list(each) for each in self._transformations())
+
+    def give(self, names: dict[str, object]) -> None:
+        """Have these names in every cell, and hidden where variables are listed."""
+        self._given = dict(names)
+        self.push(names, interactive=False)
+
+    def init_user_ns(self) -> None:
+        """As IPython's, which `%reset` calls too: a rank without its number would be none."""
+        super().init_user_ns()
+        self.push(self._given, interactive=False)
 
     def run(self, source: str, number: int) -> None:
         """Run a cell; raises what it raises, or else the first error that IPython would only show: a failed repr."""

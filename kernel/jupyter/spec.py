@@ -1,0 +1,106 @@
+"""What Jupyter is told about the kernel.
+
+Owns: kernelspecs, by name, with their number of ranks. Refuses: to overwrite anybody else's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+from rankbook.errors import BadRequest
+
+NAME = "rankbook"
+DISPLAY_NAME = "Python 3 (Rankbook)"
+RESOURCES = Path(__file__).parent / "spec"
+_MODULE = "rankbook.jupyter"
+
+
+def make_spec(python: str, ranks: int | None, display_name: str | None) -> dict[str, Any]:
+    """The text of kernel.json: `python` runs the kernel, with `ranks` ranks or as many as there are devices."""
+    default = DISPLAY_NAME if ranks is None else f"{DISPLAY_NAME[:-1]}, {ranks} rank{'s' if ranks > 1 else ''})"
+    return {
+        "argv": [python, "-m", _MODULE, "-f", "{connection_file}"],
+        "display_name": display_name or default,
+        "language": "python",
+        "kernel_protocol_version": "5.5",
+        "env": {} if ranks is None else {"RANKBOOK_RANKS": str(ranks)},
+    }
+
+
+def install(
+    *,
+    name: str | None = None,
+    display_name: str | None = None,
+    ranks: int | None = None,
+    user: bool = False,
+    prefix: str | None = None,
+) -> Path:
+    """Put a kernelspec where Jupyter looks for them; its folder.
+
+    `ranks` None: one per device. `name` None: rankbook, or rankbook-4 for 4 ranks. Neither `user` nor `prefix`: for
+    everybody, which may need root. Raises `BadRequest` for a name that is another kernel's, OSError where the folder
+    cannot be written.
+    """
+    if ranks is not None and ranks < 1:
+        raise BadRequest(f"-n {ranks} is no number of ranks")
+    name = name or (NAME if ranks is None else f"{NAME}-{ranks}")
+    manager = KernelSpecManager()
+    _refuse_others(manager, name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / name
+        shutil.copytree(RESOURCES, folder)
+        spec = make_spec(sys.executable, ranks, display_name)
+        (folder / "kernel.json").write_text(json.dumps(spec, indent=1) + "\n")
+        try:
+            return Path(manager.install_kernel_spec(str(folder), kernel_name=name, user=user, prefix=prefix))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+
+
+def _refuse_others(manager: KernelSpecManager, name: str) -> None:
+    try:
+        found = manager.get_kernel_spec(name)
+    except (NoSuchKernel, ValueError):  # a name that cannot be one is refused by the install
+        return
+    if _MODULE not in found.argv:
+        raise BadRequest(f"{name!r} is another kernel's name ({found.display_name}); --name gives this one its own")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m rankbook.jupyter install`; 1 when it could not be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rankbook.jupyter install", description="Tell Jupyter about the kernel."
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--user", action="store_true", help="for this user alone")
+    where.add_argument("--sys-prefix", action="store_true", help="in this Python's environment")
+    where.add_argument("--prefix", metavar="FOLDER", help="in that environment")
+    parser.add_argument("-n", "--ranks", type=int, metavar="RANKS", help="how many (default: one per device)")
+    parser.add_argument("--name", help="the spec's, so that several stand side by side")
+    parser.add_argument("--display-name", metavar="TEXT", help="in the launcher")
+    asked = parser.parse_args(arguments)
+    try:
+        folder = install(
+            name=asked.name,
+            display_name=asked.display_name,
+            ranks=asked.ranks,
+            user=asked.user,
+            prefix=sys.prefix if asked.sys_prefix else asked.prefix,
+        )
+    except BadRequest as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"the kernelspec cannot be written: {error}; --user or --sys-prefix need no root\n")
+        return 1
+    sys.stdout.write(f"installed in {folder}\n")
+    return 0
