@@ -85,6 +85,31 @@ class AskStatistic(Message, frozen=True):
     key: str
 
 
+class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A name that may stand there. `type`: function, class, module, instance, keyword, param, as editors show it."""
+
+    text: str
+    type: str
+
+
+class AskCompletions(Message, frozen=True):
+    """Answer with `CompletionsTold`: what may follow `text[:cursor]`. `variables`: the cells' own variables alone."""
+
+    token: int
+    text: str
+    cursor: int
+    variables: bool
+
+
+class AskInspection(Message, frozen=True):
+    """Answer with `InspectionTold` about what is under the cursor in `text`. `source`: with its source."""
+
+    token: int
+    text: str
+    cursor: int
+    source: bool
+
+
 class Looked(Message, frozen=True):
     """What was seen. Without `holdings` they are what they were, or were not asked for."""
 
@@ -119,6 +144,21 @@ class StatisticTold(Message, frozen=True):
     statistic: Statistic
 
 
+class CompletionsTold(Message, frozen=True):
+    """What may take the place of `text[start:cursor]`."""
+
+    token: int
+    start: int
+    completions: tuple[Completion, ...]
+
+
+class InspectionTold(Message, frozen=True):
+    """What is known of it, for people; "" where there is nothing under the cursor, or nothing of that name."""
+
+    token: int
+    text: str
+
+
 class NothingTold(Message, frozen=True):
     """The rank cannot answer, and says why."""
 
@@ -126,5 +166,8 @@ class NothingTold(Message, frozen=True):
     trouble: str
 
 
-Question = AskLook | AskDetail | AskShards | AskStatistic
-Answer = Looked | DetailTold | ShardsTold | StatisticTold | NothingTold
+Hint = AskCompletions | AskInspection
+"""What an editor asks while a person types: it cannot wait."""
+Look = AskLook | AskDetail | AskShards | AskStatistic
+Question = Look | Hint
+Answer = Looked | DetailTold | ShardsTold | StatisticTold | CompletionsTold | InspectionTold | NothingTold

@@ -14,6 +14,8 @@ stacks.py    where the ranks are, in words
 launchers.py  functions that run on the ranks
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
+hints.py     Tab, Shift-Tab and `x?` for cells of the ranks
+cursor.py    whom the code at a cursor is for, and what may stand on a magic's line
 auto.py      plain cells that run on the ranks
 views.py     the live views of the notebook's ranks
 shelf.py     a folder of checkpoints, as the views see it

@@ -6,7 +6,7 @@ Owns: which cells stay in the notebook. Refuses: to change a cell's text beyond 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -92,7 +92,8 @@ class Distribute:
         """From now on."""
         self._shell.events.register("pre_execute", self._enter)
         self._shell.events.register("post_execute", self._leave)
-        history, manager = self._shell.history_manager, self._shell.input_transformer_manager
+        history: Any = self._shell.history_manager
+        manager = self._shell.input_transformer_manager
         self._stock_store: Callable[..., None] = history.store_inputs
         history.store_inputs = self._store_inputs
         self._stock_check: Callable[[str], tuple[str, int | None]] = manager.check_complete
@@ -104,8 +105,11 @@ class Distribute:
         """No longer."""
         self._shell.events.unregister("pre_execute", self._enter)
         self._shell.events.unregister("post_execute", self._leave)
-        del self._shell.history_manager.store_inputs  # the class's own is there again
-        del self._shell.input_transformer_manager.check_complete
+        history: Any = self._shell.history_manager
+        del (
+            history.store_inputs,
+            self._shell.input_transformer_manager.check_complete,
+        )  # the classes' own are there again
         self._shell.input_transformer_manager.cleanup_transforms.remove(self)
 
     def _enter(self) -> None:
@@ -113,6 +117,11 @@ class Distribute:
 
     def _leave(self) -> None:
         self._running = max(0, self._running - 1)  # the cell that turned it on is left without having been entered
+
+
+def is_on(shell: InteractiveShell) -> bool:
+    """Whether plain cells run on the ranks."""
+    return any(isinstance(each, Distribute) for each in shell.input_transformer_manager.cleanup_transforms)
 
 
 def set_auto(shell: InteractiveShell, *, on: bool) -> None:

@@ -19,7 +19,7 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import auto, options
+from rankbook.magics import auto, hints, options
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
@@ -84,6 +84,8 @@ class DistributedMagics(Magics):
         if isinstance(sink, JupyterSink):
             self._bridge_to(cluster, sink).parent = sink.parent
         ranks = cluster.select(chosen.ranks)
+        if "?" in cell and hints.show_inspection(cluster, ranks, cell):
+            return None
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
         ask = ask_for(self._shell)
@@ -289,6 +291,7 @@ def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
     DistributedMagics.distributed.__doc__ = options.help_text()
     auto.install(shell)
+    hints.install(shell)
     shell.register_magics(DistributedMagics(shell))
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
         auto.set_auto(shell, on=True)
@@ -297,6 +300,7 @@ def install(shell: InteractiveShell) -> None:
 def uninstall(shell: InteractiveShell) -> None:
     """Take the magics away."""
     auto.uninstall(shell)
+    hints.uninstall(shell)
     manager = shell.magics_manager
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "local")):
         manager.magics[kind].pop(name, None)

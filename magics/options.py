@@ -140,6 +140,12 @@ _no_options = vars(_cell_parser.parse_args([]))
 """What most cells have; argparse would take a tenth of such a cell's time to say so."""
 
 
+def actions_of(command: str | None) -> list[argparse.Action]:
+    """What may stand behind `%%distributed` (None), or behind a command of `%distributed`, if there is such a one."""
+    parser = _cell_parser if command is None else _command_parsers.get(command)
+    return [] if parser is None else [each for each in parser._actions if each.help is not argparse.SUPPRESS]
+
+
 def parse_cell_line(line: str) -> argparse.Namespace:
     """The options behind `%%distributed`. Raises `BadRequest`."""
     if not line.strip():

@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "keeping",
         "looking",
         "telemetry",
+        "wire",
         "ranks",
         "errors",
     },
@@ -87,6 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "launch",  # the forkserver starts as the extension loads
         "launched",
         "wire",
+        "looking",
     },
     "jupyter": {"", "coordinator", "errors"},  # it has its extension loaded by name, as any kernel has
     "console": set(),

@@ -15,6 +15,7 @@ questions.py  what ranks are asked while they run, and whose the answers are
 board.py    their answers as one picture, pure
 shards.py   the same for the shards of a variable
 lookout.py  asks them while somebody looks, and on demand
+hints.py    asks one of them while a person types
 feed.py     what views see of a cluster, and do to it
 silence.py  what it means when one does not, in words
 timers.py   what is to be done later

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rankbook.coordinator import events as ev
+from rankbook.coordinator import hints
 from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.crew import Crew
@@ -25,6 +26,7 @@ from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection, Workplace
 from rankbook.errors import BadRequest, LostRank
 from rankbook.launch.records import Record
+from rankbook.looking import Completion
 from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell, Stack
 from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
@@ -259,6 +261,35 @@ class Cluster(Workplace):
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
         """Of what `rank` holds of the tensor `key` of `name`: minimum, mean, maximum, NaNs. Raises `BadRequest`."""
         return self._lookout.statistic(name, key, rank, timeout=timeout)
+
+    def complete(
+        self,
+        text: str,
+        cursor: int,
+        *,
+        ranks: RankSelection = None,
+        variables: bool = False,
+        timeout: float = hints.SOON,
+    ) -> tuple[int, tuple[Completion, ...]]:
+        """What may take the place of `text[start:cursor]` on the first of `ranks` that answers, and that `start`.
+
+        From its live objects, also while it runs; no user code is run for it. `variables`: the cells' variables alone.
+        Nothing, where there is no answer within `timeout` seconds.
+        """
+        return self._hints.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
+
+    def inspect(
+        self,
+        text: str,
+        cursor: int | None = None,
+        *,
+        ranks: RankSelection = None,
+        source: bool = False,
+        timeout: float = hints.SOON,
+    ) -> str:
+        """What the name under the cursor is on the first of `ranks` that answers, for people; "" if nobody knows."""
+        at = len(text) if cursor is None else cursor
+        return self._hints.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
 
     # Ranks
 

@@ -12,6 +12,7 @@ from typing import Any
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.hints import Hints
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.lookout import Lookout
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
@@ -36,6 +37,7 @@ class Workplace:
         self._segments = self._crew.segments
         self._place = self._crew.placement
         self._lookout = Lookout(crew)
+        self._hints = Hints(crew)
         self._everyone = tuple(range(len(self._place.devices)))
         self.key = self._crew.key
 

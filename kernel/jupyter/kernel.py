@@ -21,12 +21,9 @@ class RankbookKernel(IPythonKernel):
     distributes_cells = True
     """Read by the extension as it is loaded."""
 
-    @property
-    def banner(self) -> str:
-        """What a console shows first."""
-        return f"Rankbook {__version__}: cells run on every rank; %%local keeps one in the kernel's own process\n"
+    banner = f"Rankbook {__version__}: cells run on every rank; %%local keeps one in the kernel's own process\n"
 
-    def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - ipykernel's
+    def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # noqa: ANN401 - ipykernel's
         """As IPython's, but this session by its number in every kind of reply, and not as 0 in some."""
         reply: dict[str, Any] = super().do_history(*args, **kwargs)
         shell: Any = self.shell

@@ -23,7 +23,11 @@ backends.py       torch's gloo and nccl, made
 recoverable.py    a group that outlives its connections
 waits.py          waits for a collective, so that the wait ends
 collectives.py    what a group was asked for, and what has not ended
-inquiries.py      the thread that looks while the main thread works
+inquiries.py      the threads that look while the main thread works
+hints.py          what an editor is told while a person types
+reading.py        the code before its cursor
+members.py        what an object has, without asking it
+describe.py       what a person is told of it
 look.py           what it answers
 belongings.py     the models, optimizers and loaders that live here
 parts.py          their tensors, by metadata

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
-from rankbook.looking import Question
+from rankbook.looking import AskCompletions, AskInspection, Hint, Look, Question
 from rankbook.messages import (
     Abort,
     AdoptState,
@@ -46,6 +46,7 @@ from rankbook.messages import (
 from rankbook.rank import heal, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
+from rankbook.rank.hints import Guide
 from rankbook.rank.inquiries import Inquiries
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
@@ -82,7 +83,8 @@ class Executor:
         self._group = group
         self._segments = SegmentStore(segments)
         self._pid = os.getpid()
-        self._inquiries = Inquiries(link.send, self._lookout)
+        self._looks = Inquiries[Look](link.send, self._lookout)
+        self._hints = Inquiries[Hint](link.send, self._guide)
         shell.attach(self)
         group.where = self.line
 
@@ -261,7 +263,13 @@ class Executor:
 
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on a thread of its own. Any thread."""
-        self._inquiries.put(question)
+        if isinstance(question, (AskCompletions, AskInspection)):  # on a thread of its own: a look may take its time
+            self._hints.put(question)
+        else:
+            self._looks.put(question)
+
+    def _guide(self) -> Guide:
+        return Guide(self, self._group.rank)
 
     def _lookout(self) -> Lookout:
         from rankbook.rank.look import Lookout

@@ -1,4 +1,4 @@
-"""The thread that looks: a rank's third, made by the first question.
+"""The threads that look: a rank's third and fourth, each made by the first question of its kind.
 
 Owns: questions in their order, and that each gets an answer. Refuses: to hold up the control thread, which must be free
 for interrupts, and the main thread, which takes what arrives between two cells.
@@ -11,24 +11,31 @@ import queue
 import signal
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-from rankbook.looking import Answer, NothingTold, Question
+from rankbook.looking import Answer, Hint, Look, NothingTold
 
-if TYPE_CHECKING:
-    from rankbook.rank.look import Lookout
+_Q = TypeVar("_Q", bound=Look | Hint)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint, contravariant=True)
 
 
-class Inquiries:
+class Answers(Protocol[_Q_contra]):
+    """What looks."""
+
+    def answer(self, question: _Q_contra) -> Answer:
+        """The answer, or why there is none."""
+
+
+class Inquiries(Generic[_Q]):
     """Answers with `send`. `make` makes what looks, once; it imports what a rank needs for nothing else."""
 
-    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Lookout]) -> None:
+    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Answers[_Q]]) -> None:
         self._send = send
         self._make = make
-        self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[_Q] = queue.SimpleQueue()
         self._started = _thread.allocate_lock()
 
-    def put(self, question: Question) -> None:
+    def put(self, question: _Q) -> None:
         """Have it answered. Any thread."""
         self._questions.put(question)
         if self._started.acquire(blocking=False):
@@ -36,12 +43,12 @@ class Inquiries:
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
-        lookout: Lookout | None = None
+        looks: Answers[_Q] | None = None
         while True:
             question = self._questions.get()
             try:
-                lookout = lookout or self._make()
-                answer = lookout.answer(question)
+                looks = looks or self._make()
+                answer = looks.answer(question)
             except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
                 answer = NothingTold(question.token, f"a look at the rank failed: {error}\n{traceback.format_exc()}")
             self._send(answer)

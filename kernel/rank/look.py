@@ -23,9 +23,9 @@ from rankbook.looking import (
     AskShards,
     AskStatistic,
     DetailTold,
+    Look,
     Looked,
     NothingTold,
-    Question,
     Sample,
     StatisticTold,
 )
@@ -86,7 +86,7 @@ class Lookout:
         self._ended: deque[CheckpointSave] = deque(maxlen=_LAST_SAVES)
         self._listens = False
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: Look) -> Answer:
         """The answer, or why there is none."""
         try:
             match question:

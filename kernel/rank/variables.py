@@ -31,11 +31,12 @@ def list_variables(namespace: Mapping[str, object], hidden: Collection[str], bre
         if len(found) == MOST:
             break
         breath()
-        found.append(_tell(name, value, breath))
+        found.append(tell(name, value, breath))
     return tuple(found)
 
 
-def _tell(name: str, value: object, breath: Breath) -> Variable:
+def tell(name: str, value: object, breath: Breath) -> Variable:
+    """One of them."""
     kind = type(value).__name__
     if is_a(value, torch.Tensor):
         assert isinstance(value, torch.Tensor)
@@ -50,7 +51,7 @@ def _tell(name: str, value: object, breath: Breath) -> Variable:
     if is_a(value, torch.optim.Optimizer):
         assert isinstance(value, torch.optim.Optimizer)
         return _tell_tensors(name, kind, [each.tensor for each in parts.parts_of_optimizer(value, {}, breath)])
-    return Variable(name, kind, None, "", "", None, _preview(value))
+    return Variable(name, kind, None, "", "", None, preview(value))
 
 
 def _tensors_of(model: torch.nn.Module, breath: Breath) -> Iterator[torch.Tensor]:
@@ -64,7 +65,8 @@ def _tell_tensors(name: str, kind: str, tensors: list[torch.Tensor]) -> Variable
     return Variable(name, kind, None, dtypes, devices, sum(map(parts.nbytes, tensors)), f"{len(tensors)} tensors")
 
 
-def _preview(value: object) -> str:
+def preview(value: object) -> str:
+    """Its text where it is plain and short, a container's length, or else ""."""
     if type(value) in _PLAIN:
         if type(value) in {str, bytes}:
             value = value[:_LONGEST]  # type: ignore[index]

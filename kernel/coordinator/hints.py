@@ -1,0 +1,48 @@
+"""What a rank knows of a name that a person is typing.
+
+Owns: which rank is asked, and for how long it is waited for. Refuses: to be late; what comes later is nothing.
+"""
+
+from __future__ import annotations
+
+from rankbook.coordinator.crew import Crew
+from rankbook.errors import RankbookError
+from rankbook.looking import Answer, AskCompletions, AskInspection, Completion, CompletionsTold, Hint, InspectionTold
+from rankbook.wire import changed
+
+SOON = 0.09
+"""Seconds: what a person has not seen by a tenth of one comes too late, and the front end needs some of that."""
+
+
+class Hints:
+    """Asks the ranks of `crew`. Any thread but the driver's own."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def complete(
+        self, text: str, cursor: int, ranks: tuple[int, ...], *, variables: bool, timeout: float
+    ) -> tuple[int, tuple[Completion, ...]]:
+        """See `Cluster.complete`."""
+        answer = self._ask(AskCompletions(0, text[:cursor], cursor, variables), ranks, timeout)
+        return (answer.start, answer.completions) if isinstance(answer, CompletionsTold) else (cursor, ())
+
+    def inspect(self, text: str, cursor: int, ranks: tuple[int, ...], *, source: bool, timeout: float) -> str:
+        """See `Cluster.inspect`."""
+        answer = self._ask(AskInspection(0, text, cursor, source), ranks, timeout)
+        return answer.text if isinstance(answer, InspectionTold) else ""
+
+    def _ask(self, question: Hint, ranks: tuple[int, ...], timeout: float) -> Answer | None:
+        """The answer of the first of `ranks` that can give one; None where it does not, in time."""
+        try:
+            driver = self._crew.driver
+        except RankbookError:  # they are stopped
+            return None
+        there = driver.answering()
+        asked = next((rank for rank in ranks if rank in there), None)
+        if asked is None:
+            return None
+        answers = driver.presence.questions.wait_answers(
+            (asked,), lambda token, _: changed(question, token=token), timeout=timeout, there=driver.answering
+        )
+        return answers.get(asked)

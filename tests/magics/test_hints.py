@@ -1,0 +1,143 @@
+"""Tab, Shift-Tab and `x?` through a real kernel, as front ends ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import wait_until
+
+SETUP = """%%distributed
+class Net(torch.nn.Module):
+    "A small one."
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+        self.only_here = [None] * rank
+model = Net()
+if rank == 1:
+    second_alone = {"learning_rate": 1.0}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(module_notebook):
+    module_notebook.ok(SETUP)
+    module_notebook.ok("notebooks_own = 1")
+
+
+@pytest.fixture
+def ask(notebook):
+    """The replies of the kernel to what a front end asks, with the seconds that they took."""
+
+    def ask(kind, code, cursor=None, **options):
+        client = notebook.client
+        message = getattr(client, kind)(code, len(code) if cursor is None else cursor, **options)
+        began = time.monotonic()
+        while True:
+            reply = client.get_shell_msg(timeout=20)
+            if reply["parent_header"]["msg_id"] == message:
+                return reply["content"], time.monotonic() - began
+
+    return ask
+
+
+@pytest.fixture
+def names(ask):
+    def names(code, cursor=None):
+        return ask("complete", code, cursor)[0]["matches"]
+
+    return names
+
+
+def test_completion_is_from_the_ranks_live_objects(ask, names):
+    assert names("%%distributed\nmod") == ["model"]
+    assert "weight" in names("%%distributed\nmodel.layers[0].we")
+    reply, _ = ask("complete", "%%distributed --ranks 1\nx = second_al + 1", 37)
+    assert (reply["matches"], reply["cursor_start"], reply["cursor_end"]) == (["second_alone"], 28, 37)
+    kinds = reply["metadata"]["_jupyter_types_experimental"]
+    assert [(each["text"], each["type"], each["start"], each["end"]) for each in kinds] == [
+        ("second_alone", "instance", 28, 37)
+    ]
+    assert names("%%distributed --ranks 1\nsecond_alone['lea") == ["learning_rate"]
+    assert names("%%distributed\nsecond_al") == [], "the first rank has none, and the notebook's names do not count"
+    assert names("%%distributed\nnotebooks_o") == []
+    assert "notebooks_own" in names("notebooks_o"), "a plain cell is the notebook's own"
+
+
+def test_the_magics_lines_know_their_options_ranks_and_variables(notebook, names):
+    assert names("%distributed sta") == ["stacks", "start", "status"]
+    assert names("%%distributed --ran") == ["--ranks"]
+    assert names("%%distributed --ranks ") == ["all", "main", "0", "1"]
+    assert "notebooks_own" in names("%distributed push note")
+    assert names("%distributed pull mod") == ["model"]
+    assert "torch" not in names("%distributed pull "), "it is no cell's variable"
+    assert "%%distributed" in names("%%distr")
+
+
+def test_shift_tab_tells_of_the_ranks_objects(ask):
+    reply, _ = ask("inspect", "%%distributed\nmodel.layers[0]")
+    assert reply["found"] and "Linear" in reply["data"]["text/plain"] and "Rank:" in reply["data"]["text/plain"]
+    assert "class Net" in ask("inspect", "%%distributed\nmodel", detail_level=1)[0]["data"]["text/plain"]
+    assert ask("inspect", "%%distributed\nnotebooks_own")[0] == {
+        "status": "ok",
+        "found": False,
+        "data": {},
+        "metadata": {},
+    }
+    assert ask("inspect", "notebooks_own")[0]["found"]
+
+
+def test_a_question_mark_opens_the_pager(notebook):
+    paged = notebook.ok("%%distributed\nmodel?")
+    assert paged.payload[0]["source"] == "page" and "A small one." in paged.payload[0]["data"]["text/plain"]
+    assert paged.outputs == []
+    assert "class Net" in notebook.ok("%%distributed\nmodel??").payload[0]["data"]["text/plain"]
+    assert "not found" in notebook.ok("%%distributed\nno_such_name?").stdout
+
+
+def test_auto_mode_has_the_same(notebook, names):
+    notebook.ok("%distributed auto on")
+    try:
+        assert names("mod") == ["model"] and names("notebooks_o") == []
+        assert names("%time mod") == ["model"]
+        assert "notebooks_own" in names("%%local\nnotebooks_o")
+        assert "A small one." in notebook.ok("model?").payload[0]["data"]["text/plain"]
+    finally:
+        notebook.ok("%distributed auto off")
+
+
+def test_it_is_answered_while_the_rank_runs_a_cell(notebook, ask, names):
+    notebook.ok("%%distributed --background --out busy\nimport time\nfor step in range(10**9):\n    pass")
+    try:
+        wait_until(lambda: names("%%distributed\nste") == ["step"], timeout=5, what="the loop's variable is there")
+        assert "weight" in names("%%distributed\nmodel.layers[0].we")
+        reply, seconds = ask("inspect", "%%distributed\nmodel")
+        assert reply["found"] and seconds < 0.2
+    finally:
+        notebook.ok("%distributed interrupt")
+
+
+def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask):
+    pids = notebook.ok("%%distributed\nimport os\nos.getpid()").displays
+    first = int(pids[0]["text/plain"].split()[-1])
+    os.kill(first, signal.SIGSTOP)
+    try:
+        for kind in ("complete", "inspect"):
+            reply, seconds = ask(kind, "%%distributed\nmodel.layers")
+            assert not reply.get("matches") and not reply.get("data") and reply["status"] == "ok"
+            assert seconds < 0.3, "a tenth of a second, and what a busy machine adds"
+    finally:
+        os.kill(first, signal.SIGCONT)
+    assert psutil.Process(first).status() != psutil.STATUS_STOPPED
+
+
+def test_unloading_gives_the_kernel_its_own_back(fresh_notebook):
+    fresh_notebook.ok("kernel = get_ipython().kernel\nours = kernel.do_complete.__self__ is not kernel")
+    fresh_notebook.ok("%load_ext rankbook\n%reload_ext rankbook\n%unload_ext rankbook")
+    outcome = fresh_notebook.ok("ours, kernel.do_complete.__self__ is kernel, kernel.do_inspect.__self__ is kernel")
+    assert outcome.displays[0]["text/plain"] == "(True, True, True)"
