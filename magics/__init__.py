@@ -12,6 +12,7 @@ panel.py     a cell's output by rank
 strip.py     the line above a cell that runs for longer than a moment
 stacks.py    where the ranks are, in words
 launchers.py  functions that run on the ranks
+variables.py  the ranks' variables side by side
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
 hints.py     Tab, Shift-Tab and `x?` for cells of the ranks

@@ -129,7 +129,7 @@ def _positional(
 ) -> Iterable[str]:
     named = [name for each in actions for name in each.option_strings[:1]]
     wanted = [each for each in actions if not each.option_strings]
-    many = bool(wanted) and wanted[0].nargs == "+"
+    many = bool(wanted) and wanted[0].nargs in {"+", "*"}
     if not wanted or (given >= len(wanted) and not many):
         return named
     action = wanted[0 if many else given]
@@ -137,7 +137,7 @@ def _positional(
         return [*_selections(begun, world_size), *named]
     if action.choices is not None:
         return [str(each) for each in action.choices]
-    if command in {"push", "pull"}:
+    if command in {"push", "pull", "vars"}:
         return own() if command == "push" else theirs()
     return named
 

@@ -19,7 +19,7 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import auto, hints, options
+from rankbook.magics import auto, hints, options, variables
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
@@ -208,6 +208,18 @@ class DistributedMagics(Magics):
         silent = None in stacks.values()  # the states of those who owe their stack, with no more time to answer
         states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
         self._say(describe_stacks(stacks, states))
+
+    def _command_vars(self, command: argparse.Namespace) -> None:
+        cluster = clusters.current()
+        asked = cluster.select(command.ranks)
+        told = cluster.variables(asked)
+        rows = variables.rows_of(told, command.names) if told else []
+        if silent := tuple(rank for rank in asked if rank not in told):
+            self._say(f"{name_ranks(silent)} did not answer; %distributed status tells why")
+        if rows:
+            self._show(table(variables.HEADINGS, rows))
+        elif told:
+            self._say("no variables")
 
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()

@@ -24,6 +24,7 @@ COMMANDS = (
     "restart",
     "stop",
     "stacks",
+    "vars",
     "push",
     "pull",
     "auto",
@@ -110,6 +111,9 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     heal.add_argument("--empty", action="store_true", help="without the variables")
     add("stop", "end the ranks")
     add("stacks", "where in the code each rank is, now")
+    variables = add("vars", "each rank's variables, and where the ranks differ")
+    variables.add_argument("names", nargs="*", metavar="NAME", help="only these; loss* is all that begin so")
+    _ranks(variables)
     push = add("push", "copy variables of the notebook to the ranks")
     push.add_argument("names", nargs="+", metavar="NAME")
     _ranks(push)

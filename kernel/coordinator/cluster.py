@@ -31,7 +31,7 @@ from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fet
 from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
-from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic
+from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.transport.payload import Packed, pack
 
 START_TIMEOUT = 180.0
@@ -250,6 +250,12 @@ class Cluster(Workplace):
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""
         return self._lookout.detail(rank, timeout=timeout)
+
+    def variables(
+        self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
+    ) -> dict[int, tuple[Variable, ...]]:
+        """What is stored of each variable of `ranks`, also while they run; without those that do not answer in time."""
+        return self._lookout.variables(self.select(ranks), timeout=timeout)
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Which part of which tensor of the variable `name` lies on which rank, also while they run.

@@ -31,7 +31,7 @@ from rankbook.looking import (
     Question,
     StatisticTold,
 )
-from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, replaced
+from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, Variable, replaced
 
 EVERY = 0.1
 """Seconds between two rounds of questions."""
@@ -244,6 +244,16 @@ class Lookout:
         answer = self._ask_one(rank, AskDetail, timeout)
         assert isinstance(answer, DetailTold)
         return replaced(answer.detail, output=output)
+
+    def variables(self, ranks: tuple[int, ...], *, timeout: float) -> dict[int, tuple[Variable, ...]]:
+        """See `Cluster.variables`."""
+        driver = self._crew.driver
+        there = [rank for rank in ranks if rank in driver.answering()]
+        answers = driver.presence.questions.wait_answers(
+            there, lambda token, _: AskDetail(token), timeout=timeout, there=driver.answering
+        )
+        told = {rank: answers[rank] for rank in ranks if rank in answers}
+        return {rank: each.detail.variables for rank, each in told.items() if isinstance(each, DetailTold)}
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Where the tensors of the ranks' variable `name` lie. Raises `BadRequest` where no rank has such a one."""

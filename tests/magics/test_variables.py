@@ -1,0 +1,78 @@
+"""The ranks' variables side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.magics.variables import HEADINGS, rows_of
+from rankbook.telemetry import Variable
+
+
+def tensor(name, *shape, dtype="float32", device="cpu"):
+    return Variable(name, "Tensor", shape, dtype, device, 4000, "")
+
+
+def plain(name, value):
+    return Variable(name, type(value).__name__, None, "", "", None, repr(value))
+
+
+def told(variables, *names):
+    return [{key: cell for key, cell in zip(HEADINGS, row, strict=True) if cell} for row in rows_of(variables, names)]
+
+
+def test_what_all_ranks_have_alike_is_one_row():
+    assert told({rank: (tensor("x", 2, 3), plain("n", 5)) for rank in range(4)}) == [
+        {"name": "x", "ranks": "all", "type": "Tensor", "shape": "[2, 3]", "dtype": "float32"}
+        | {"device": "cpu", "size": "4 kB"},
+        {"name": "n", "ranks": "all", "type": "int", "value": "5"},
+    ]
+
+
+def test_another_make_is_another_row_that_says_in_what():
+    rows = told({0: (tensor("x", 2),), 1: (tensor("x", 2),), 2: (tensor("x", 3, dtype="bfloat16"),)})
+    assert [(row["ranks"], row["shape"], row["dtype"]) for row in rows] == [
+        ("0-1", "[2]", "float32"),
+        ("2", "[3]", "bfloat16"),
+    ]
+    assert [row.get("differs in") for row in rows] == ["shape, dtype", None]
+
+
+def test_values_of_the_same_make_share_a_row_with_their_ranks():
+    (row,) = told({rank: (plain("n", rank // 2),) for rank in range(4)})
+    assert (row["ranks"], row["value"], row["differs in"]) == ("all", "[0-1] 0 · [2-3] 1", "value")
+    (row,) = told({rank: (plain("n", rank),) for rank in range(40)})
+    assert row["value"] == "[0] 0 · [1] 1 · [2] 2 · [3] 3 · …"
+
+
+def test_what_some_ranks_have_not_is_told():
+    (row,) = told({0: (), 1: (plain("n", 5),), 2: ()})
+    assert (row["ranks"], row["differs in"]) == ("1", "not on ranks 0,2")
+
+
+def test_names_and_patterns_choose():
+    variables = {0: (plain("loss", 1), plain("loss_sum", 2), plain("n", 3))}
+    assert [row["name"] for row in told(variables, "loss*")] == ["loss", "loss_sum"]
+    assert [row["name"] for row in told(variables, "n", "loss")] == ["loss", "n"]
+    with pytest.raises(BadRequest, match="no variable 'los'; near: loss"):
+        told(variables, "los")
+
+
+def test_in_a_notebook_also_while_the_ranks_run(notebook):
+    assert "no variables" in notebook.ok("%distributed vars").stdout
+    notebook.ok(
+        "%%distributed\nweights = torch.ones(2 + rank)\nshared = 'same'\nmine = rank * 10\nif rank: only_second = 1"
+    )
+    notebook.ok("%%distributed --background\nimport time\ntime.sleep(60)")
+    try:
+        text = notebook.ok("%distributed vars").displays[-1]["text/plain"]
+    finally:
+        notebook.ok("%distributed interrupt")
+    lines = {tuple(line.split()[:2]): line for line in text.splitlines()}
+    assert "[2]" in lines["weights", "0"] and "shape" in lines["weights", "0"] and "[3]" in lines["weights", "1"]
+    assert "'same'" in lines["shared", "all"] and "value" not in lines["shared", "all"]
+    assert "[0] 0 · [1] 10" in lines["mine", "all"]
+    assert "not on rank 0" in lines["only_second", "1"]
+    assert "torch" not in text and "world_size" not in text
+    assert notebook.ok("%distributed vars mine --ranks 1").text.count("mine") == 1
+    assert "near: mine" in notebook.run("%distributed vars min").stderr
