@@ -31,6 +31,7 @@ from nbformat import NotebookNode
 
 from rankbook.console import Console
 from rankbook.errors import BadRequest
+from rankbook.jupyter.spec import spec_for
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
 INTERRUPT_GRACE = 5.0  # seconds that a cell that ran out of time gets to end by the interrupt
@@ -66,10 +67,14 @@ class _Run:
 
 
 class _ThisInterpreter(KernelSpecManager):
-    """Knows one kernel: the ipykernel beside the running interpreter, whatever is installed for the user."""
+    """Knows one kernel of the running interpreter, whatever is installed for the user: Rankbook's own, or ipykernel."""
+
+    def __init__(self, own: KernelSpec | None) -> None:
+        super().__init__()
+        self._spec = own or KernelSpec(resource_dir="", **get_kernel_dict())
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002  # there is one, whatever the name
-        return KernelSpec(resource_dir="", **get_kernel_dict())
+        return self._spec
 
 
 class NotebookRun:
@@ -91,7 +96,7 @@ class NotebookRun:
     ) -> None:
         self._notebook, self._console = notebook, console
         self._folder, self._ranks, self._timeout = folder, ranks, timeout
-        self._specs = _kernel_specs(notebook, kernel)
+        self._specs = _kernel_specs(notebook, kernel, ranks)
         self._kernel = kernel or NATIVE_KERNEL_NAME
         self._manager: AsyncKernelManager
         self._client: AsyncKernelClient
@@ -352,14 +357,17 @@ class NotebookRun:
         run.clear_before_next_output = self._document.clear_before_next_output
 
 
-def _kernel_specs(notebook: NotebookNode, kernel: str | None) -> KernelSpecManager:
+def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None) -> KernelSpecManager:
     """Where the kernel's command is found. Raises `BadRequest` where there is none for this notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
         if spec.get("language", "python").lower() != "python":
             name = spec.get("name", "")
             raise BadRequest(f"the notebook is written for {spec['language']}, not Python; `--kernel {name}` runs it")
-        return _ThisInterpreter()
+        own = spec_for(spec.get("name", ""))
+        if own is not None and ranks is not None:
+            own.env = {}  # it would have the last word
+        return _ThisInterpreter(own)
     specs = KernelSpecManager()
     try:
         specs.get_kernel_spec(kernel)

@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jupyter": {"", "coordinator", "errors"},  # it has its extension loaded by name, as any kernel has
     "console": set(),
     "notebook_file": {"console", "errors"},
-    "notebook_run": {"notebook_file", "console", "errors"},
+    "notebook_run": {"notebook_file", "console", "errors", "jupyter"},
     "cli": {"notebook_run", "notebook_file", "console", "errors", "checkpoint"},
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 
 from rankbook.errors import BadRequest
 
@@ -64,6 +64,20 @@ def install(
             return Path(manager.install_kernel_spec(str(folder), kernel_name=name, user=user, prefix=prefix))
         except ValueError as error:
             raise BadRequest(str(error)) from error
+
+
+def spec_for(name: str) -> KernelSpec | None:
+    """This interpreter's kernel, for a notebook that was written with the kernel `name`; None if that is another one.
+
+    Of one that is installed the number of ranks is kept; one that is not is known by its name.
+    """
+    try:
+        found = KernelSpecManager().get_kernel_spec(name)
+        ours, env = _MODULE in found.argv, dict(found.env)
+    except (NoSuchKernel, ValueError):
+        ours, env = name == NAME or name.startswith(f"{NAME}-"), {}
+    spec = make_spec(sys.executable, None, None)
+    return KernelSpec(resource_dir="", **{**spec, "env": env}) if ours else None
 
 
 def _refuse_others(manager: KernelSpecManager, name: str) -> None:

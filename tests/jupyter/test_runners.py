@@ -32,9 +32,10 @@ RUNNERS = {
     "jupyter execute": ["-c", EXECUTE, "--kernel_name={kernel}", "--inplace", "{file}"],
     "nbconvert": [*CONVERT, "--ExecutePreprocessor.kernel_name={kernel}", "{file}"],
     "papermill": ["-m", "papermill", "{file}", "{file}", "--kernel", "{kernel}", "--no-progress-bar"],
+    "rankbook run": ["-m", "rankbook.cli", "run", "{file}", "--output", "{file}"],
     "nbmake": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbmake", "--overwrite", "{file}"],
 }
-_PACKAGE = {"jupyter execute": "nbclient"}
+_PACKAGE = {"jupyter execute": "nbclient", "rankbook run": "nbclient"}
 
 
 def write_notebook(file: Path) -> None:
