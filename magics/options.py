@@ -154,6 +154,8 @@ def parse_cell_line(line: str) -> argparse.Namespace:
     """The options behind `%%distributed`. Raises `BadRequest`."""
     if not line.strip():
         return argparse.Namespace(**_no_options)
+    if line == "--auto":
+        return argparse.Namespace(**{**_no_options, "auto": True})
     return _cell_parser.parse_args(_words("%%distributed", line))
 
 

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import getpass
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from rankbook.rank import comms
 from rankbook.wire import RESULT
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -181,9 +183,13 @@ class RankShell(InteractiveShell):
         """As IPython's, but for cells that are Python as they stand: its tokenizer would change nothing in these.
 
         It takes a quarter of the time of a small cell. One line may be a magic without its `%`, so that is asked for,
-        as is a backslash, about which Python may warn.
+        unless it gives a name its value, as is a backslash, about which Python may warn.
         """
-        if raw_cell.count("\n") > 1 and "\\" not in raw_cell and self._transformations() == self._stock:
+        if (
+            (raw_cell.count("\n") > 1 or _ASSIGNS.match(raw_cell))
+            and "\\" not in raw_cell
+            and self._transformations() == self._stock
+        ):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
                 compile(raw_cell, "<cell>", "exec", _AS_A_CELL, dont_inherit=True)
                 return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"

@@ -98,6 +98,17 @@ def test_await_and_commands_and_magics_for_code_run_on_the_ranks(auto):
     assert auto.ok("%%bash\necho $RANK").stdout == "[0] 0\n[1] 1\n"
 
 
+def test_one_line_that_gives_a_name_its_value_is_what_it_looks_like(auto):
+    assert auto.ok("cd = 5\ncd").text == auto.ok("cd").text == "[0-1] 5\n", "a variable, and not the magic"
+    assert auto.ok("cd = 7").text == "" and auto.ok("cd").text == "[0-1] 7\n"
+    auto.ok("words = !echo one two")
+    assert auto.ok("words[0]").text == "[0-1] 'one two'\n"
+    auto.ok("where = %pwd")
+    assert auto.ok("isinstance(where, str)").text == "[0-1] True\n"
+    assert "SyntaxError" in auto.run("x = = 1").traceback
+    auto.ok("del cd")
+
+
 def test_local_keeps_a_cell_in_the_notebook(auto):
     outcome = auto.ok("%%local\nhere = 1\nprint('rank' in globals())\nhere + 1")
     assert outcome.stdout == "False\n"
