@@ -85,10 +85,13 @@ def _docstring(thing: type) -> str:
 
 def _struct(struct: type[msgspec.Struct]) -> str:
     heading = f"### {struct.__name__}\n\n{_docstring(struct)}"
+    annotations = {
+        name: each for base in reversed(struct.__mro__) for name, each in vars(base).get("__annotations__", {}).items()
+    }
     rows = []
     for field in msgspec.structs.fields(struct):
         default = "" if field.required else f"`{field.default!r}`"
-        rows.append([f"`{field.name}`", f"`{struct.__annotations__[field.name]}`", default])
+        rows.append([f"`{field.name}`", f"`{annotations[field.name]}`", default])
     return f"{heading}\n\n{_table(['field', 'type', 'default'], rows)}" if rows else f"{heading}\n\nNo fields."
 
 

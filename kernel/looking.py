@@ -12,6 +12,18 @@ from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, S
 from rankbook.wire import Message
 
 
+class Asked(Message, frozen=True):
+    """A question; its answer has the same token."""
+
+    token: int
+
+
+class Answered(Message, frozen=True):
+    """An answer."""
+
+    token: int
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank at one moment. `cell` is the cluster's number of what it runs, `waited` the seconds of `waits_for`.
 
@@ -50,37 +62,32 @@ class HeldTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: int
 
 
-class AskLook(Message, frozen=True):
+class AskLook(Asked, frozen=True):
     """Answer with `Looked`. `holdings`: what lives there too, unless that still is version `known`; `fresh`: look now.
 
     `saves`: checkpoints too.
     """
 
-    token: int
     holdings: bool
     known: int
     fresh: bool
     saves: bool
 
 
-class AskDetail(Message, frozen=True):
+class AskDetail(Asked, frozen=True):
     """Answer with `DetailTold`."""
 
-    token: int
 
-
-class AskShards(Message, frozen=True):
+class AskShards(Asked, frozen=True):
     """Answer with `ShardsTold` about the variable `name`. `others`: with the parts of the other ranks, as computed."""
 
-    token: int
     name: str
     others: bool
 
 
-class AskStatistic(Message, frozen=True):
+class AskStatistic(Asked, frozen=True):
     """Answer with `StatisticTold` about what is here of the tensor `key` of the variable `name`."""
 
-    token: int
     name: str
     key: str
 
@@ -92,82 +99,88 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
 
 
-class AskCompletions(Message, frozen=True):
+class AskCompletions(Asked, frozen=True):
     """Answer with `CompletionsTold`: what may follow `text[:cursor]`. `variables`: the cells' own variables alone."""
 
-    token: int
     text: str
     cursor: int
     variables: bool
 
 
-class AskInspection(Message, frozen=True):
+class AskInspection(Asked, frozen=True):
     """Answer with `InspectionTold` about what is under the cursor in `text`. `source`: with its source."""
 
-    token: int
     text: str
     cursor: int
     source: bool
 
 
-class Looked(Message, frozen=True):
+class AskPeek(Asked, frozen=True):
+    """Answer with `PeekTold`: what the expression `source` gives, within `seconds` of evaluating it."""
+
+    source: str
+    seconds: float
+
+
+class Looked(Answered, frozen=True):
     """What was seen. Without `holdings` they are what they were, or were not asked for."""
 
-    token: int
     sample: Sample
     version: int
     holdings: tuple[Holding, ...] | None
     saves: tuple[CheckpointSave, ...]
 
 
-class DetailTold(Message, frozen=True):
+class DetailTold(Answered, frozen=True):
     """What the rank is at; its output is known where it was sent."""
 
-    token: int
     detail: RankDetail
 
 
-class ShardsTold(Message, frozen=True):
+class ShardsTold(Answered, frozen=True):
     """What the rank holds of a variable. Each of `grids` is shared by the tensors that are cut alike."""
 
-    token: int
     kind: str
     tensors: tuple[HeldTensor, ...]
     grids: tuple[tuple[Box, ...], ...]
     trouble: str
 
 
-class StatisticTold(Message, frozen=True):
+class StatisticTold(Answered, frozen=True):
     """The numbers."""
 
-    token: int
     statistic: Statistic
 
 
-class CompletionsTold(Message, frozen=True):
+class CompletionsTold(Answered, frozen=True):
     """What may take the place of `text[start:cursor]`."""
 
-    token: int
     start: int
     completions: tuple[Completion, ...]
 
 
-class InspectionTold(Message, frozen=True):
+class InspectionTold(Answered, frozen=True):
     """What is known of it, for people; "" where there is nothing under the cursor, or nothing of that name."""
 
-    token: int
     text: str
 
 
-class NothingTold(Message, frozen=True):
+class PeekTold(Answered, frozen=True):
+    """What an expression gave, as people read it, or the `trouble` with it. `cell` is what the rank ran meanwhile."""
+
+    text: str
+    trouble: str
+    cell: int | None
+
+
+class NothingTold(Answered, frozen=True):
     """The rank cannot answer, and says why."""
 
-    token: int
     trouble: str
 
 
 Hint = AskCompletions | AskInspection
 """What an editor asks while a person types: it cannot wait."""
 Look = AskLook | AskDetail | AskShards | AskStatistic
-Question = Look | Hint
-Answer = Looked | DetailTold | ShardsTold | StatisticTold | CompletionsTold | InspectionTold | NothingTold
+Question = Look | Hint | AskPeek
+Answer = Looked | DetailTold | ShardsTold | StatisticTold | CompletionsTold | InspectionTold | PeekTold | NothingTold

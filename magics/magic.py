@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.display import display
 
 from rankbook.coordinator import current as clusters
@@ -25,6 +25,7 @@ from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
+from rankbook.magics.peek import describe_peeks, is_peek
 from rankbook.magics.stacks import describe_stacks
 from rankbook.magics.strip import strip_of
 from rankbook.output import Stream
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from rankbook.magics.panel import Panel
+_TO_THE_CELL = 2
+"""Frames from IPython's expansion of `$name` and `{name}` to those whose variables are meant."""
 
 
 @magics_class
@@ -49,9 +52,12 @@ class DistributedMagics(Magics):
         self._last: CellResult | None = None
         self._bridge: Bridge | None = None
 
+    @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
         """Run cells on the ranks, and look after the ranks."""
+        if cell is not None or not is_peek(line):
+            line = self._shell.var_expand(line, depth=_TO_THE_CELL)
         with _short_errors():
             if cell is None:
                 command = options.parse_line(line)
@@ -220,6 +226,14 @@ class DistributedMagics(Magics):
             self._show(table(variables.HEADINGS, rows))
         elif told:
             self._say("no variables")
+
+    def _command_peek(self, command: argparse.Namespace) -> None:
+        cluster = clusters.current()
+        text, trouble = describe_peeks(cluster.peek(command.expression, ranks=command.ranks, timeout=command.timeout))
+        if not text:
+            raise BadRequest(f"%distributed peek: {trouble.rstrip()}")
+        sink = sink_for(self._shell)
+        sink.emit([Stream("stdout", text), *([Stream("stderr", trouble)] if trouble else [])])
 
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()

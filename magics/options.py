@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from rankbook.errors import BadRequest
+from rankbook.magics.peek import is_peek, split_line
 from rankbook.widgets.panel_picture import VIEWS
 
 COMMANDS = (
@@ -25,6 +26,7 @@ COMMANDS = (
     "stop",
     "stacks",
     "vars",
+    "peek",
     "push",
     "pull",
     "auto",
@@ -114,6 +116,10 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     variables = add("vars", "each rank's variables, and where the ranks differ")
     variables.add_argument("names", nargs="*", metavar="NAME", help="only these; loss* is all that begin so")
     _ranks(variables)
+    peek = add("peek", "what an expression gives on each rank, now, while a cell runs; it may call, and never assigns")
+    peek.add_argument("expression", metavar="EXPR", help="loss.item(), len(buffer), {k: v.norm() for …}")
+    _ranks(peek)
+    peek.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="give up after S seconds (default: 2)")
     push = add("push", "copy variables of the notebook to the ranks")
     push.add_argument("names", nargs="+", metavar="NAME")
     _ranks(push)
@@ -161,6 +167,11 @@ def parse_cell_line(line: str) -> argparse.Namespace:
 
 def parse_line(line: str) -> argparse.Namespace:
     """The command behind `%distributed`. Raises `BadRequest`."""
+    if is_peek(line):
+        chosen, expression = split_line(line)
+        expressions = ["--", expression] if expression else []
+        words = [*_words("%distributed peek", chosen), *expressions]
+        return _command_parsers["peek"].parse_args(words, argparse.Namespace(command="peek"))
     words = _words("%distributed", line)
     valid = ", ".join(COMMANDS)
     if not words:

@@ -16,6 +16,7 @@ board.py    their answers as one picture, pure
 shards.py   the same for the shards of a variable
 lookout.py  asks them while somebody looks, and on demand
 hints.py    asks one of them while a person types
+peek.py     an expression, evaluated on the ranks while they run
 feed.py     what views see of a cluster, and do to it
 silence.py  what it means when one does not, in words
 timers.py   what is to be done later
@@ -34,6 +35,7 @@ adoption.py   what was missed, as cells and headings
 reunion.py  asking the ranks of a kept cluster
 reattach.py the crew of a kept cluster, taken over
 work.py     tasks for the ranks, and what comes back
+sight.py      what can be asked of the ranks whatever they run
 cluster.py  the public face
 current.py  the notebook's one cluster
 """

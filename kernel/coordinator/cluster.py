@@ -11,27 +11,23 @@ from types import TracebackType
 from typing import Any, Self
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator import hints
 from rankbook.coordinator.cell import Cell, Head, Sink
-from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.heal import Healed, segments_of, tell
 from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.lookout import ANSWER_TIMEOUT, Glance
 from rankbook.coordinator.reattach import AdoptedCrew
+from rankbook.coordinator.sight import Sight
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.wait import Ask, ask_in_terminal
-from rankbook.coordinator.work import RankSelection, Workplace
+from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, LostRank
 from rankbook.launch.records import Record
-from rankbook.looking import Completion
-from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell, Stack
+from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell
 from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
-from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.transport.payload import Packed, pack
 
 START_TIMEOUT = 180.0
@@ -39,7 +35,7 @@ _ANSWER_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
 
-class Cluster(Workplace):
+class Cluster(Sight):
     """`n` ranks: processes that keep their variables from one call to the next.
 
     `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
@@ -224,79 +220,6 @@ class Cluster(Workplace):
         """The cells that run or wait, oldest first."""
         return self._crew.driver.active_cells()
 
-    # Looking
-
-    def watch(self, kind: str, callback: Callable[[Any], None]) -> Callable[[], None]:
-        """Call back with each new picture of the ranks until what this returns is called; the last one always comes.
-
-        `kind`: "placement" gives `Placement`, "status" the same without what lives on the ranks, "saves" gives `Saves`.
-        At most ten times a second, on a thread of its own. Raises `BadRequest`.
-        """
-        return self._lookout.watch(kind, callback)
-
-    def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
-        """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
-        return self._lookout.placement(timeout=timeout)
-
-    @property
-    def comms(self) -> Comms:
-        """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
-        return self._crew.driver.presence.comms
-
-    def glance(self) -> Glance:
-        """For a cell's `head`: looks at the ranks without waiting for them."""
-        return self._lookout.glance()
-
-    def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
-        """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""
-        return self._lookout.detail(rank, timeout=timeout)
-
-    def variables(
-        self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
-    ) -> dict[int, tuple[Variable, ...]]:
-        """What is stored of each variable of `ranks`, also while they run; without those that do not answer in time."""
-        return self._lookout.variables(self.select(ranks), timeout=timeout)
-
-    def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
-        """Which part of which tensor of the variable `name` lies on which rank, also while they run.
-
-        `name` is that of a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
-        """
-        return self._lookout.shards(name, timeout=timeout)
-
-    def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
-        """Of what `rank` holds of the tensor `key` of `name`: minimum, mean, maximum, NaNs. Raises `BadRequest`."""
-        return self._lookout.statistic(name, key, rank, timeout=timeout)
-
-    def complete(
-        self,
-        text: str,
-        cursor: int,
-        *,
-        ranks: RankSelection = None,
-        variables: bool = False,
-        timeout: float = hints.SOON,
-    ) -> tuple[int, tuple[Completion, ...]]:
-        """What may take the place of `text[start:cursor]` on the first of `ranks` that answers, and that `start`.
-
-        From its live objects, also while it runs; no user code is run for it. `variables`: the cells' variables alone.
-        Nothing, where there is no answer within `timeout` seconds.
-        """
-        return self._hints.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
-
-    def inspect(
-        self,
-        text: str,
-        cursor: int | None = None,
-        *,
-        ranks: RankSelection = None,
-        source: bool = False,
-        timeout: float = hints.SOON,
-    ) -> str:
-        """What the name under the cursor is on the first of `ranks` that answers, for people; "" if nobody knows."""
-        at = len(text) if cursor is None else cursor
-        return self._hints.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
-
     # Ranks
 
     def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
@@ -365,11 +288,6 @@ class Cluster(Workplace):
             for segment in segments_of(payload):
                 self._segments.discard(segment)
         return tell(ranks, donor, adopted)
-
-    def stacks(self, *, timeout: float = _ANSWER_TIMEOUT) -> dict[int, Stack | None]:
-        """Where each rank's main thread is; None for a rank that did not answer within `timeout` seconds."""
-        answers = self._crew.driver.wait_stacks(timeout=timeout)
-        return {rank: answers.get(rank) for rank in self._state.ranks}
 
     def stop(self) -> None:
         """End all ranks and remove everything of theirs but the logs. A second time does nothing."""

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rankbook import looking
 from rankbook.comms import CommSaid
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
@@ -32,6 +31,7 @@ from rankbook.coordinator.watch import Told
 from rankbook.errors import RankbookError
 from rankbook.keeping import Here
 from rankbook.launch.launcher import Launcher
+from rankbook.looking import Answered
 from rankbook.messages import (
     Abort,
     AskCollectives,
@@ -325,9 +325,7 @@ class Driver:
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Lingering():
                 self.farewells.linger(rank, incarnation, message.seconds)
-            case Stack() | looking.Looked() | looking.DetailTold() | looking.ShardsTold() | looking.StatisticTold():
-                self.presence.answer(rank, message)
-            case looking.CompletionsTold() | looking.InspectionTold() | looking.NothingTold() | CommSaid():
+            case Stack() | Answered() | CommSaid():
                 self.presence.answer(rank, message, frames)
             case Collectives():
                 self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))

@@ -29,6 +29,7 @@ reading.py        the code before its cursor
 members.py        what an object has, without asking it
 describe.py       what a person is told of it
 look.py           what it answers
+peek.py           expressions, evaluated beside the cell that runs
 belongings.py     the models, optimizers and loaders that live here
 parts.py          their tensors, by metadata
 gradients.py      their bytes, read between two backward passes

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rankbook.comms import CommHeard
-from rankbook.looking import AskCompletions, AskDetail, AskInspection, AskLook, AskShards, AskStatistic, Question
+from rankbook.looking import Asked, Question
 from rankbook.messages import (
     Abort,
     AskCollectives,
@@ -378,7 +378,7 @@ class Control(threading.Thread):
                 self._answers.abort(message)
             case CommHeard():
                 comms.hear(message, frames)
-            case AskLook() | AskDetail() | AskShards() | AskStatistic() | AskCompletions() | AskInspection():
+            case Asked():
                 self._answers.inquire(message)
             case _:
                 self.tasks.put((message, frames))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
-from rankbook.looking import AskCompletions, AskInspection, Hint, Look, Question
+from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
 from rankbook.messages import (
     Abort,
     AdoptState,
@@ -47,7 +47,7 @@ from rankbook.rank import heal, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.hints import Guide
-from rankbook.rank.inquiries import Inquiries
+from rankbook.rank.inquiries import Inquiries, answer_apart
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
 from rankbook.transport.link import RankLink
@@ -56,6 +56,7 @@ from rankbook.transport.segments import SegmentStore
 
 if TYPE_CHECKING:
     from rankbook.rank.look import Lookout
+    from rankbook.rank.peek import Peeks
 
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
@@ -85,6 +86,7 @@ class Executor:
         self._pid = os.getpid()
         self._looks = Inquiries[Look](link.send, self._lookout)
         self._hints = Inquiries[Hint](link.send, self._guide)
+        self._peeks: Peeks | None = None
         shell.attach(self)
         group.where = self.line
 
@@ -263,7 +265,9 @@ class Executor:
 
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on a thread of its own. Any thread."""
-        if isinstance(question, (AskCompletions, AskInspection)):  # on a thread of its own: a look may take its time
+        if isinstance(question, AskPeek):
+            answer_apart(self._link.send, self._make_peeks, question)
+        elif isinstance(question, (AskCompletions, AskInspection)):  # on a thread of its own: a look may take its time
             self._hints.put(question)
         else:
             self._looks.put(question)
@@ -275,6 +279,12 @@ class Executor:
         from rankbook.rank.look import Lookout
 
         return Lookout(self, self._group.rank, self._group.device)
+
+    def _make_peeks(self) -> Peeks:
+        from rankbook.rank.peek import Peeks
+
+        self._peeks = self._peeks or Peeks(self, self._group.device)
+        return self._peeks
 
     def abort(self, message: Abort) -> None:
         """Break off what waits for ranks that do not come. Any thread."""

@@ -1,4 +1,4 @@
-"""The threads that look: a rank's third and fourth, each made by the first question of its kind.
+"""The threads that look: a rank's third and fourth, each made by the first question of its kind; a peek has its own.
 
 Owns: questions in their order, and that each gets an answer. Refuses: to hold up the control thread, which must be free
 for interrupts, and the main thread, which takes what arrives between two cells.
@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from rankbook.looking import Answer, Hint, Look, NothingTold
+from rankbook.looking import Answer, AskPeek, Hint, Look, NothingTold
 
-_Q = TypeVar("_Q", bound=Look | Hint)
-_Q_contra = TypeVar("_Q_contra", bound=Look | Hint, contravariant=True)
+_Q = TypeVar("_Q", bound=Look | Hint | AskPeek)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | AskPeek, contravariant=True)
 
 
 class Answers(Protocol[_Q_contra]):
@@ -52,3 +52,17 @@ class Inquiries(Generic[_Q]):
             except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
                 answer = NothingTold(question.token, f"a look at the rank failed: {error}\n{traceback.format_exc()}")
             self._send(answer)
+
+
+def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskPeek]], question: AskPeek) -> None:
+    """Have it answered on a thread of its own: it may take its time, and other questions would wait. Any thread."""
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            answer: Answer = make().answer(question)
+        except Exception as error:  # noqa: BLE001 - as above
+            answer = NothingTold(question.token, f"a peek at the rank failed: {error}\n{traceback.format_exc()}")
+        send(answer)
+
+    _thread.start_new_thread(run, ())

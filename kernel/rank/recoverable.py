@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankbook.errors import CollectiveAborted
+from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.rank.collectives import OPS, Launched, Ledger, Op, Promised
 from rankbook.rank.sockets import Opened, shut_down
-from rankbook.rank.waits import ENDS_WITHIN, Wait
+from rankbook.rank.waits import ENDS_WITHIN, Wait, here
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
 """What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
@@ -176,6 +176,8 @@ class RecoverableGroup(dist.ProcessGroup):
     # What torch calls
 
     def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
+        if here.only_looks:
+            raise BadRequest(f"a peek cannot begin {op.word}, for the ranks would no longer be at the same collective")
         if self._cause is not None:
             raise self._aborted(f", so this rank cannot begin {op.word}")
         key, launched = self.ledger.launch(op, args)

@@ -1,7 +1,7 @@
 """Waiting for a collective, so that the wait ends when the group is broken off.
 
-Owns: `Wait`, which stands where torch expects a Work; the threads that wait in a rank's stead. Refuses: to break
-anything off; `recoverable.py` does.
+Owns: `Wait`, which stands where torch expects a Work; the threads that wait in a rank's stead, and which begin nothing.
+Refuses: to break anything off; `recoverable.py` does.
 
 gloo ends a broken wait only most of the time: a send that its socket refuses (EPIPE, or a transfer under way) is
 forgotten, and the wait for it goes on until the group's timeout, half an hour (`Pair::signalException` in gloo's
@@ -27,6 +27,16 @@ _LOOK_EVERY = timedelta(seconds=0.25)
 """How long a wait stays in C++ before it looks whether there still is somebody to end it."""
 ENDS_WITHIN = 0.5
 """Seconds that gloo has to end what waits in a group that is broken off."""
+
+
+class _Here(threading.local):
+    """The thread that asks."""
+
+    only_looks = False
+    """Whether it is a peek's, which must not begin a collective: the other ranks would take it for the cell's."""
+
+
+here = _Here()
 
 
 class Group(Protocol):

@@ -1,0 +1,73 @@
+"""An expression, evaluated on the ranks while they run.
+
+Owns: what may be asked, and the words for a rank that does not answer. Refuses: statements, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rankbook.coordinator.driver import Driver
+from rankbook.errors import BadRequest
+from rankbook.looking import AskPeek, NothingTold, PeekTold
+
+_GRACE = 1.0
+"""Seconds that a rank has to tell that the time is over."""
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """What an expression gave on `rank`, as IPython shows it, or the `trouble` with it. `cell` ran there meanwhile."""
+
+    rank: int
+    text: str
+    trouble: str
+    cell: str
+
+
+def check_expression(source: str) -> str:
+    """The expression, bare. Raises `BadRequest` for anything that is none, or that would give a name a value."""
+    source = source.strip()
+    if not source:
+        raise BadRequest("a peek needs an expression, as in loss.item()")
+    try:
+        tree = ast.parse(source, "<peek>", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise BadRequest(f"{_shorten(source)!r} is no Python expression ({why}); a peek only reads") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.NamedExpr):
+            raise BadRequest(f"{_shorten(source)!r} gives {node.target.id} a value; a peek only reads")
+        if isinstance(node, ast.Await | ast.Yield | ast.YieldFrom):
+            raise BadRequest(f"{_shorten(source)!r} waits for something; a peek only reads")
+    return source
+
+
+def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float) -> list[Peeked]:
+    """What the expression gives on each of `ranks`, after `timeout` seconds at most. Raises `BadRequest`."""
+    source = check_expression(source)
+    answers = driver.presence.questions.wait_answers(
+        [rank for rank in ranks if rank in driver.answering()],
+        lambda token, _: AskPeek(token, source, timeout),
+        timeout=timeout + _GRACE,
+        there=driver.answering,
+    )
+    labels = {each.cell: each.label if each.number >= 0 else "" for each in driver.cells()}  # below 0 it is our own
+    found = []
+    for rank in ranks:
+        match answers.get(rank):
+            case PeekTold(text=text, trouble=trouble, cell=cell):
+                found.append(Peeked(rank, text, trouble, "" if cell is None else labels.get(cell, "a cell")))
+            case NothingTold(trouble=trouble):
+                found.append(Peeked(rank, "", trouble, ""))
+            case _ if rank in driver.answering():
+                found.append(Peeked(rank, "", f"no answer within {timeout + _GRACE:g} s; %distributed status", ""))
+            case _:
+                found.append(Peeked(rank, "", "not running; %distributed status tells why", ""))
+    return found
+
+
+def _shorten(source: str) -> str:
+    return source if len(source) <= 60 else f"{source[:57]}…"

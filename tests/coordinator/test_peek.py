@@ -1,0 +1,92 @@
+"""Expressions on real ranks, while these run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+import rankbook
+from rankbook.coordinator.peek import check_expression
+from rankbook.errors import BadRequest, CellError
+from tests.conftest import wait_until
+
+TRAIN = """
+def train():
+    total = torch.zeros(1)
+    while True:
+        dist.all_reduce(total)
+        total += rank + 1
+train()
+"""
+
+
+@pytest.mark.parametrize("source", ["", "x = 1", "x += 1", "del x", "import os", "x; y", "!ls", "return 1", "if x: y"])
+def test_what_is_no_expression_is_refused(source):
+    with pytest.raises(BadRequest):
+        check_expression(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [("(x := 1)", "gives x a value"), ("[await x]", "waits"), ("(yield)", "waits")]
+)
+def test_an_expression_that_does_more_than_read_is_refused(source, why):
+    with pytest.raises(BadRequest, match=why):
+        check_expression(source)
+
+
+def test_an_expression_is_taken_bare():
+    assert check_expression(" {k: v for k, v in x.items()}  # all ") == "{k: v for k, v in x.items()}  # all"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with rankbook.Cluster(2) as cluster:
+        yield cluster
+
+
+def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
+    ended = []
+
+    def run():
+        with contextlib.suppress(KeyboardInterrupt, CellError):
+            cluster.run(TRAIN)
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: not cluster.peek("total")[0].trouble, timeout=10, what="the loop")
+        found = cluster.peek("(rank, total.numel())")
+        assert [each.text for each in found] == ["(0, 1)", "(1, 1)"]
+        assert {each.cell for each in found} == {"a call"}
+        barred = cluster.peek("dist.all_reduce(torch.ones(1))")
+        assert all("a peek cannot begin all_reduce" in each.trouble for each in barred)
+        began = time.monotonic()
+        assert [each.trouble for each in cluster.peek("time.sleep(30) or 1", timeout=0.3)] == [
+            "NameError: name 'time' is not defined"
+        ] * 2
+        hung = cluster.peek("__import__('time').sleep(30)", timeout=0.3, ranks=[1])
+        assert [(each.rank, each.trouble) for each in hung] == [(1, "given up after 0.3 s")]
+        assert time.monotonic() - began < 3
+        assert cluster.stacks()[1] is not None, "the control thread answers beside a peek that hangs"
+        interrupted = time.monotonic()
+        cluster.interrupt()
+        thread.join(10)
+        assert ended and ended[0] - interrupted < 2
+    finally:
+        cluster.interrupt()
+        thread.join(20)
+    assert cluster.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())").ok
+    assert [(each.text, each.cell) for each in cluster.peek("x")] == [("tensor([2.])", "")] * 2
+
+
+def test_a_rank_that_is_gone_is_told_beside_those_that_answer():
+    with rankbook.Cluster(2) as cluster:
+        with contextlib.suppress(CellError, rankbook.LostRank):
+            cluster.run("import os; os._exit(3)", ranks=[1])
+        found = cluster.peek("rank")
+        assert (found[0].text, found[1].text) == ("0", "")
+        assert "not running" in found[1].trouble
