@@ -18,6 +18,7 @@ from rankbook.comms import CommHeard, CommSaid
 from rankbook.errors import ProtocolError
 from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
 from rankbook.looking import Answer, Question
+from rankbook.measuring import Measure
 from rankbook.telemetry import GroupReport
 from rankbook.wire import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
 
@@ -72,6 +73,7 @@ class RunCell(Message, frozen=True):
     cell: int
     source: str
     number: int
+    measure: Measure | None = None
 
 
 class CallFunction(Message, frozen=True):
@@ -230,7 +232,7 @@ class InputRequest(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The cell has ended on this rank. `payload` is the answer to `CallFunction` and `Fetch`.
+    """The cell has ended on this rank. `payload` answers `CallFunction` and `Fetch`, or is what was `Measured`.
 
     `collectives` is how many collectives it began there.
     """

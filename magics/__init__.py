@@ -11,6 +11,8 @@ comms.py     widgets that live on ranks, in the front end
 panel.py     a cell's output by rank
 strip.py     the line above a cell that runs for longer than a moment
 stacks.py    where the ranks are, in words
+measured.py  what is said of cells that were measured
+profile.py   the profile of all ranks, as a table and a file
 peek.py      an expression, evaluated on the ranks while they run
 launchers.py  functions that run on the ranks
 variables.py  the ranks' variables side by side

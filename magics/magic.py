@@ -25,6 +25,7 @@ from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
+from rankbook.magics.measured import Measuring
 from rankbook.magics.peek import describe_peeks, is_peek
 from rankbook.magics.stacks import describe_stacks
 from rankbook.magics.strip import strip_of
@@ -84,8 +85,9 @@ class DistributedMagics(Magics):
             raise BadRequest("%%distributed: the cell is empty; write the code for the ranks below this line")
         if chosen.out is not None and not chosen.out.isidentifier():
             raise BadRequest(f"%%distributed: --out {chosen.out!r} is no name for a variable")
-        cluster = self._cluster()
-        number, shown = _cell_number(self._shell), not chosen.quiet
+        number = _cell_number(self._shell)
+        measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
+        cluster, shown = self._cluster(), not chosen.quiet
         sink = sink_for(self._shell, number if chosen.auto else None)
         if isinstance(sink, JupyterSink):
             self._bridge_to(cluster, sink).parent = sink.parent
@@ -104,9 +106,12 @@ class DistributedMagics(Magics):
                 sink=sink if shown else None,
                 page=panel.page if panel is not None else None,
                 head=strip_of(cluster) if shown and not chosen.background and isinstance(sink, JupyterSink) else None,
+                measure=None if measuring is None else measuring.measure,
             )
             if panel is not None:
                 panel.follow(submitted)
+            if measuring is not None:
+                keep = measuring.show_after(keep, cluster, submitted, sink, background=chosen.background)
             if chosen.background:
                 handle = CellHandle(cluster, submitted, sink, ask, keep)
                 handle.follow(timeout=chosen.timeout)

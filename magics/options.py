@@ -71,6 +71,15 @@ def _make_cell_parser() -> _Parser:
     )
     parser.add_argument("--out", metavar="NAME", help="keep the CellResult in the notebook under NAME")
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
+    parser.add_argument("--time", action="store_true", help="show each rank's wall and CPU time, and who waited")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="profile it with torch.profiler: a table of all ranks, and a Chrome trace in FILE (default: "
+        "rankbook-profile-N.json)",
+    )
     parser.add_argument("--quiet", "-q", action="store_true", help="show errors only")
     parser.add_argument(
         "--view",

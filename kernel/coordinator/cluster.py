@@ -24,6 +24,7 @@ from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, LostRank
 from rankbook.launch.records import Record
+from rankbook.measuring import Measure
 from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell
 from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
@@ -188,13 +189,15 @@ class Cluster(Sight):
         sink: Sink | None,
         page: Page | None = None,
         head: Callable[[Cell], Head] | None = None,
+        measure: Measure | None = None,
     ) -> Cell:
         """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks.
 
-        See `Cell` for `page` and `head`.
+        See `Cell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`.
         """
         chosen = self.select(ranks)
-        tasks = {rank: (lambda cell: RunCell(cell=cell, source=code, number=number), ()) for rank in chosen}
+        make = lambda cell: RunCell(cell=cell, source=code, number=number, measure=measure)  # noqa: E731 - used once
+        tasks = dict.fromkeys(chosen, (make, ()))
         return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
 
     def interrupt_cell(self, cell: Cell) -> None:

@@ -120,7 +120,6 @@ class Workplace:
         with held_interrupts():
             cell = self._submit(tasks, number=0, sink=sink, label=label)
             self.wait(cell, timeout=timeout, ask=ask)
-        folder = self._segments.folder
         try:
             self._check(cell)
         except BaseException:
@@ -129,12 +128,17 @@ class Workplace:
                     if buffer.segment is not None:
                         self._segments.discard(buffer.segment)
             raise
-        return {
-            rank: unpack(cell.values[rank][0], cell.values[rank][1], unlink=True, folder=folder)
-            if rank in cell.values
-            else None
-            for rank in cell.ranks
-        }
+        values = self.take_values(cell)
+        return {rank: values.get(rank) for rank in cell.ranks}
+
+    def take_values(self, cell: Cell) -> dict[int, Any]:
+        """What the ranks that have answered sent with their answers, once."""
+        folder = self._segments.folder
+        taken = {}
+        for rank in sorted(cell.values):
+            payload, frames = cell.values.pop(rank)
+            taken[rank] = unpack(payload, frames, unlink=True, folder=folder)
+        return taken
 
     def _check(self, cell: Cell) -> CellResult:
         """The cell's result. Raises what went wrong."""

@@ -28,6 +28,10 @@ hints.py          what an editor is told while a person types
 reading.py        the code before its cursor
 members.py        what an object has, without asking it
 describe.py       what a person is told of it
+measure.py        the times of a cell, and its profile, where they were asked for
+wait_clock.py     how long it stood still for other ranks
+profiling.py      what torch's profiler sees of it
+trace.py          that, as a piece of one trace of all ranks
 look.py           what it answers
 peek.py           expressions, evaluated beside the cell that runs
 belongings.py     the models, optimizers and loaders that live here

@@ -21,6 +21,7 @@ from IPython.core.error import UsageError
 
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
+from rankbook.measuring import Measure
 from rankbook.messages import (
     Abort,
     AdoptState,
@@ -56,6 +57,7 @@ from rankbook.transport.segments import SegmentStore
 
 if TYPE_CHECKING:
     from rankbook.rank.look import Lookout
+    from rankbook.rank.measure import Measurement
     from rankbook.rank.peek import Peeks
 
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
@@ -87,6 +89,7 @@ class Executor:
         self._looks = Inquiries[Look](link.send, self._lookout)
         self._hints = Inquiries[Hint](link.send, self._guide)
         self._peeks: Peeks | None = None
+        self._measurement: Measurement | None = None
         shell.attach(self)
         group.where = self.line
 
@@ -113,6 +116,8 @@ class Executor:
             error = KeyboardInterrupt().with_traceback(error.__traceback__)
         if self._forked:  # user code forked, and the child came out of the cell
             os._exit(1)
+        if self._measurement is not None:
+            packed = self._tell_measured(self._measurement)
         self._capture.end()
         self.running = None
         if isinstance(error, KeyboardInterrupt):
@@ -149,7 +154,10 @@ class Executor:
             case RunCell():
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
-                self._shell.run(message.source, message.number)
+                if message.measure is None:
+                    self._shell.run(message.source, message.number)
+                else:
+                    self._run_measured(message, message.measure)
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
@@ -170,6 +178,25 @@ class Executor:
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None
+
+    def _run_measured(self, message: RunCell, asked: Measure) -> None:
+        with self._interrupts.shield():
+            from rankbook.rank.measure import Measurement
+
+            self._measurement = measurement = Measurement(
+                asked, self._group.rank, self._group.device, self._group.launched
+            )
+            measurement.start()
+        try:
+            self._shell.run(message.source, message.number)
+        finally:
+            measurement.stop(self._group.launched)
+
+    def _tell_measured(self, measurement: Measurement) -> Packed:
+        """What was measured, once nothing is interrupted any more."""
+        self._measurement = None
+        measurement.stop(self._group.launched)  # the first time may have been interrupted itself
+        return pack(measurement.tell(), store=self._segments)
 
     def _provide_accelerator(self, source: str) -> None:
         """Have `accelerator` there for a cell that uses the name and gives it no value of its own."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.rank.collectives import OPS, Launched, Ledger, Op, Promised
 from rankbook.rank.sockets import Opened, shut_down
-from rankbook.rank.waits import ENDS_WITHIN, Wait, here
+from rankbook.rank.waits import ENDS_WITHIN, Wait, here, watching
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
 """What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
@@ -181,8 +181,13 @@ class RecoverableGroup(dist.ProcessGroup):
         if self._cause is not None:
             raise self._aborted(f", so this rank cannot begin {op.word}")
         key, launched = self.ledger.launch(op, args)
+        watcher = watching.by
         try:
-            work = getattr(self._inner.group, name)(*args, **kwargs)
+            if watcher is None:
+                work = getattr(self._inner.group, name)(*args, **kwargs)
+            else:
+                with watcher.begins(op.word):
+                    work = getattr(self._inner.group, name)(*args, **kwargs)
         except RuntimeError as error:
             other = self.error_for(error, launched)
             if other is error:

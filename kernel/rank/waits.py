@@ -15,6 +15,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -37,6 +39,27 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+class Watcher(Protocol):
+    """Who measures a cell is told of its collectives. Any thread. `word` is torch.distributed's name of one."""
+
+    def begins(self, word: str) -> AbstractContextManager[None]:
+        """A thread begins one."""
+
+    def waits_for(self, word: str) -> AbstractContextManager[None]:
+        """A thread waits for one."""
+
+    def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
+        """C++ will wait for one, by its future."""
+
+
+@dataclass
+class _Watching:
+    by: Watcher | None = None
+
+
+watching = _Watching()
 
 
 class Group(Protocol):
@@ -76,6 +99,13 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
 
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """As torch's. Raises `CollectiveAborted`."""
+        watcher = watching.by
+        if watcher is None:
+            return self._wait(*timeout)
+        with watcher.waits_for(self._launched.op):
+            return self._wait(*timeout)
+
+    def _wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - as `wait`
         try:
             if not timeout and self._group.waits_in_steps:
                 if not self._launched.alone:
@@ -139,6 +169,8 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
         """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
         future = self._work.get_future()
         self._launched.work = Promised(self._work, future)  # it outlives this object
+        if (watcher := watching.by) is not None:
+            watcher.promised(future)
         return future
 
 

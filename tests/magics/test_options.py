@@ -9,7 +9,7 @@ import pytest
 from rankbook.errors import BadRequest
 from rankbook.magics.options import COMMANDS, help_text, parse_cell_line, parse_line
 
-CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--quiet", "--view")
+CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--profile", "--quiet", "--view")
 
 
 def told(parse, line: str) -> str:
@@ -27,6 +27,8 @@ def test_nothing_behind_the_cell_magic_is_every_default():
         "background": False,
         "out": None,
         "timeout": None,
+        "time": False,
+        "profile": None,
         "quiet": False,
         "view": None,
         "auto": False,
@@ -51,6 +53,9 @@ def test_each_line_gets_a_namespace_of_its_own():
         ("-b", "background", True),
         ("--out res", "out", "res"),
         ("--timeout 1.5", "timeout", 1.5),
+        ("--time", "time", True),
+        ("--profile", "profile", ""),
+        ("--profile=run.json --time", "profile", "run.json"),
         ("--quiet", "quiet", True),
         ("-q", "quiet", True),
     ],

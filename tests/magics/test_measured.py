@@ -1,0 +1,255 @@
+"""`%%distributed --time` and `--profile`: tables without ranks, then both in a kernel."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.magics.measured import latecomers, seconds, times_table
+from rankbook.magics.profile import Trace, check_file, merge_ops, profile_table
+from rankbook.measuring import OpTime, Times
+from tests.conftest import Notebook, check_nothing_left, leftovers
+
+MARK = '{"rankbook": "profile of cell [7]"'
+
+
+def waited(*amounts, wall=10.0):
+    return {rank: Times(wall, 2.5, 1.25, each, 3) for rank, each in enumerate(amounts)}
+
+
+# Times ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("amounts", "late"),
+    [
+        ((0.1, 5.0, 5.1, 4.9), {0}),
+        ((0.1, 0.2, 5.0, 4.0), {0, 1}),
+        ((5.0, 5.1, 5.2, 4.9), set()),
+        ((0.0, 0.0), set()),
+        ((3.0,), set()),
+        ((0.0, 0.4), set()),
+    ],
+)
+def test_others_wait_for_those_that_wait_least(amounts, late):
+    assert latecomers(waited(*amounts)) == late
+
+
+def test_the_table_of_times_has_a_row_per_rank():
+    text = times_table(waited(5.0, 0.0)).get("text/plain", "")
+    head, first, second = text.splitlines()
+    assert head.split("  ")[0] == "rank" and "waited" in head
+    assert first.split() == ["0", "10.00", "s", "2.50", "s", "1.25", "s", "5.00", "s", "3"]
+    assert second.endswith("the others waited for it")
+    assert "note" not in times_table(waited(1.0, 1.0))["text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"), [(123.456, "123.46 s"), (1, "1.00 s"), (0.0125, "12.5 ms"), (8e-5, "80 µs"), (0, "0 µs")]
+)
+def test_a_short_time_in_words(amount, words):
+    assert seconds(amount) == words
+
+
+# Profiles ------------------------------------------------------------------------------------------------------------
+
+
+def test_ops_are_merged_over_ranks_the_largest_total_first():
+    merged = merge_ops(
+        {
+            0: [OpTime("mm", "cpu", 4, 1.0), OpTime("gemm", "cuda:0", 4, 5.0)],
+            1: [OpTime("mm", "cpu", 4, 3.0), OpTime("gemm", "cuda:1", 4, 1.0), OpTime("only", "cpu", 1, 0.5)],
+        }
+    )
+    assert [(each.name, each.where, each.total) for each in merged] == [
+        ("gemm", "cuda", 6.0),
+        ("mm", "cpu", 4.0),
+        ("only", "cpu", 0.5),
+    ]
+    assert [each.imbalance for each in merged] == [pytest.approx(5 / 3), 1.5, 2.0]
+    assert merged[2].calls == {0: 0, 1: 1}
+
+
+def test_the_table_shows_the_largest_and_says_how_many_there_are():
+    ops = {rank: [OpTime(f"op{n}", "cpu", 2 + rank, 0.1 * (n + 1)) for n in range(25)] for rank in range(2)}
+    bundle, words = profile_table(ops)
+    head, *rows = bundle["text/plain"].splitlines()
+    assert head.split() == ["op", "calls", "rank", "0", "rank", "1", "imbalance"]
+    assert (len(rows), rows[0].split()) == (20, ["op24", "2–3", "2,500.00", "ms", "2,500.00", "ms", "1.00×"])
+    assert words.startswith("20 of 25 ops")
+
+
+def test_of_many_ranks_there_are_the_least_the_mean_and_the_most():
+    ops = {rank: [OpTime("mm", "cpu", 1, 0.001 * (rank + 1)), OpTime("k", f"cuda:{rank}", 1, 1)] for rank in range(9)}
+    head, _, row = profile_table(ops)[0]["text/plain"].splitlines()
+    assert head.split() == ["op", "on", "calls", "least", "mean", "most", "imbalance"]
+    assert row.split() == ["mm", "cpu", "1", "1.00", "ms", "5.00", "ms", "9.00", "ms", "1.80×", "(rank", "8)"]
+
+
+def test_one_rank_has_no_imbalance():
+    assert "imbalance" not in profile_table({3: [OpTime("mm", "cpu", 1, 1.0)]})[0]["text/plain"]
+
+
+def test_a_trace_is_one_json_of_all_ranks_and_replaces_only_one_of_ours(tmp_path):
+    file = tmp_path / "run.json"
+    trace = Trace('cell "7"', 12, {1: b'{"pid":1}', 0: b'{"pid":0},\n{"pid":0}', 2: b""})
+    trace.write(check_file(file))
+    found = json.loads(file.read_text())
+    assert [each["pid"] for each in found["traceEvents"]] == [0, 0, 1]
+    assert (found["baseTimeNanoseconds"], found["rankbook"]) == (12, 'profile of cell "7"')
+    trace.write(check_file(file))
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    file.write_text('{"mine": 1}')
+    with pytest.raises(BadRequest, match="no trace of Rankbook's"):
+        check_file(file)
+    with pytest.raises(FileExistsError):
+        trace.write(file)
+    assert file.read_text() == '{"mine": 1}'
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(BadRequest, match="there is no folder"):
+        check_file(tmp_path / "nowhere" / "run.json")
+    with pytest.raises(BadRequest, match="no trace"):
+        check_file(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(BadRequest, match="no trace"):
+        check_file(tmp_path / "link")
+
+
+# In a kernel ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("notebook")
+
+
+@pytest.fixture(scope="module")
+def module_notebook(folder):
+    before = leftovers()
+    notebook = Notebook(cwd=folder)
+    try:
+        notebook.ok("%load_ext rankbook\n%distributed start -n 2")
+        notebook.ok("%%distributed\nimport sys, time\nfrom torch.nn.parallel import DistributedDataParallel\n")
+        notebook.ok("%%distributed\nmodel = DistributedDataParallel(torch.nn.Linear(50, 50))\ntotal = torch.ones(3)")
+        notebook.ok("%%distributed\ndef step():\n    model(torch.ones(4, 50)).sum().backward()\n\nstep()")
+        yield notebook
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+def rows(outcome, heading):
+    """The table whose first heading is `heading`, by first cell: its row's words."""
+    (text,) = [each["text/plain"] for each in outcome.displays if each["text/plain"].startswith(heading)]
+    return {line.split("  ")[0]: line.split("  ", 1)[1].split() for line in text.splitlines()[1:]}
+
+
+def milliseconds(words):
+    """Each time in a row, such as "1.5 ms" or "2 s"."""
+    units = {"s": 1000.0, "ms": 1.0, "µs": 0.001}
+    return [float(amount.replace(",", "")) * units[unit] for amount, unit in pairwise(words) if unit in units]
+
+
+@pytest.mark.parametrize("work", ["dist.all_reduce(total)", "step()", "dist.barrier()"])
+def test_who_waited_and_for_whom(notebook, work):
+    outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(0.4)\n{work}")
+    assert outcome.text.startswith("[0-1] there\n"), "the table comes after what the cell prints"
+    found = rows(outcome, "rank")
+    wall, cpu, main, lost = milliseconds(found["0"])
+    assert wall > 380 and 300 < lost <= wall and main <= cpu + 1 < 300
+    assert milliseconds(found["1"])[3] < 150
+    assert " ".join(found["1"]).endswith("the others waited for it")
+    assert "the others" not in " ".join(found["0"])
+
+
+def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
+    spin = "def spin():\n    until = time.thread_time() + 0.3\n    while time.thread_time() < until: pass\n"
+    outcome = notebook.ok(
+        f"%%distributed --time --ranks 1 --quiet\nimport threading\n{spin}"
+        "thread = threading.Thread(target=spin); thread.start(); thread.join()"
+    )
+    found = rows(outcome, "rank")
+    wall, cpu, main, _ = milliseconds(found.pop("1"))
+    assert not found and cpu > 290 and main < 150 and wall > 290
+
+
+def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
+    outcome = notebook.run("%%distributed --time\n1 / (rank - 1)")
+    assert outcome.status == "error" and "ZeroDivisionError" in outcome.traceback
+    assert set(rows(outcome, "rank")) == {"0", "1"}
+    message = notebook.send("%%distributed --time --background\ntime.sleep(0.3)")
+    outcome = notebook.finish(message)
+    notebook.follow(message, outcome, lambda so_far: any("waited" in each["text/plain"] for each in so_far.displays))
+    assert min(milliseconds(rows(outcome, "rank")["0"])[:1]) > 290
+
+
+def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, folder):
+    outcome = notebook.ok(
+        "%%distributed --profile\n"
+        "if rank == 1:\n    time.sleep(0.3)\n"
+        "dist.all_reduce(total)\nstep()\ny = torch.ones(60, 60) @ torch.ones(60, 60)\nprint(time.time_ns())"
+    )
+    assert "stderr" not in {each.get("name") for each in outcome.outputs}
+    found = rows(outcome, "op")
+    assert found["dist.all_reduce: wait"][:1] == ["1"] and milliseconds(found["dist.all_reduce: wait"])[0] > 250
+    assert "(rank 0)" in " ".join(found["dist.all_reduce: wait"])
+    assert "dist.all_reduce" in found and any(name.startswith("aten::") for name in found)
+    name = f"rankbook-profile-{outcome.count}.json"
+    assert outcome.stdout.endswith(f": {name}\n")
+    trace = json.loads((folder / name).read_text())
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert {each["pid"] for each in spans} == {0, 1}
+    names = {each["pid"]: each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    assert names[0].startswith("rank 0 (cpu, process ")
+    (waits,) = [each for each in spans if each["name"] == "dist.all_reduce: wait" and each["pid"] == 0]
+    begun = min(each["ts"] for each in spans if each["name"] == "dist.all_reduce" and each["pid"] == 1)
+    assert waits["ts"] + 200_000 < begun < waits["ts"] + waits["dur"] + 1000, "the clocks of the ranks are one"
+    printed = [int(line.split()[-1]) for line in outcome.stdout.splitlines() if line.startswith("[")]
+    last = max(each["ts"] + each["dur"] for each in spans)
+    assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 200_000, "microseconds since 1970"
+
+
+def test_what_ran_before_an_error_or_an_interrupt_is_in_the_profile(notebook, folder):
+    outcome = notebook.run("%%distributed --profile=err.json\ntotal.exp()\nstep()\n1 / 0")
+    assert outcome.status == "error"
+    assert "aten::exp" in rows(outcome, "op") and (folder / "err.json").exists()
+    message = notebook.send("%%distributed --profile=err.json --time\ntotal.sin()\nprint('now')\ntime.sleep(60)")
+
+    def stop(so_far):
+        if "now" in so_far.stdout and not interrupted:
+            interrupted.append(True)
+            notebook.interrupt()
+
+    interrupted = []
+    outcome = notebook.finish(message, seen=stop)
+    assert outcome.status == "error" and "KeyboardInterrupt" in outcome.ename
+    assert "aten::sin" in rows(outcome, "op")
+    assert "aten::exp" not in (folder / "err.json").read_text(), "an earlier trace of ours is replaced"
+
+
+def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(notebook, folder):
+    (folder / "notes.json").write_text("{}")
+    outcome = notebook.run("%%distributed --profile=notes.json\nran = True")
+    assert outcome.status == "error" and "no trace of Rankbook's" in outcome.stderr
+    assert notebook.run("%%distributed\nran").status == "error"
+    assert (folder / "notes.json").read_text() == "{}"
+
+
+def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
+    notebook.ok("%%distributed --profile --time\ndist.all_reduce(total)")
+    code = "from rankbook.rank import waits\nimport os\nprint(waits.watching.by, os.environ.get('KINETO_LOG_LEVEL'))"
+    assert "[0-1] None None" in notebook.ok(f"%%distributed\n{code}").stdout
+    outcome = notebook.ok("%%distributed --profile\nx = 3")
+    assert "nothing of torch ran" in outcome.stdout
+
+
+def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 1\n")
+    fresh_notebook.ok("%%distributed --time\nx = 1")
+    told = "import sys\nprint('rankbook.rank.profiling' in sys.modules, 'rankbook.rank.measure' in sys.modules)"
+    assert "False True" in fresh_notebook.ok(f"%%distributed\n{told}").stdout
