@@ -96,7 +96,7 @@ def times_table(times: Mapping[int, Times]) -> dict[str, str]:
         )
         for rank, each in sorted(times.items())
     ]
-    return table(("rank", "wall", "CPU", "main thread's", "waited", "collectives", "note"), rows)
+    return table(("rank", "wall", "CPU", "CPU, main thread", "waited", "collectives", "note"), rows)
 
 
 def latecomers(times: Mapping[int, Times]) -> set[int]:

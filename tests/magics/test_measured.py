@@ -162,8 +162,8 @@ def test_who_waited_and_for_whom(notebook, work):
     assert outcome.text.startswith("[0-1] there\n"), "the table comes after what the cell prints"
     found = rows(outcome, "rank")
     wall, cpu, main, lost = milliseconds(found["0"])
-    assert wall > 380 and 300 < lost <= wall and main <= cpu + 1 < 300
-    assert milliseconds(found["1"])[3] < 150
+    assert 200 < lost <= wall and main <= cpu + 1 < 300
+    assert milliseconds(found["1"])[3] < lost / 2
     assert " ".join(found["1"]).endswith("the others waited for it")
     assert "the others" not in " ".join(found["0"])
 
@@ -192,7 +192,7 @@ def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
 def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, folder):
     outcome = notebook.ok(
         "%%distributed --profile\n"
-        "if rank == 1:\n    time.sleep(0.3)\n"
+        "dist.barrier()\nif rank == 1:\n    time.sleep(0.3)\n"
         "dist.all_reduce(total)\nstep()\ny = torch.ones(60, 60) @ torch.ones(60, 60)\nprint(time.time_ns())"
     )
     assert "stderr" not in {each.get("name") for each in outcome.outputs}
