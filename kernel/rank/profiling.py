@@ -66,8 +66,9 @@ class Profiling:
             pid=os.getpid(),
             epoch=self._epoch,
         )
-        lines = (json.dumps(each, separators=(",", ":")) for each in trace.events())
-        return Profile(trace.ops(), ",\n".join(lines).encode())
+        ops = trace.ops()
+        events = json.dumps(trace.events(), separators=(",", ":"))  # all at once is C code, and twice as fast
+        return Profile(ops, events[1:-1].encode())
 
 
 @contextmanager
