@@ -99,6 +99,7 @@ class DistributedMagics(Magics):
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         with held_interrupts():
+            before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
                 head + cell,
                 number=number,
@@ -116,7 +117,8 @@ class DistributedMagics(Magics):
                 handle = CellHandle(cluster, submitted, sink, ask, keep)
                 handle.follow(timeout=chosen.timeout)
                 return handle
-            if submitted.started is None and submitted.waiting_behind:
+            first = submitted if before is None else before
+            if first.started is None and first.waiting_behind:
                 sink.emit([Stream("stderr", _queued(submitted))])
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         assert submitted.result is not None

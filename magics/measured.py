@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankbook.coordinator.cell import Cell, Sink
@@ -35,6 +35,15 @@ class Measuring:
         if chosen.profile is not None:
             self._file = check_file(Path(chosen.profile or f"rankbook-profile-{number}.json").expanduser().absolute())
         self.measure = Measure(profile=self._file is not None, epoch=time.time_ns())
+
+    def prepare(self, cluster: Cluster, ranks: Sequence[int]) -> Cell | None:
+        """Have the profiler run once, before the cell: its first start takes seconds, and not on all ranks as many.
+
+        The cell begins only when that has ended on all, so that nobody seems to wait for who had more to load.
+        """
+        if self._file is None:
+            return None
+        return cluster.submit_code("", number=0, ranks=ranks, sink=None, measure=self.measure)
 
     def show_after(self, keep: Keep, cluster: Cluster, cell: Cell, sink: Sink, *, background: bool) -> Keep:
         """`keep`, and then what was measured. In the background it is shown from a thread of its own."""

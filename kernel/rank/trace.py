@@ -72,7 +72,7 @@ class RankTrace:
         return f"cuda:{key[0]} stream {key[1]}" if key[0] != self._pid else names.get(key, f"thread {key[1]}")
 
     def _tell(self, what: str, thread: int, **args: object) -> Event:
-        return {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "ts": 0, "args": args}
+        return {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "args": args}
 
 
 def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:

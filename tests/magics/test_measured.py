@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.magics.measured import latecomers, seconds, times_table
+from rankbook.magics.measured import Measuring, latecomers, seconds, times_table
+from rankbook.magics.options import parse_cell_line
 from rankbook.magics.profile import Trace, check_file, merge_ops, profile_table
 from rankbook.measuring import OpTime, Times
 from tests.conftest import Notebook, check_nothing_left, leftovers
@@ -118,6 +119,26 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(BadRequest, match="no trace"):
         check_file(tmp_path / "link")
+
+
+class Recorder:
+    """A cluster that only notes what it is given."""
+
+    def __init__(self):
+        self.submitted = []
+
+    def submit_code(self, code, **options):
+        self.submitted.append((code, options["ranks"], options["measure"]))
+        return "cell"
+
+
+def test_the_profiler_has_run_once_on_all_ranks_before_the_cell_begins_on_any(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = Recorder()
+    assert Measuring(parse_cell_line("--time"), 4).prepare(cluster, (0, 2)) is None
+    measuring = Measuring(parse_cell_line("--profile"), 4)
+    assert measuring.prepare(cluster, (0, 2)) == "cell"
+    assert cluster.submitted == [("", (0, 2), measuring.measure)] and measuring.measure.profile
 
 
 # In a kernel ---------------------------------------------------------------------------------------------------------
