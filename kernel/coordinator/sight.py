@@ -99,7 +99,9 @@ class Sight(Workplace):
         """What a Python expression gives on each of `ranks`, in rank order, also while they run.
 
         Evaluated beside the cell, within `timeout` seconds; local variables of the functions that run count too. What
-        goes wrong on a rank is in its `Peeked`. Raises `BadRequest` for what is no expression.
+        goes wrong on a rank is in its `Peeked`. It may call functions, and what these change is changed, but it cannot
+        begin a collective. C code that keeps the interpreter keeps it from the cell too. Raises `BadRequest` for what
+        is no expression.
         """
         return peek(self._crew.driver, self.select(ranks), expression, timeout=timeout)
 

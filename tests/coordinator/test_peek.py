@@ -83,6 +83,13 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
     assert [(each.text, each.cell) for each in cluster.peek("x")] == [("tensor([2.])", "")] * 2
 
 
+def test_a_rank_whose_interpreter_is_kept_is_told_and_answers_once_it_has_it_again(cluster):
+    found = cluster.peek("rank and sum(range(150_000_000))", timeout=0.1)
+    assert (found[0].text, found[1].text) == ("0", "")
+    assert "no answer within 1.1 s" in found[1].trouble
+    assert [each.text for each in cluster.peek("rank", timeout=30)] == ["0", "1"]
+
+
 def test_a_rank_that_is_gone_is_told_beside_those_that_answer():
     with rankbook.Cluster(2) as cluster:
         with contextlib.suppress(CellError, rankbook.LostRank):
