@@ -44,7 +44,10 @@ fetch.py           reads one batch, in a worker or here
 position.py        where a loader is, and how a fresh process continues there
 loader_options.py  DataLoaderConfiguration
 loader_base.py     what every prepared loader does
+lent.py            memory for what arrives, lent again once it is free
+slots.py           shared memory between two ranks of one host
 parcels.py         batches on their way from one rank to another
+lanes.py           the ways between rank 0, which reads, and the others
 dispatcher.py      DataLoaderDispatcher: rank 0 reads for all ranks
 loaders.py         DataLoaderShard: each rank reads its own part; prepare_data_loader
 skipping.py        a loader without its first batches

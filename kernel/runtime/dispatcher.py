@@ -10,23 +10,22 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rankbook.errors import PeerFailed
 from rankbook.runtime import agreement
 from rankbook.runtime.fetch import NOTHING, Arrived
+from rankbook.runtime.lanes import Inbound, Outbound
 from rankbook.runtime.loader_base import Parts, PreparedLoader, read_locally
-from rankbook.runtime.parcels import FIRST_CAPACITY, LARGE, Parcel, pack, unpack
+from rankbook.runtime.parcels import Parcel, pack
 from rankbook.runtime.samplers import WHOLE, BatchSamplerShard, Share
 from rankbook.runtime.tree import concatenate, find_batch_size
 
-_TAG = 7411  # nobody else's messages between the same ranks
-_MOST_ROUNDS = 8
-"""How many rounds travel together at most, if all of them are smaller than a large buffer."""
+_MOST_ROUNDS = 32
+_MOST_BYTES = 1 << 18
+"""How many rounds travel together at most, and how many bytes; larger rounds travel one by one."""
 _PATIENCE = 0.002
 """Seconds after which what was read is sent: nobody is kept waiting for the rest of a bundle."""
 
@@ -44,11 +43,16 @@ class DataLoaderDispatcher(PreparedLoader):
         made = cls.__new__(cls)
         made._setup(parts)
         made.slice_fn = slice_fn
-        made._group = None
+        made._group, made._lanes, made._inbound = None, {}, None
         return made
 
     slice_fn: Callable[..., Any] | None
     _group: Any
+    _lanes: dict[int, Outbound]
+    _inbound: Inbound | None
+
+    def __getstate__(self) -> dict[str, Any]:  # for a copy, and for a rank that takes a lost one's place
+        return {**self.__dict__, "_lanes": {}, "_inbound": None}
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
@@ -60,15 +64,15 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._group is None and agreement.control_device().type != "cpu":
             self._group = dist.new_group(backend="gloo")
         if self.parts.process_index:
-            return self._receive()
-        return self._send()
+            self._inbound = self._inbound or Inbound(self._group)
+            return self._receive(self._inbound)
+        self._lanes = self._lanes or {rank: Outbound(rank, self._group) for rank in range(1, self.parts.num_processes)}
+        return self._send(self._lanes)
 
-    def _receive(self) -> Iterator[tuple[Any, Share | None, bool]]:
-        capacity = FIRST_CAPACITY
+    def _receive(self, lane: Inbound) -> Iterator[tuple[Any, Share | None, bool]]:
+        lane.begin()
         while True:
-            (arrived, failure, ended), capacity = unpack(
-                lambda each: dist.recv(each, src=0, group=self._group, tag=_TAG), capacity
-            )
+            arrived, failure, ended = lane.receive()
             for each in arrived:
                 yield each.batch, each.share, each.last
             if failure is not None:
@@ -76,18 +80,21 @@ class DataLoaderDispatcher(PreparedLoader):
             if ended:
                 return
 
-    def _send(self) -> Iterator[tuple[Any, Share | None, bool]]:
-        capacities = dict.fromkeys(range(1, self.parts.num_processes), FIRST_CAPACITY)
+    def _send(self, lanes: dict[int, Outbound]) -> Iterator[tuple[Any, Share | None, bool]]:
         reading = _Reading(self.parts, self.slice_fn)
         current: _Bundle | None = reading.next_bundle()
+        for wait in [lane.begin() for lane in lanes.values()]:
+            wait()
+        for rank, lane in lanes.items():
+            lane.load(current.parcels[rank])
         while current is not None:
             posted = []
-            for rank, capacity in capacities.items():
-                sent, capacities[rank] = current.parcels[rank].post(
-                    partial(dist.isend, dst=rank, group=self._group, tag=_TAG), capacity
-                )
-                posted += sent
+            for rank, lane in lanes.items():
+                posted += lane.post(current.parcels[rank])
             following = None if current.ended else reading.next_bundle()  # read while this one travels
+            if following is not None:
+                for rank, lane in lanes.items():
+                    lane.load(following.parcels[rank])
             for each in posted:
                 each.wait()
             for own in current.own:
@@ -161,8 +168,8 @@ class _Reading:
                 break
         bundle = self._packed(rounds, error)
         if rounds:
-            size = max(sum(map(torch.Tensor.numel, (each.frame, *each.large))) for each in bundle.parcels.values())
-            self._rounds = min(_MOST_ROUNDS, max(1, LARGE * len(rounds) // size))
+            size = max(each.nbytes for each in bundle.parcels.values())
+            self._rounds = min(_MOST_ROUNDS, max(1, _MOST_BYTES * len(rounds) // size))
         return bundle
 
     def _packed(self, rounds: list[list[Arrived]], error: Exception | None) -> _Bundle:

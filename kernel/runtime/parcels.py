@@ -4,7 +4,8 @@ Owns: how a batch is packed into one message, with large tensors beside it unpac
 
 A parcel is a frame and perhaps large buffers. The frame has the pickle and all small buffers; the receiver must know
 how long it is, so both sides begin with a short one and then go by the size of the frame before: in the steady state a
-small batch is one message. What does not fit follows in a second one.
+small batch is one message. What does not fit follows in a second one. A large buffer is a message of its own, unless
+the frame says in which slot of a shared memory all of them are.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from typing import Any
 
 import torch
 
+from rankbook.runtime.lent import Lent
+from rankbook.runtime.slots import NO_OFFER, Offer, Opened
+
 LARGE = 1 << 16
 """Bytes from which on a buffer is a message of its own: copying it into the frame would cost more."""
 
 _ALIGNED = 64
 _SHORTEST = 4096
 _HEADER = struct.Struct("<QQQ")  # the frame's length, the pickle's, the number of buffers
+_SHARED = struct.Struct("<qQQQ16s")  # the slot that has the large buffers, -1 for none; an offer of shared memory
+_START = _HEADER.size + _SHARED.size
+
+_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8}
+_KNOWN_TO_NUMPY |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
 Send = Callable[[torch.Tensor], Any]
 
@@ -34,6 +43,17 @@ class Parcel:
 
     frame: torch.Tensor
     large: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the frame and the large buffers."""
+        return self.frame.numel() + sum(each.numel() for each in self.large)
+
+    def say(self, slot: int | None, offer: Offer = NO_OFFER) -> None:
+        """Write into the frame that the large buffers are in `slot` and do not follow; and an offer of memory."""
+        _SHARED.pack_into(self.frame.numpy().data, _HEADER.size, -1 if slot is None else slot, *offer)
+        if slot is not None:
+            self.large = []
 
     def post(self, send: Send, capacity: int) -> tuple[list[Any], int]:
         """Send to a receiver who expects a frame of `capacity` bytes; what `send` gave, and the next capacity."""
@@ -66,15 +86,19 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if thing.is_quantized or thing.is_conj() or thing.is_neg() or thing.device.type == "meta":
             return NotImplemented
-        flat = thing.cpu().contiguous().reshape(-1).view(torch.uint8) if thing.numel() else torch.empty(0).byte()
-        return _tensor, (pickle.PickleBuffer(flat.numpy().data), thing.dtype, tuple(thing.shape))
+        here = thing.cpu().contiguous()
+        if not here.numel():
+            return _no_values, (here.dtype, tuple(here.shape))
+        flat = here if here.dtype in _KNOWN_TO_NUMPY else here.reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(flat.numpy()), here.dtype, tuple(here.shape))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 - a buffer
-    view = memoryview(buffer)
-    if not view.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(shape)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def _no_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def pack(thing: Any) -> Parcel:  # noqa: ANN401 - anything that can be pickled
@@ -83,7 +107,7 @@ def pack(thing: Any) -> Parcel:  # noqa: ANN401 - anything that can be pickled
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=lambda each: buffers.append(each.raw())).dump(thing)
     body = stream.getbuffer()
-    at = _HEADER.size + 8 * len(buffers) + len(body)
+    at = _START + 8 * len(buffers) + len(body)
     places: list[tuple[int, memoryview]] = []
     large: list[torch.Tensor] = []
     sizes = []
@@ -98,8 +122,9 @@ def pack(thing: Any) -> Parcel:  # noqa: ANN401 - anything that can be pickled
     frame = torch.empty(at, dtype=torch.uint8)
     memory = frame.numpy().data
     _HEADER.pack_into(memory, 0, at, len(body), len(buffers))
-    struct.pack_into(f"<{len(sizes)}Q", memory, _HEADER.size, *sizes)
-    start = _HEADER.size + 8 * len(sizes)
+    _SHARED.pack_into(memory, _HEADER.size, -1, *NO_OFFER)
+    struct.pack_into(f"<{len(sizes)}Q", memory, _START, *sizes)
+    start = _START + 8 * len(sizes)
     memory[start : start + len(body)] = body
     for place, each in places:
         memory[place : place + each.nbytes] = each
@@ -112,28 +137,52 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def unpack(receive: Callable[[torch.Tensor], Any], capacity: int) -> tuple[Any, int]:
-    """The next parcel's content, from `receive`, which fills a tensor; and the next capacity."""
-    frame = torch.empty(capacity, dtype=torch.uint8)
-    receive(frame)
-    length, body, count = _HEADER.unpack_from(frame.numpy().data)
-    if length > capacity:
-        whole = torch.empty(length, dtype=torch.uint8)
-        whole[:capacity] = frame
-        receive(whole[capacity:])
-        frame = whole
-    memory = frame.numpy().data
-    sizes = struct.unpack_from(f"<{count}Q", memory, _HEADER.size)
-    start = _HEADER.size + 8 * count
-    at = start + body
-    buffers = []
-    for size in sizes:
-        if size >= LARGE:
-            own = torch.empty(size, dtype=torch.uint8)
-            receive(own)
-            buffers.append(own.numpy().data)
-            continue
-        at = -(-at // _ALIGNED) * _ALIGNED
-        buffers.append(memory[at : at + size])
-        at += size
-    return pickle.loads(memory[start : start + body], buffers=buffers), next_capacity(length)
+class Unpacking:
+    """The receiving side: the memory that large buffers come in, and the one that they are lent."""
+
+    def __init__(self) -> None:
+        self.lent = Lent()
+        self.opened: Opened | None = None
+
+    def unpack(self, receive: Callable[[torch.Tensor], Any], capacity: int) -> tuple[Any, int]:
+        """The next parcel's content, from `receive`, which fills a tensor; and the next capacity."""
+        frame = torch.empty(capacity, dtype=torch.uint8)
+        receive(frame)
+        length, body, count = _HEADER.unpack_from(frame.numpy().data, 0)
+        if length > capacity:
+            whole = torch.empty(length, dtype=torch.uint8)
+            whole[:capacity] = frame
+            receive(whole[capacity:])
+            frame = whole
+        memory = frame.numpy().data
+        sizes = struct.unpack_from(f"<{count}Q", memory, _START)
+        start = _START + 8 * count
+        at = start + body
+        buffers: list[Any] = []
+        large: list[torch.Tensor] = []
+        for size in sizes:
+            if size >= LARGE:
+                own = self.lent.take(size)
+                buffers.append(own.data)
+                large.append(torch.from_numpy(own))
+                continue
+            at = -(-at // _ALIGNED) * _ALIGNED
+            buffers.append(memory[at : at + size])
+            at += size
+        self._fill(large, memory, receive)
+        return pickle.loads(memory[start : start + body], buffers=buffers), next_capacity(length)
+
+    def _fill(self, large: list[torch.Tensor], memory: Any, receive: Callable[[torch.Tensor], Any]) -> None:  # noqa: ANN401
+        slot, *told = _SHARED.unpack_from(memory, _HEADER.size)
+        if slot >= 0:
+            assert self.opened is not None, "rank 0 fills no memory before it is opened"
+            self.opened.empty(slot, large)
+        else:
+            for each in large:
+                receive(each)
+        offer = Offer(*told)
+        if offer != NO_OFFER:
+            try:
+                self.opened = Opened(offer)
+            except OSError:  # as in a container of its own: rank 0 sees that it was not opened, and goes on as it did
+                self.opened = None

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.errors import PeerFailed
 from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
-from rankbook.runtime.parcels import FIRST_CAPACITY, LARGE, pack, unpack
+from rankbook.runtime.parcels import FIRST_CAPACITY, LARGE, Unpacking, pack
 from tests.runtime.ranks import run_ranks
 
 
@@ -38,7 +38,7 @@ def there_and_back(thing, capacity=FIRST_CAPACITY):
         assert sent.numel() == into.numel()
         into.copy_(sent)
 
-    back, _ = unpack(receive, capacity)
+    back, _ = Unpacking().unpack(receive, capacity)
     assert not wire
     return back
 
@@ -241,3 +241,88 @@ def test_uneven_data_ends_for_each_rank_where_its_own_ends(world_size):
         [([1], False), ([4], True)],
         [([2], True)],
     ]
+
+
+class Heavy(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {"id": index, "large": torch.full((60_000 + 70_000 * (index > 15),), float(index))}
+
+
+def heavy_passes():
+    """All batches of some passes, kept; how the large ones came; and what is open afterwards."""
+    from pathlib import Path
+
+    from rankbook.runtime import slots
+
+    came = {"slots": 0}
+    empty = slots.Opened.empty
+
+    def counting(self, slot, into):
+        came["slots"] += 1
+        empty(self, slot, into)
+
+    slots.Opened.empty = counting
+    loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    kept = []
+    counts = []
+    for turn in range(5):
+        kept += list(loader)
+        if turn == 1:
+            loader._inbound = None  # as on a rank that has taken a lost one's place
+        if turn == 2:
+            for batch in loader:
+                kept.append(batch)
+                break
+        counts.append(came["slots"])
+        descriptors = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        assert sum("rankbook-batches" in each for each in descriptors) <= 2  # ours and that of mmap's object
+    wrong = [batch["id"] for batch in kept if not (batch["large"] == batch["id"][:, None]).all()]
+    shapes = [tuple(batch["large"].shape) for batch in kept]
+    return wrong, counts, [batch["id"].tolist() for batch in kept], set(shapes), gather_object([dist.get_rank()])
+
+
+def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_was():
+    first, second = run_ranks(heavy_passes)
+    assert first[0] == second[0] == []
+    assert second[2][:3] == [[2, 3], [6, 7], [10, 11]] and len(second[2]) == len(first[2]) == 31
+    assert second[3] == {(2, 60_000), (2, 130_000)}
+    assert first[1] == [0] * 5 and first[4] == [0, 1]
+    passes = [after - before for before, after in zip([0, *second[1]], second[1], strict=False)]
+    assert passes[1] == 6 and passes[4] == 6  # all of a pass
+    assert 0 < passes[2] < 6  # it had to be opened again
+
+
+def where_memory_cannot_be_opened():
+    from rankbook.runtime import lanes, parcels, slots
+
+    made = []
+
+    def refused(offer):
+        made.append(offer.capacity)
+        raise PermissionError("no")
+
+    parcels.Opened = refused
+    loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    good = all((batch["large"] == batch["id"][:, None]).all() for _ in range(3) for batch in loader)
+    if dist.get_rank() == 0:
+        assert not loader._lanes[1]._shares_host or loader._lanes[1]._slots is not None
+
+    def none_left(_):
+        raise OSError("no memory")
+
+    lanes.Slots = none_left
+    other = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    good = good and all((batch["large"] == batch["id"][:, None]).all() for batch in other)
+    slots.host_key.cache_clear()
+    lanes.host_key = lambda: bytes([dist.get_rank()] * 16)  # as on two hosts
+    apart = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    return good and all((batch["large"] == batch["id"][:, None]).all() for batch in apart), len(made)
+
+
+def test_where_memory_cannot_be_shared_large_tensors_travel_as_messages():
+    first, second = run_ranks(where_memory_cannot_be_opened)
+    assert first == (True, 0)
+    assert second[0] and 1 <= second[1] <= 6

@@ -1,0 +1,132 @@
+"""Shared memory of two ranks: what is given is never overwritten, and nothing of it has a name or stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankbook.runtime import slots as slots_module
+from rankbook.runtime.lent import Lent
+from rankbook.runtime.slots import COUNT, NO_OFFER, Opened, Slots, host_key
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+
+
+def filled(size, value):
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+@linux
+def test_what_one_side_fills_the_other_side_empties():
+    here = Slots(3000)
+    assert not here.opened()
+    there = Opened(here.offer)
+    assert here.opened() and there.token == here.offer.token
+    for turn in range(3 * COUNT):
+        sent = [filled(1000, turn), filled(2000, 100 + turn)]
+        slot = here.fill(sent)
+        into = [filled(1000, 0), filled(2000, 0)]
+        there.empty(slot, into)
+        assert all(torch.equal(one, other) for one, other in zip(sent, into, strict=True))
+
+
+@linux
+def test_a_slot_is_filled_again_only_once_it_was_emptied():
+    here = Slots(10)
+    there = Opened(here.offer)
+    used = [here.fill([filled(10, number)]) for number in range(COUNT)]
+    assert sorted(used) == list(range(COUNT))
+    assert here.fill([filled(10, 9)]) is None
+    into = filled(10, 0)
+    there.empty(used[1], [into])
+    assert into[0] == 1
+    assert here.fill([filled(10, 9)]) == used[1]
+    assert here.fill([filled(10, 9)]) is None
+    here.all_free()
+    assert here.fill([filled(10, 9)]) is not None
+
+
+@linux
+def test_what_does_not_fit_is_not_taken():
+    here = Slots(10)
+    assert here.fill([filled(here.capacity, 1)]) is not None
+    assert here.fill([filled(here.capacity, 1), filled(1, 1)]) is None
+
+
+@linux
+def test_whoever_does_not_open_the_memory_is_given_up():
+    here = Slots(10)
+    assert [here.hopeless() for _ in range(10)][-1]
+    Opened(here.offer)
+    assert not here.hopeless()
+
+
+@linux
+def test_a_descriptor_that_is_something_else_by_now_is_not_opened():
+    here = Slots(10)
+    offer = here.offer
+    with pytest.raises(OSError, match="not what was offered"):
+        Opened(offer._replace(token=bytes(16)))
+    del here
+    gc.collect()
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on who has the descriptor now
+        Opened(offer)
+    with pytest.raises(OSError):  # noqa: PT011 - the same
+        Opened(NO_OFFER)
+
+
+@linux
+def test_nothing_has_a_name_and_nothing_stays():
+    before = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
+    here = Slots(1 << 20)
+    there = Opened(here.offer)
+    slot = here.fill([filled(100, 7)])
+    assert set(Path("/dev/shm").iterdir()) <= before[0]
+    del here
+    into = filled(100, 0)
+    there.empty(slot, [into])  # what one side has let go of is there until the other one has too
+    assert into[0] == 7
+    del there
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before[1]  # noqa: PTH208 - the same
+    assert "rankbook-batches" not in Path("/proc/self/maps").read_text()
+
+
+def test_where_there_is_no_such_memory_no_host_is_shared(monkeypatch):
+    host_key.cache_clear()
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert slots_module.host_key() == bytes(16)
+    host_key.cache_clear()
+
+
+def test_memory_is_lent_again_once_no_view_of_it_is_left():
+    lent = Lent()
+    first = lent.take(100_000)
+    place = first.ctypes.data
+    tensor = torch.from_numpy(first)[10:20].view(torch.int16)
+    seen = weakref.ref(first.base)
+    del first
+    other = lent.take(100_000)
+    assert other.ctypes.data != place and seen() is not None
+    row = tensor.numpy()[1:]
+    del tensor
+    assert seen() is not None
+    del row
+    assert seen() is None
+    again = lent.take(90_000)
+    assert again.nbytes == 90_000 and again.ctypes.data == place
+
+
+def test_little_of_what_comes_back_is_kept():
+    lent = Lent()
+    taken = [lent.take(1000) for _ in range(100)]
+    del taken
+    assert 0 < len(lent._free) < 50
+    lent.take(10_000_000)
+    assert sum(each.nbytes for each in lent._free) < 11_000_000
