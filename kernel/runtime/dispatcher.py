@@ -63,11 +63,18 @@ class DataLoaderDispatcher(PreparedLoader):
     def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
         if self._group is None and agreement.control_device().type != "cpu":
             self._group = dist.new_group(backend="gloo")
-        if self.parts.process_index:
+        rank, deal = self._deal()
+        if rank:
             self._inbound = self._inbound or Inbound(self._group)
             return self._receive(self._inbound)
-        self._lanes = self._lanes or {rank: Outbound(rank, self._group) for rank in range(1, self.parts.num_processes)}
-        return self._send(self._lanes)
+        self._lanes = self._lanes or {other: Outbound(other, self._group) for other in range(1, len(deal))}
+        return self._send(self._lanes, deal)
+
+    def _deal(self) -> tuple[int, tuple[int, ...]]:
+        """This rank, and the part of the data that each rank gets: those of one tensor-parallel group get the same."""
+        if self.parts.deal is None:
+            return self.parts.process_index, tuple(range(self.parts.num_processes))
+        return dist.get_rank(), self.parts.deal
 
     def _receive(self, lane: Inbound) -> Iterator[tuple[Any, Share | None, bool]]:
         lane.begin()
@@ -80,8 +87,8 @@ class DataLoaderDispatcher(PreparedLoader):
             if ended:
                 return
 
-    def _send(self, lanes: dict[int, Outbound]) -> Iterator[tuple[Any, Share | None, bool]]:
-        reading = _Reading(self.parts, self.slice_fn)
+    def _send(self, lanes: dict[int, Outbound], deal: tuple[int, ...]) -> Iterator[tuple[Any, Share | None, bool]]:
+        reading = _Reading(self.parts, self.slice_fn, deal)
         current: _Bundle | None = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
             wait()
@@ -126,27 +133,34 @@ class _Failure:
 
 
 class _Bundle:
-    """Some rounds, packed: rank 0's own batches, and a parcel with those of each other rank.
+    """Some rounds, packed: rank 0's own batches, and a parcel for each other rank; `deal` has the part of each rank.
 
     After `error` nothing follows, nor after an end: `ended`.
     """
 
-    def __init__(self, rounds: list[list[Arrived]], ranks: int, error: Exception | None, ended: bool) -> None:
-        self.own = [each[0] for each in rounds if not each[0].absent]
+    def __init__(
+        self, rounds: list[list[Arrived]], deal: tuple[int, ...], error: Exception | None, ended: bool
+    ) -> None:
+        self.own = [each[deal[0]] for each in rounds if not each[deal[0]].absent]
         self.error = error
         self.ended = ended or error is not None
         failure = None if error is None else _Failure(error)
         self.parcels: dict[int, Parcel] = {}
-        for rank in range(1, ranks):
-            batches = [each[rank] for each in rounds if not each[rank].absent]
-            self.parcels[rank] = pack((batches, failure, self.ended))
+        packed: dict[int, Parcel] = {}
+        for rank, part in enumerate(deal[1:], 1):
+            if part in packed:
+                self.parcels[rank] = packed[part].again()
+                continue
+            batches = [each[part] for each in rounds if not each[part].absent]
+            self.parcels[rank] = packed[part] = pack((batches, failure, self.ended))
 
 
 class _Reading:
     """Rank 0's own loader, read a round at a time."""
 
-    def __init__(self, parts: Parts, slice_fn: Callable[..., Any] | None) -> None:
+    def __init__(self, parts: Parts, slice_fn: Callable[..., Any] | None, deal: tuple[int, ...]) -> None:
         self._parts = parts
+        self._deal = deal
         self._slice_fn = slice_fn
         self._batches = read_locally(parts)
         self._first: list[Arrived] = []
@@ -174,19 +188,18 @@ class _Reading:
 
     def _packed(self, rounds: list[list[Arrived]], error: Exception | None) -> _Bundle:
         """`rounds`, up to the first of which a batch cannot be packed."""
-        ranks = self._parts.num_processes
         try:
-            return _Bundle(rounds, ranks, error, self._ended)
+            return _Bundle(rounds, self._deal, error, self._ended)
         except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
             if len(rounds) < 2:
-                return _Bundle([], ranks, raised, True)
+                return _Bundle([], self._deal, raised, True)
         good: list[list[Arrived]] = []
         for each in rounds:
             alone = self._packed([each], None)
             if alone.error is not None:
-                return _Bundle(good, ranks, alone.error, True)
+                return _Bundle(good, self._deal, alone.error, True)
             good.append(each)
-        return _Bundle(good, ranks, error, self._ended)
+        return _Bundle(good, self._deal, error, self._ended)
 
     def _read(self) -> list[Arrived]:
         ranks = self._parts.num_processes

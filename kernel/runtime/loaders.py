@@ -105,28 +105,23 @@ def prepare_data_loader(
     rank = state.process_index if process_index is None else process_index
     agree = reads_together(ranks)
     deal = tuple(range(ranks)) if agree and rank == state.process_index else None
+    world_size = ranks
     if torch_device_mesh is not None:
-        world_size = ranks
         ranks, rank = data_ranks(torch_device_mesh, world_size)
-        deal = mesh_deal(torch_device_mesh) if agree and ranks > 1 else None
-        if dispatch_batches and ranks != world_size:
-            raise BadRequest(
-                f"dispatch_batches sends each of {world_size} ranks its own batch, and this mesh has {ranks} ranks "
-                f"that read different data; leave dispatch_batches out"
-            )
-        dispatch_batches = dispatch_batches if ranks == world_size else False
+        deal = mesh_deal(torch_device_mesh) if agree else None
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and put_on_device
     if slice_fn_for_dispatch is not None and not dispatch_batches:
         raise BadRequest("slice_fn_for_dispatch cuts what rank 0 dispatches: it needs dispatch_batches=True")
     dealt = ranks > 1 and isinstance(_sampler_below(dataloader), DistributedSampler)
+    dispatches = dispatch_batches and world_size > 1 and not dealt
     parts = take_apart(
         dataloader,
         1 if dealt else ranks,
         0 if dealt else rank,
         split_batches=split_batches and not dealt,
         even_batches=even_batches,
-        every_rank=dispatch_batches and ranks > 1 and not dealt,
+        every_rank=dispatches,
         numbered=(ranks, rank) if dealt else None,
         stateful=use_stateful_dataloader,
         seedable=use_seedable_sampler,
@@ -135,7 +130,7 @@ def prepare_data_loader(
     parts.agree, parts.deal = agree, deal
     parts.device = (state.device if device is None else device) if put_on_device else None
     parts.non_blocking, parts.rng_types = non_blocking, list(rng_types or ())
-    if dispatch_batches and ranks > 1 and not dealt:
+    if dispatches:
         return DataLoaderDispatcher.of(parts, slice_fn_for_dispatch)
     return DataLoaderShard.of(parts)
 

@@ -49,6 +49,10 @@ class Parcel:
         """Of the frame and the large buffers."""
         return self.frame.numel() + sum(each.numel() for each in self.large)
 
+    def again(self) -> Parcel:
+        """The same for another receiver, to whom something else may be said."""
+        return Parcel(self.frame.clone(), self.large)
+
     def say(self, slot: int | None, offer: Offer = NO_OFFER) -> None:
         """Write into the frame that the large buffers are in `slot` and do not follow; and an offer of memory."""
         _SHARED.pack_into(self.frame.numpy().data, _HEADER.size, -1 if slot is None else slot, *offer)

@@ -326,3 +326,48 @@ def test_where_memory_cannot_be_shared_large_tensors_travel_as_messages():
     first, second = run_ranks(where_memory_cannot_be_opened)
     assert first == (True, 0)
     assert second[0] and 1 <= second[1] <= 6
+
+
+def over_a_mesh(sizes):
+    """What a rank gets, dispatched and read by itself, on a mesh with these axes; and a bad record."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    found = []
+    for source in (
+        DataLoader(Words(7), batch_size=2, shuffle=True),
+        DataLoader(Words(7), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+        DataLoader(Stream(7), batch_size=2),
+        Tenfold(Words(8), batch_size=2),
+        DataLoader(Words(0), batch_size=2),
+    ):
+        for options in ({}, {"even_batches": False}):
+            both = [
+                prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, torch_device_mesh=mesh, **options)
+                for dispatch in (True, False)
+            ]
+            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            for _ in range(2):
+                dispatched, own = (told(each) for each in both)
+                assert dispatched == own, (options, source, dispatched, own)
+            found.append(own)
+    heavy = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True, torch_device_mesh=mesh)
+    for _ in range(2):
+        for batch in heavy:
+            batch["large"] += 1  # a rank's own: another one that got the same does not see it
+            assert (batch["large"] == batch["id"][:, None] + 1).all()
+    with pytest.raises(LookupError, match="record 5 is broken"):
+        list(prepare_data_loader(DataLoader(Bad(8), 2), dispatch_batches=True, torch_device_mesh=mesh))
+    assert gather_object([dist.get_rank()]) == list(range(dist.get_world_size()))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}, {"tp": 2}])
+def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
+    ranks = run_ranks(over_a_mesh, 2 ** len(sizes), sizes)
+    if len(sizes) == 1:
+        assert ranks[0] == ranks[1]
+        return
+    pairs = [(0, 1), (2, 3)] if [*sizes][1] == "tp" else [(0, 2), (1, 3)]
+    assert all(ranks[one] == ranks[other] for one, other in pairs)
+    assert ranks[0] != ranks[pairs[1][0]]
