@@ -47,6 +47,7 @@ loader_base.py     what every prepared loader does
 lent.py            memory for what arrives, lent again once it is free
 slots.py           shared memory between two ranks of one host
 parcels.py         batches on their way from one rank to another
+collating.py       puts a batch together where it is to lie
 lanes.py           the ways between rank 0, which reads, and the others
 dispatcher.py      DataLoaderDispatcher: rank 0 reads for all ranks
 loaders.py         DataLoaderShard: each rank reads its own part; prepare_data_loader

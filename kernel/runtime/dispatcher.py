@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from rankbook.errors import PeerFailed
 from rankbook.runtime import agreement
+from rankbook.runtime.collating import placing
 from rankbook.runtime.fetch import NOTHING, Arrived
 from rankbook.runtime.lanes import Inbound, Outbound
 from rankbook.runtime.loader_base import Parts, PreparedLoader, read_locally
@@ -88,7 +90,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
 
     def _send(self, lanes: dict[int, Outbound], deal: tuple[int, ...]) -> Iterator[tuple[Any, Share | None, bool]]:
-        reading = _Reading(self.parts, self.slice_fn, deal)
+        reading = _Reading(self.parts, self.slice_fn, deal, lanes)
         current: _Bundle | None = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
             wait()
@@ -158,9 +160,19 @@ class _Bundle:
 class _Reading:
     """Rank 0's own loader, read a round at a time."""
 
-    def __init__(self, parts: Parts, slice_fn: Callable[..., Any] | None, deal: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        slice_fn: Callable[..., Any] | None,
+        deal: tuple[int, ...],
+        lanes: dict[int, Outbound],
+    ) -> None:
         self._parts = parts
         self._deal = deal
+        self._lanes = lanes
+        here = type(parts.inner) is DataLoader and not parts.inner.num_workers and slice_fn is None
+        self._collate = placing(parts.fetch) if here else None
+        self._rooms = {deal[rank]: lane.room for rank, lane in lanes.items() if deal.count(deal[rank]) == 1}
         self._slice_fn = slice_fn
         self._batches = read_locally(parts)
         self._first: list[Arrived] = []
@@ -172,6 +184,8 @@ class _Reading:
         rounds: list[list[Arrived]] = []
         error: Exception | None = None
         began = time.perf_counter()
+        for lane in self._lanes.values():
+            lane.begin_parcel()
         while not (self._ended or error):
             try:
                 arrived = self._read()
@@ -205,11 +219,16 @@ class _Reading:
         ranks = self._parts.num_processes
         arrived: list[Arrived] = []
         while len(arrived) < ranks and not self._ended:
+            if self._collate is not None:
+                self._collate.room = self._rooms.get(len(arrived))
             try:
                 batch, share, last = next(self._batches)
             except StopIteration:
                 self._ended = True
                 break
+            finally:
+                if self._collate is not None:
+                    self._collate.room = None
             arrived.append(batch if type(batch) is Arrived else Arrived(batch, share, last))
         if self._parts.custom_iter:
             return self._filled(arrived)

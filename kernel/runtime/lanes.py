@@ -31,7 +31,6 @@ class Outbound:
         self._capacity = FIRST_CAPACITY
         self._slots: Slots | None = None
         self._shares_host = False
-        self._offered = False
 
     def begin(self) -> Callable[[], None]:
         """A pass begins. What is returned waits until the other side has begun it too."""
@@ -50,6 +49,15 @@ class Outbound:
         else:
             self._slots = None
 
+    def begin_parcel(self) -> None:
+        """What comes now belongs to another parcel."""
+        if self._slots is not None:
+            self._slots.begin()
+
+    def room(self, size: int) -> torch.Tensor | None:
+        """Shared memory for a large tensor that this rank alone is to get; None: it may lie anywhere."""
+        return None if self._slots is None else self._slots.room(size)
+
     def load(self, parcel: Parcel) -> None:
         """Put the large buffers of `parcel` into shared memory where that can be, so that they need not be kept."""
         needed = sum(each.numel() for each in parcel.large)
@@ -63,7 +71,11 @@ class Outbound:
                 return
             parcel.say(None, self._slots.offer)
         elif self._slots.opened():
-            parcel.say(self._slots.fill(parcel.large))
+            slot = self._slots.fill(parcel.large)
+            if slot is None:
+                parcel.large = self._slots.outside(parcel.large)
+            else:
+                parcel.say(slot)
         elif self._slots.hopeless():
             self._shares_host, self._slots = False, None
 

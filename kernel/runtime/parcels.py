@@ -54,7 +54,7 @@ class Parcel:
         return Parcel(self.frame.clone(), self.large)
 
     def say(self, slot: int | None, offer: Offer = NO_OFFER) -> None:
-        """Write into the frame that the large buffers are in `slot` and do not follow; and an offer of memory."""
+        """Write into the frame that the large buffers are in `slot` and do not follow; or an offer of memory."""
         _SHARED.pack_into(self.frame.numpy().data, _HEADER.size, -1 if slot is None else slot, *offer)
         if slot is not None:
             self.large = []

@@ -37,6 +37,7 @@ _COUNTS = struct.Struct(f"<{COUNT}Q")
 _NUMBER = struct.Struct("<Q")
 _LOADS_TO_OPEN = 6
 _MEGABYTE = 1 << 20
+_ALIGNED = 64
 
 
 class Offer(NamedTuple):
@@ -80,6 +81,8 @@ class Slots:
         self._memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         self._filled = [0] * COUNT
         self._loads = 0
+        self._reserved: int | None = None
+        self._used = 0
 
     def opened(self) -> bool:
         """Whether the other side has opened the memory."""
@@ -95,21 +98,56 @@ class Slots:
         self._filled = self._emptied()
         self._loads = 0
 
+    def begin(self) -> None:
+        """What room was given so far is not filled in any more."""
+        self._reserved = None
+
+    def room(self, size: int) -> torch.Tensor | None:
+        """Memory of `size` bytes, behind the last that was asked for, in a slot that nobody reads; None: there is none.
+
+        The next `fill` finds there what was written to it.
+        """
+        if self._reserved is None:
+            free = self._free() if self.opened() else []
+            if not free:
+                return None
+            self._reserved, self._used = free[0], 0
+        start, end = self._used, self._used + size
+        if end > self.capacity:
+            return None
+        self._used = _aligned(end)
+        at = _HEAD + self._reserved * self.capacity
+        return self._memory[at + start : at + end]
+
     def fill(self, buffers: Sequence[torch.Tensor]) -> int | None:
         """The slot that now has uint8 `buffers`, one after the other; None if they do not fit, or none is free."""
-        if sum(each.numel() for each in buffers) > self.capacity:
+        reserved, self._reserved = self._reserved, None
+        places, end = _places([each.numel() for each in buffers])
+        if end > self.capacity:
             return None
-        free = [
-            at for at, (ours, theirs) in enumerate(zip(self._filled, self._emptied(), strict=True)) if ours == theirs
-        ]
+        if reserved is not None:
+            at = self._memory.data_ptr() + _HEAD + reserved * self.capacity
+            if [each.data_ptr() - at for each in buffers] == places:
+                self._filled[reserved] += 1
+                return reserved
+        free = [each for each in self._free() if each != reserved]
         if not free:
             return None
-        slot, at = free[0], _HEAD + free[0] * self.capacity
-        for each in buffers:
-            self._memory[at : at + each.numel()].copy_(each)
-            at += each.numel()
-        self._filled[slot] += 1
-        return slot
+        at = _HEAD + free[0] * self.capacity
+        for each, place in zip(buffers, places, strict=True):
+            self._memory[at + place : at + place + each.numel()].copy_(each)
+        self._filled[free[0]] += 1
+        return free[0]
+
+    def outside(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`buffers` that `fill` did not take, in memory that is not used again while they are sent otherwise."""
+        start, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.numel()
+        return [each.clone() if start <= each.data_ptr() < end else each for each in buffers]
+
+    def _free(self) -> list[int]:
+        return [
+            at for at, (ours, theirs) in enumerate(zip(self._filled, self._emptied(), strict=True)) if ours == theirs
+        ]
 
     def _emptied(self) -> list[int]:
         return list(_COUNTS.unpack(os.pread(self._descriptor, _COUNTS.size, _EMPTIED)))
@@ -131,9 +169,21 @@ class Opened:
     def empty(self, slot: int, into: Sequence[torch.Tensor]) -> None:
         """Copy what is in `slot` to uint8 tensors `into`, and free it."""
         at = _HEAD + slot * self._capacity
-        for each in into:
-            each.copy_(self._memory[at : at + each.numel()])
-            at += each.numel()
+        for each, place in zip(into, _places([each.numel() for each in into])[0], strict=True):
+            each.copy_(self._memory[at + place : at + place + each.numel()])
         place = _EMPTIED + slot * _NUMBER.size
         (count,) = _NUMBER.unpack(os.pread(self._descriptor, _NUMBER.size, place))
         os.pwrite(self._descriptor, _NUMBER.pack(count + 1), place)  # a system call: no reading above comes after it
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where in a slot each buffer begins, and where the last one ends."""
+    places, end = [], 0
+    for size in sizes:
+        places.append(_aligned(end))
+        end = places[-1] + size
+    return places, end
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNED) * _ALIGNED

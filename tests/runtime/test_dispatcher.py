@@ -257,31 +257,39 @@ def heavy_passes():
 
     from rankbook.runtime import slots
 
-    came = {"slots": 0}
-    empty = slots.Opened.empty
+    came = {"slots": 0, "in place": 0}
+    empty, fill = slots.Opened.empty, slots.Slots.fill
 
     def counting(self, slot, into):
         came["slots"] += 1
         empty(self, slot, into)
 
-    slots.Opened.empty = counting
+    def filling(self, buffers):
+        reserved = self._reserved
+        found = fill(self, buffers)
+        came["in place"] += found is not None and found == reserved
+        return found
+
+    slots.Opened.empty, slots.Slots.fill = counting, filling
     loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     kept = []
     counts = []
     for turn in range(5):
+        before = came["slots"]
         kept += list(loader)
+        counts.append(came["slots"] - before)
         if turn == 1:
             loader._inbound = None  # as on a rank that has taken a lost one's place
         if turn == 2:
             for batch in loader:
                 kept.append(batch)
                 break
-        counts.append(came["slots"])
         descriptors = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         assert sum("rankbook-batches" in each for each in descriptors) <= 2  # ours and that of mmap's object
     wrong = [batch["id"] for batch in kept if not (batch["large"] == batch["id"][:, None]).all()]
     shapes = [tuple(batch["large"].shape) for batch in kept]
-    return wrong, counts, [batch["id"].tolist() for batch in kept], set(shapes), gather_object([dist.get_rank()])
+    ids = [batch["id"].tolist() for batch in kept]
+    return wrong, counts, ids, set(shapes), gather_object([dist.get_rank()]), came["in place"]
 
 
 def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_was():
@@ -290,9 +298,9 @@ def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_w
     assert second[2][:3] == [[2, 3], [6, 7], [10, 11]] and len(second[2]) == len(first[2]) == 31
     assert second[3] == {(2, 60_000), (2, 130_000)}
     assert first[1] == [0] * 5 and first[4] == [0, 1]
-    passes = [after - before for before, after in zip([0, *second[1]], second[1], strict=False)]
-    assert passes[1] == 6 and passes[4] == 6  # all of a pass
-    assert 0 < passes[2] < 6  # it had to be opened again
+    assert first[5] and not second[5]  # what rank 0 has put together for the other is not copied again
+    assert second[1][1] == second[1][3] == second[1][4] == 6  # all of a pass, also of the one after a `break`
+    assert 0 < second[1][2] < 6  # it had to be opened again
 
 
 def where_memory_cannot_be_opened():
@@ -371,3 +379,15 @@ def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
     pairs = [(0, 1), (2, 3)] if [*sizes][1] == "tp" else [(0, 2), (1, 3)]
     assert all(ranks[one] == ranks[other] for one, other in pairs)
     assert ranks[0] != ranks[pairs[1][0]]
+
+
+@pytest.mark.parametrize(("deal", "rooms"), [((0, 1, 2), {1, 2}), ((0, 1, 0, 1), set()), ((0, 0, 1), {1})])
+def test_only_what_one_rank_alone_gets_is_put_together_in_its_memory(deal, rooms):
+    """A slot is free again once its rank has emptied it, however long the same travels to another one."""
+    from rankbook.runtime.dispatcher import _Reading
+    from rankbook.runtime.lanes import Outbound
+
+    options = {"num_processes": len(set(deal)), "process_index": 0, "dispatch_batches": True}
+    parts = prepare_data_loader(DataLoader(Words(8), 2), **options).parts
+    lanes = {rank: Outbound(rank, None) for rank in range(1, len(deal))}
+    assert set(_Reading(parts, None, deal, lanes)._rooms) == rooms

@@ -60,6 +60,73 @@ def test_what_does_not_fit_is_not_taken():
 
 
 @linux
+def test_what_was_written_to_its_room_is_not_copied():
+    here = Slots(3 * 1000)
+    assert here.room(1000) is None  # nobody has opened it
+    there = Opened(here.offer)
+    for number in range(2 * COUNT):
+        rooms = [here.room(1000), here.room(500)]
+        for each in rooms:
+            each.fill_(number)
+        before = here._memory.sum()
+        slot = here.fill(rooms)
+        assert here._memory.sum() == before
+        into = [filled(1000, 99), filled(500, 99)]
+        there.empty(slot, into)
+        assert [each.unique().tolist() for each in into] == [[number], [number]]
+    assert here.room(here.capacity + 1) is None
+
+
+@linux
+@pytest.mark.parametrize("how", ["another order", "something between", "forgotten"])
+def test_what_lies_elsewhere_in_the_room_is_copied(how):
+    here = Slots(3 * 1000)
+    there = Opened(here.offer)
+    one, other = here.room(1000).fill_(1), here.room(500).fill_(2)
+    sent = {"another order": [other, one], "something between": [one, filled(10, 7), other], "forgotten": [one, other]}
+    if how == "forgotten":
+        here.begin()
+    slot = here.fill(sent[how])
+    one.fill_(50) if how != "forgotten" else None
+    into = [torch.empty_like(each) for each in sent[how]]
+    there.empty(slot, into)
+    assert [each[0].item() for each in into] == {
+        "another order": [2, 1],
+        "something between": [1, 7, 2],
+        "forgotten": [1, 2],
+    }[how]
+
+
+@linux
+def test_what_is_not_taken_is_kept_from_what_comes_next():
+    here = Slots(100)
+    there = Opened(here.offer)
+    for number in range(COUNT - 1):
+        here.fill([filled(100, number)])
+    lying, other = here.room(100).fill_(7), filled(10, 8)
+    sent = [other, lying]
+    assert here.fill(sent) is None  # in another order, and no other slot is free
+    kept = here.outside(sent)
+    assert kept[0] is other
+    here.room(100).fill_(50)
+    assert kept[1].unique().tolist() == [7]
+    assert there.token == here.offer.token
+
+
+@linux
+def test_a_room_is_in_a_slot_that_nobody_reads():
+    here = Slots(100)
+    there = Opened(here.offer)
+    used = [here.fill([filled(100, number)]) for number in range(COUNT)]
+    assert here.room(100) is None
+    there.empty(used[2], [filled(100, 0)])
+    here.room(100).fill_(9)
+    into = filled(100, 0)
+    there.empty(used[0], [into])
+    assert into[0] == 0 and into.unique().tolist() == [0]
+
+
+@linux
 def test_whoever_does_not_open_the_memory_is_given_up():
     here = Slots(10)
     assert [here.hopeless() for _ in range(10)][-1]
