@@ -134,6 +134,10 @@ class Numbers(IterableDataset):
     def __iter__(self):
         return iter(range(16))
 
+class Wide(list):  # batches that are large enough for shared memory
+    def __getitem__(self, index):
+        return torch.full((30_000,), index)
+
 class Doubling(DataLoader):
     def __iter__(self):
         return (batch for batch in super().__iter__())
@@ -145,13 +149,15 @@ loaders = {
     'stream': prepare_data_loader(DataLoader(Numbers(), batch_size=2)),
     'split': prepare_data_loader(DataLoader(range(16), batch_size=4, shuffle=True), split_batches=True),
     'dispatched': prepare_data_loader(DataLoader(range(16), batch_size=2), dispatch_batches=True),
+    'dispatched, large': prepare_data_loader(DataLoader(Wide(range(16)), batch_size=2), dispatch_batches=True),
     'own class': prepare_data_loader(Doubling(range(16), batch_size=2, shuffle=True)),
     'own turns': prepare_data_loader(DataLoader(range(16), batch_size=2, sampler=turns)),
 }
 
 def dealt(name):
     loaders[name].set_epoch(5)
-    return gather_object([[number for batch in loaders[name] for number in batch.tolist()]])
+    rows = [batch.reshape(len(batch), -1)[:, 0].tolist() for batch in loaders[name]]
+    return gather_object([sum(rows, [])])
 
 before = {name: dealt(name) for name in loaders}
 for name, parts in before.items():
@@ -167,6 +173,22 @@ assert shared.__dict__ is accelerator.state.__dict__ and gradients.num_steps == 
 assert window is sys.modules['rankbook.runtime.accumulation'].window
 assert turns.rank == rank
 """
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_dispatched_loop_that_was_broken_off_begins_anew(cluster, culprit):
+    cluster.run("import sys\n" + PREPARE["ddp"])
+    cluster.run(DEAL, timeout=30)
+    for name in ("dispatched", "dispatched, large"):
+        for at in (0, 3):
+            with pytest.raises(CellError, match="'mine'"):
+                cluster.run(
+                    f"for number, batch in enumerate(loaders[{name!r}]):\n"
+                    f"    if (rank, number) == ({culprit}, {at}):\n        raise KeyError('mine')\n"
+                    "    accelerator.wait_for_everyone()",
+                    timeout=30,
+                )
+            cluster.run(f"assert dealt({name!r}) == before[{name!r}]", timeout=30)
 
 
 @pytest.mark.parametrize("victim", [1, 0])
