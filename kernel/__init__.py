@@ -10,6 +10,7 @@ keeping.py        the vocabulary of ranks that outlive the notebook
 looking.py        the vocabulary of looks at the ranks while they work
 comms.py          the vocabulary of widgets that live on ranks
 measuring.py      the vocabulary of cells that are measured
+forking.py        the vocabulary of the forkserver
 messages.py       the rest of the wire's vocabulary
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"

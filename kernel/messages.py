@@ -1,8 +1,7 @@
 """The wire's vocabulary, both directions.
 
-Owns: every message between the notebook process, the forkserver and a rank, as tagged, frozen structs, and their
-encoding. Refuses: sockets, processes, pickles. An unknown type or an unknown field is a `ProtocolError`, never
-ignored.
+Owns: the messages between the notebook process and a rank, as tagged, frozen structs, and the encoding of all. Refuses:
+sockets, processes, pickles. An unknown type or an unknown field is a `ProtocolError`, never ignored.
 
 Large or pickled values do not live in these structs: a message that has them carries a `Payload` that says where
 each buffer lies, in a frame of the same multipart message or in a shared memory segment.
@@ -16,6 +15,17 @@ import msgspec
 
 from rankbook.comms import CommHeard, CommSaid
 from rankbook.errors import ProtocolError
+from rankbook.forking import (
+    CloseCluster,
+    ClusterClosed,
+    ClusterOpened,
+    ForkRank,
+    ForkserverUp,
+    KillRank,
+    OpenCluster,
+    RankExited,
+    RankForked,
+)
 from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
 from rankbook.looking import Answer, Question
 from rankbook.measuring import Measure
@@ -264,93 +274,6 @@ class Stack(Message, frozen=True):
     cell: int | None
     frames: tuple[Frame, ...]
     waits_for: str = ""
-
-
-# Notebook to forkserver, and back -----------------------------------------------------------------------------------
-
-
-class OpenCluster(Message, frozen=True):
-    """Prepare for a cluster: start its rendezvous store, and remove `folders` should the notebook die."""
-
-    folders: tuple[str, ...]
-
-
-class ForkRank(Message, frozen=True):
-    """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
-
-    `env` is bytes, for a variable need not be text. With a token in `keep` the rank keeps what nobody has seen.
-    """
-
-    rank: int
-    incarnation: int
-    world_size: int
-    backend: str
-    device: str
-    threads: int
-    env: dict[bytes, bytes]
-    cwd: str
-    path: tuple[str, ...]
-    uplink: str
-    downlink: str
-    segments: str
-    logs: str
-    store_port: int
-    cluster: str
-    keep: str = ""
-
-
-class KillRank(Message, frozen=True):
-    """Kill a rank and every process of its session. An incarnation that is gone already is left alone."""
-
-    rank: int
-    incarnation: int
-
-
-class CloseCluster(Message, frozen=True):
-    """Kill whatever is left of the cluster and answer with `ClusterClosed`."""
-
-
-class ForkserverUp(Message, frozen=True):
-    """torch and IPython are imported; it took `seconds`."""
-
-    torch: str
-    python: str
-    seconds: float
-
-
-class ClusterOpened(Message, frozen=True):
-    """The rendezvous store listens on `store_port` of the loopback interface; `devices` CUDA devices are visible."""
-
-    store_port: int
-    devices: int
-
-
-class RankForked(Message, frozen=True):
-    """A rank's process exists."""
-
-    rank: int
-    incarnation: int
-    pid: int
-
-
-class RankExited(Message, frozen=True):
-    """A rank's process ended.
-
-    `code` is the exit code, or minus the signal; `memory_kills` is how many processes the kernel's OOM killer ended in
-    this control group in the seconds before; `stdout` and `stderr` are what the rank had written and nobody had read.
-    """
-
-    rank: int
-    incarnation: int
-    pid: int
-    code: int
-    memory_kills: int
-    stdout: bytes
-    stderr: bytes
-
-
-class ClusterClosed(Message, frozen=True):
-    """No process of the cluster is left."""
 
 
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup

@@ -16,10 +16,11 @@ from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import Cell as CellOfState
 from rankbook.coordinator.tables import CellStep, RankStep
+from rankbook.forking import ForkRank
 from rankbook.keeping import Seen
 from rankbook.launch.environment import abort_grace
 from rankbook.launch.launcher import Launcher
-from rankbook.messages import Done, ForkRank, FromRank
+from rankbook.messages import Done, FromRank
 from rankbook.transport.link import HubLink, Sender
 
 

@@ -12,7 +12,8 @@ from rankbook.coordinator.adopted import FoundCell, FoundRank, Inventory
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.reunion import Account
-from rankbook.messages import Clear, Display, Done, InputRequest, RankExited, Text, TextCut
+from rankbook.forking import RankExited
+from rankbook.messages import Clear, Display, Done, InputRequest, Text, TextCut
 from rankbook.output import Stream
 from rankbook.ranks import name_ranks
 from rankbook.results import CellResult, describe_errors

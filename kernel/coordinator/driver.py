@@ -29,6 +29,7 @@ from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
 from rankbook.coordinator.watch import Told
 from rankbook.errors import RankbookError
+from rankbook.forking import ForkRank, RankExited, RankForked
 from rankbook.keeping import Here
 from rankbook.launch.launcher import Launcher
 from rankbook.looking import Answered
@@ -37,7 +38,6 @@ from rankbook.messages import (
     AskCollectives,
     Collectives,
     Done,
-    ForkRank,
     FromForkserver,
     FromRank,
     Hello,
@@ -45,8 +45,6 @@ from rankbook.messages import (
     InputRequest,
     Interrupt,
     Lingering,
-    RankExited,
-    RankForked,
     Regroup,
     Stack,
     StartFailed,

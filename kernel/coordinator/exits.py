@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook.coordinator.cell import Cell
-from rankbook.messages import Done, RankExited, Text
+from rankbook.forking import RankExited
+from rankbook.messages import Done, Text
 from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
 
 

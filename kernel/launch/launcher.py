@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from rankbook.messages import ForkRank, FromForkserver
+from rankbook.forking import ForkRank
+from rankbook.messages import FromForkserver
 
 
 class Launcher(Protocol):

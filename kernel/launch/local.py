@@ -20,18 +20,9 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
 from rankbook.errors import StartError
+from rankbook.forking import CloseCluster, ClusterClosed, ClusterOpened, ForkRank, ForkserverUp, KillRank, OpenCluster
 from rankbook.keeping import KeepCluster
-from rankbook.messages import (
-    CloseCluster,
-    ClusterClosed,
-    ClusterOpened,
-    ForkRank,
-    ForkserverUp,
-    FromForkserver,
-    KillRank,
-    OpenCluster,
-    decode_from_forkserver,
-)
+from rankbook.messages import FromForkserver, decode_from_forkserver
 from rankbook.transport.stream import MessageStream
 
 _T = TypeVar("_T")

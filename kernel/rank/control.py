@@ -21,17 +21,7 @@ from typing import Protocol
 
 from rankbook.comms import CommHeard
 from rankbook.looking import Asked, Question
-from rankbook.messages import (
-    Abort,
-    AskCollectives,
-    AskStack,
-    Collectives,
-    InputReply,
-    Interrupt,
-    Leave,
-    Stack,
-    ToRank,
-)
+from rankbook.messages import Abort, AskCollectives, AskStack, Collectives, InputReply, Interrupt, Leave, Stack, ToRank
 from rankbook.rank import comms, host
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink

@@ -23,8 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rankbook.keeping import KeepCluster
-from rankbook.messages import (
+from rankbook.forking import (
     CloseCluster,
     ClusterClosed,
     ClusterOpened,
@@ -34,9 +33,9 @@ from rankbook.messages import (
     OpenCluster,
     RankExited,
     RankForked,
-    ToForkserver,
-    decode_to_forkserver,
 )
+from rankbook.keeping import KeepCluster
+from rankbook.messages import ToForkserver, decode_to_forkserver
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner

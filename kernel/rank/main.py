@@ -18,7 +18,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from rankbook.messages import ErrorReport, ForkRank, Hello, Lingering, StartFailed
+from rankbook.forking import ForkRank
+from rankbook.messages import ErrorReport, Hello, Lingering, StartFailed
 from rankbook.rank import comms, farewell, heal, lifeboat, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts

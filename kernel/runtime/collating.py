@@ -43,7 +43,8 @@ class Collate:
             if memory is not None:
                 out = memory.view(first.dtype).view(len(tensors), *first.shape)
                 return torch.stack(list(tensors), 0, out=out)
-        return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        stacked: torch.Tensor = collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return stacked
 
 
 def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:

@@ -94,8 +94,9 @@ class DataLoaderDispatcher(PreparedLoader):
         current: _Bundle | None = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
             wait()
-        for rank, lane in lanes.items():
-            lane.load(current.parcels[rank])
+        if current is not None:
+            for rank, lane in lanes.items():
+                lane.load(current.parcels[rank])
         while current is not None:
             posted = []
             for rank, lane in lanes.items():

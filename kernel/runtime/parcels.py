@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
         if not here.numel():
             return _no_values, (here.dtype, tuple(here.shape))
         flat = here if here.dtype in _KNOWN_TO_NUMPY else here.reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(flat.numpy()), here.dtype, tuple(here.shape))
+        return _tensor, (pickle.PickleBuffer(flat.numpy().data), here.dtype, tuple(here.shape))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 - a buffer

@@ -14,19 +14,10 @@ from rankbook.coordinator.reattach import choose
 from rankbook.coordinator.reunion import Account, Reunion
 from rankbook.coordinator.state import RankState
 from rankbook.errors import BadRequest, NoCluster
+from rankbook.forking import RankExited
 from rankbook.keeping import Here, Seen
 from rankbook.launch.records import Found, KeptRank, Record
-from rankbook.messages import (
-    Done,
-    ErrorReport,
-    FromRank,
-    InputReply,
-    InputRequest,
-    Interrupt,
-    RankExited,
-    RunCell,
-    Text,
-)
+from rankbook.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text
 from rankbook.output import Emit, Stream
 from rankbook.transport.link import Sender
 from tests.coordinator.test_driver import Keeper, Stage, request

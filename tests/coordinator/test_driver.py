@@ -17,24 +17,21 @@ from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
+from rankbook.forking import ForkRank, KillRank, RankExited, RankForked
 from rankbook.messages import (
     Abort,
     AskCollectives,
     AskStack,
     Done,
     ErrorReport,
-    ForkRank,
     Frame,
     FromForkserver,
     Hello,
     InputReply,
     InputRequest,
     Interrupt,
-    KillRank,
     Leave,
     Message,
-    RankExited,
-    RankForked,
     Regroup,
     RunCell,
     Stack,

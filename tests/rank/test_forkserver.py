@@ -18,23 +18,18 @@ from typing import Any
 import psutil
 import pytest
 
-from rankbook.messages import (
+from rankbook.forking import (
     CloseCluster,
     ClusterClosed,
     ClusterOpened,
-    Done,
     ForkRank,
     ForkserverUp,
-    Hello,
     KillRank,
-    Leave,
     OpenCluster,
     RankExited,
     RankForked,
-    RunCell,
-    Text,
-    decode_from_forkserver,
 )
+from rankbook.messages import Done, Hello, Leave, RunCell, Text, decode_from_forkserver
 from rankbook.transport.stream import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
