@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import ipykernel
 import psutil
 import pytest
 
@@ -120,6 +121,35 @@ def test_it_is_answered_while_the_rank_runs_a_cell(notebook, ask, names):
         assert reply["found"] and seconds < 0.2
     finally:
         notebook.ok("%distributed interrupt")
+
+
+@pytest.mark.skipif(int(ipykernel.__version__.split(".")[0]) < 7, reason="subshells came with ipykernel 7")
+def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
+    client = notebook.client
+    control = client.control_channel
+    control.send(client.session.msg("create_subshell_request", {}))
+    subshell = control.get_msg(timeout=10)["content"]["subshell_id"]
+    cell = notebook.send("%%distributed\nimport time\nsleeps_now = True\ntime.sleep(60)")
+    try:
+        code = "%%distributed\nsleeps_n"
+        found = []
+
+        def ask():
+            request = client.session.msg("complete_request", {"code": code, "cursor_pos": len(code)})
+            request["header"]["subshell_id"] = subshell
+            client.shell_channel.send(request)
+            reply = client.get_shell_msg(timeout=10)
+            assert reply["msg_type"] == "complete_reply", "it came before the cell's own"
+            found.extend(reply["content"]["matches"])
+            return bool(found)
+
+        wait_until(ask, timeout=10, what="the cell runs on the rank, which says so")
+        assert found == ["sleeps_now"]
+    finally:
+        notebook.interrupt()
+        assert notebook.finish(cell, timeout=20).status == "error"
+        control.send(client.session.msg("delete_subshell_request", {"subshell_id": subshell}))
+        control.get_msg(timeout=10)
 
 
 def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask):
