@@ -42,6 +42,7 @@ samplers.py        which rank gets which samples
 tickets.py         what is to be read in one pass over the data
 fetch.py           reads one batch, in a worker or here
 position.py        where a loader is, and how a fresh process continues there
+reader_state.py    what torchdata's loader keeps of its dataset
 loader_options.py  DataLoaderConfiguration
 loader_base.py     what every prepared loader does
 lent.py            memory for what arrives, lent again once it is free

@@ -4,7 +4,7 @@ Owns: names of what is stored, what has to be there on load, and what else lies 
 is, hooks, and numbered folders (`saving.py`, `saved_state.py`). Imported once something is saved or loaded.
 
 Models and optimizers are sharded tensors. Schedulers, loaders, the scaler and registered objects are rank 0's; every
-rank's random state is an object of its own.
+rank's random state is an object of its own, and so is what torchdata's loader keeps of its dataset.
 """
 
 from __future__ import annotations
@@ -134,6 +134,9 @@ def write(
     state = {
         **sharded_state_dicts(found.models, found.optimizers, states=states),
         "objects": {name: ShardedObject(name, each, (1,), (0,), found.rank) for name, each in objects.items()},
+        "readers": {
+            name: ShardedObject(name, each, (found.world_size,), (found.rank,)) for name, each in _readers(objects)
+        },
         _RANDOM: ShardedObject(_RANDOM, random, (found.world_size,), (found.rank,)),
     }
     above, name = parted(folder)
@@ -152,7 +155,8 @@ def read(found: Parts, folder: str, *, told: Told, strict: bool) -> None:
     with told("load_state"):  # a loader may refuse this world size: then nothing has changed
         for name, each in found.objects.items():
             if name.partition("_")[0] == "loader":
-                each.load_state_dict(objects[name])
+                own = objects.get(f"{name}.reader")
+                each.load_state_dict(objects[name] if own is None else {**objects[name], "reader": own})
     wanted = sharded_state_dicts(found.models, found.optimizers)
     with told("load_state"):
         wanted = _stored(wanted, manifest, folder, strict=strict)
@@ -164,6 +168,12 @@ def read(found: Parts, folder: str, *, told: Told, strict: bool) -> None:
                 each.load_state_dict(objects[name])
         if objects.get(_RANDOM) is not None:
             saved_state.restore_random_state(objects[_RANDOM])
+
+
+def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What each loader that has one tells of its dataset's state."""
+    loaders = [(name, each) for name, each in objects.items() if name.partition("_")[0] == "loader"]
+    return [(f"{name}.reader", each["reader"]) for name, each in loaders if "reader" in each]
 
 
 def there(folder: str) -> str:
@@ -193,7 +203,11 @@ def _objects(found: Parts, manifest: Manifest) -> dict[str, Any]:
     wanted[_RANDOM] = ShardedObject(_RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),))
     if found.rank >= manifest.world_size:
         del wanted[_RANDOM]
-    return {name: each for name, each in wanted.items() if name != "scaler" or each.unique_key in manifest.objects}
+    if found.world_size == manifest.world_size:
+        readers = {f"{name}.reader" for name in found.objects}
+        wanted |= {name: ShardedObject(name, None, (found.world_size,), (found.rank,)) for name in readers}
+    optional = {name for name in wanted if name == "scaler" or name.endswith(".reader")}
+    return {name: each for name, each in wanted.items() if name not in optional or each.unique_key in manifest.objects}
 
 
 def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:

@@ -91,12 +91,12 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _send(self, lanes: dict[int, Outbound], deal: tuple[int, ...]) -> Iterator[tuple[Any, Share | None, bool]]:
         reading = _Reading(self.parts, self.slice_fn, deal, lanes)
-        current: _Bundle | None = reading.next_bundle()
+        first = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
             wait()
-        if current is not None:
-            for rank, lane in lanes.items():
-                lane.load(current.parcels[rank])
+        for rank, lane in lanes.items():
+            lane.load(first.parcels[rank])
+        current: _Bundle | None = first
         while current is not None:
             posted = []
             for rank, lane in lanes.items():

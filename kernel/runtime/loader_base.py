@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rankbook import telemetry
-from rankbook.runtime import agreement
+from rankbook.runtime import agreement, reader_state
 from rankbook.runtime.fetch import Arrived
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.position import Position
@@ -37,6 +37,7 @@ class Parts:
     `source` is the person's loader, untouched. `inner` is a copy of it that reads `tickets` through `fetch`.
     `total_rows` are the samples of all ranks in a full round, 0 if not known. `length` gives this rank's batches.
     `custom_iter`: the class of `source` has an `__iter__` of its own, which may do anything with the batches.
+    `stateful`: `inner` is torchdata's, and keeps a state of the dataset.
     `agree`: the ranks of the default group read together. `deal`: the `process_index` of each rank of that group, for
     the parts that a dead rank's successor is given by another rank; None where the caller chose it.
     """
@@ -50,6 +51,7 @@ class Parts:
     total_rows: int
     length: Callable[[], int]
     custom_iter: bool = False
+    stateful: bool = False
     agree: bool = False
     deal: tuple[int, ...] | None = None
     device: torch.device | None = None
@@ -57,6 +59,11 @@ class Parts:
     data_seed: int | None = None
     rng_types: list[str] = field(default_factory=list)
     generator: torch.Generator | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank among those that read different data, and how many they are."""
+        return self.process_index, self.num_processes
 
     # On a rank that takes a lost one's place
 
@@ -182,6 +189,11 @@ class PreparedLoader(DataLoader[Any]):
         state = self.position.state_dict(self.parts.num_processes, self.parts.total_rows)
         if state["finished"] and not self.position.restore and self.parts.generator is not None:
             state["generator"] = self.parts.generator.get_state()
+        if self.parts.stateful:
+            skip = self.parts.tickets.current.skip
+            state["reader"] = reader_state.take(
+                self.parts.inner, self.parts.fetch, self.position, self.parts.place, skip
+            )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,9 +249,12 @@ class PreparedLoader(DataLoader[Any]):
             if others or generator is not None:
                 synchronize_rng_states([*others, *(["generator"] if generator is not None else [])], generator)
         position.generator = None if generator is None else generator.get_state()
+        first = skip
+        if parts.stateful and position.reader is not None:
+            first = reader_state.put_back(parts.inner, parts.fetch, position.reader, parts.place, skip)
         position.begin(seed, epoch, skip)
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
-        parts.tickets.begin(Pass(position.run, seed, epoch, skip))
+        parts.tickets.begin(Pass(position.run, seed, epoch, first))
         parts.inner.generator = generator if generator is not None else torch.Generator()
 
     def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:

@@ -20,6 +20,7 @@ from rankbook.runtime.fetch import IterableFetch, MapFetch, WorkerStart, as_is
 from rankbook.runtime.loader_base import Parts, PreparedLoader, read_locally, reads_together
 from rankbook.runtime.loader_options import require_stateful_dataloader
 from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.reader_state import StatefulFetch, has_state
 from rankbook.runtime.samplers import BatchSamplerShard, IterableDatasetShard, Share
 from rankbook.runtime.tickets import MapTickets, OneByOne, Shuffle, SingleTickets, StreamTickets
 
@@ -196,9 +197,11 @@ def take_apart(
         shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
         tickets = (SingleTickets if single else MapTickets)(shard, shuffle, wanted, numbered)
         rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
-        fetch = MapFetch(source.dataset, source.collate_fn, single)
+        keeps_state = stateful and not every_rank and has_state(source.dataset)
+        fetch = (StatefulFetch if keeps_state else MapFetch)(source.dataset, source.collate_fn, single)
     stateful_kind = require_stateful_dataloader() if stateful else None
     inner = _copy(source, tickets, fetch, stateful_kind)
+    custom_iter = type(inner).__iter__ not in {DataLoader.__iter__, getattr(stateful_kind, "__iter__", None)}
     world_size = ranks if numbered is None else numbered[0]
     return Parts(
         source=source,
@@ -209,7 +212,8 @@ def take_apart(
         process_index=rank if numbered is None else numbered[1],
         total_rows=rows * world_size,
         length=tickets.__len__,
-        custom_iter=type(inner).__iter__ not in {DataLoader.__iter__, getattr(stateful_kind, "__iter__", None)},
+        custom_iter=custom_iter,
+        stateful=type(fetch) is StatefulFetch and not custom_iter,
         data_seed=data_seed,
         generator=generator,
     )

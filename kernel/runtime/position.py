@@ -19,6 +19,7 @@ class Position:
 
     `resume` is where the next pass starts after `load_state_dict`, and `restore` says that `generator`, the state of
     the person's own generator as a pass begins, is to be put back then.
+    `reader`, until the next pass, is what torchdata's loader had to say in a state that was loaded.
     `seeded_by` is what `set_seed` had been given when `seed` was fixed; another `set_seed` later gives another seed.
     """
 
@@ -32,11 +33,12 @@ class Position:
     wanted_epoch: int | None = None
     resume: int = 0
     restore: bool = False
+    reader: dict[str, Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is that of `epoch`. A pass that was to be resumed still is, if it is the same epoch's."""
         if self.resume and epoch != self.next_epoch():
-            self.resume, self.restore = 0, False
+            self.resume, self.restore, self.reader = 0, False, None
         self.wanted_epoch = epoch
 
     def next_epoch(self) -> int:
@@ -47,6 +49,7 @@ class Position:
         """A pass begins, `skip` batches after its start."""
         self.seed, self.epoch, self.delivered = seed, epoch, skip
         self.finished, self.wanted_epoch, self.resume, self.restore = False, None, 0, False
+        self.reader = None
         self.run += 1
 
     def state_dict(self, world_size: int, total_rows: int) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class Position:
         self.resume, self.wanted_epoch = skip, None
         self.generator = state.get("generator")
         self.restore = self.generator is not None
+        self.reader = state.get("reader")
 
 
 def rounds_here(state: dict[str, Any], world_size: int, total_rows: int) -> int:
