@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rankbook.coordinator.cluster import Cluster
     from rankbook.coordinator.current import attach, current, start, stop
     from rankbook.coordinator.heal import Healed
+    from rankbook.coordinator.peek import Peeked
     from rankbook.coordinator.status import RankStatus
     from rankbook.errors import (
         BadRequest,
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cluster": "rankbook.coordinator.cluster",
     "Healed": "rankbook.coordinator.heal",
+    "Peeked": "rankbook.coordinator.peek",
     "RankStatus": "rankbook.coordinator.status",
     "attach": "rankbook.coordinator.current",
     "current": "rankbook.coordinator.current",
@@ -111,6 +113,7 @@ __all__ = [
     "Healed",
     "LostRank",
     "NoCluster",
+    "Peeked",
     "RankOutcome",
     "RankStatus",
     "RankbookError",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -119,7 +119,7 @@ class DistributedMagics(Magics):
                 return handle
             first = submitted if before is None else before
             if first.started is None and first.waiting_behind:
-                sink.emit([Stream("stderr", _queued(submitted))])
+                sink.emit([Stream("stderr", _queued(submitted, first.waiting_behind))])
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         assert submitted.result is not None
         keep(submitted.result)
@@ -193,7 +193,7 @@ class DistributedMagics(Magics):
         self._show(table(("rank", "state", "device", "pid", "runs", "note"), rows))
         for cell in running.cells():
             if cell.started is None:
-                self._say(_queued(cell).rstrip())
+                self._say(_queued(cell, cell.waiting_behind).rstrip())
 
     def _command_interrupt(self, command: argparse.Namespace) -> None:
         hit = clusters.current().interrupt(command.ranks)
@@ -300,10 +300,8 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _queued(cell: Cell) -> str:
-    return (
-        f"{cell.label} is queued: it waits for {name_ranks(cell.waiting_behind)} ({format_ranks(cell.ranks)} wanted)\n"
-    )
+def _queued(cell: Cell, behind: Sequence[int]) -> str:
+    return f"{cell.label} is queued: it waits for {name_ranks(behind)} ({format_ranks(cell.ranks)} wanted)\n"
 
 
 @contextlib.contextmanager

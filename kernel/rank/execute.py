@@ -190,12 +190,13 @@ class Executor:
         try:
             self._shell.run(message.source, message.number)
         finally:
-            measurement.stop(self._group.launched)
+            with self._interrupts.shield():
+                measurement.stop(self._group.launched)
 
     def _tell_measured(self, measurement: Measurement) -> Packed:
         """What was measured, once nothing is interrupted any more."""
         self._measurement = None
-        measurement.stop(self._group.launched)  # the first time may have been interrupted itself
+        measurement.stop(self._group.launched)  # an interrupt may have come before the first time
         return pack(measurement.tell(), store=self._segments)
 
     def _provide_accelerator(self, source: str) -> None:
