@@ -64,7 +64,7 @@ class Measurement:
             try:
                 self._profiling.stop()
             except RuntimeError as error:
-                self._profiling, self._trouble = None, f"torch's profiler did not stop: {error}"
+                self._profiling, self._trouble = None, f"torch's profiler did not see the cell: {error}"
 
     def tell(self) -> Measured:
         """What there is to tell, after `stop`."""

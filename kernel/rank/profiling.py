@@ -21,6 +21,8 @@ from rankbook.rank.trace import RankTrace
 _MOST = 400_000_000
 """Bytes of a trace: reading it keeps the interpreter for some seconds, in which the rank answers nobody."""
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+_OURS = 1
+"""What torch's note of whether a profiler runs is set to: true, and not the True that another one's start sets."""
 
 
 class Profiling:
@@ -37,11 +39,19 @@ class Profiling:
 
     def start(self) -> None:
         """From here on. Raises RuntimeError where somebody else profiles already."""
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("one that an earlier cell has started still runs, and there can be but one")
         with _quiet():
             self._profiler.start()
+        torch.autograd.profiler._is_profiler_enabled = _OURS  # type: ignore[assignment]
 
     def stop(self) -> None:
-        """Up to here."""
+        """Up to here. Raises RuntimeError where the cell has started a profiler itself: that ends this one.
+
+        torch would say so in C++, and with a segmentation fault where the trace is read.
+        """
+        if not torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled is not _OURS:
+            raise RuntimeError("the cell has started one itself, and there can be but one")
         with _quiet():
             self._profiler.stop()
 

@@ -270,6 +270,21 @@ def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
     assert "nothing of torch ran" in outcome.stdout
 
 
+def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
+    seen = "print('aten::exp' in {e.name for e in mine.events()})"
+    cell = f"with torch.profiler.profile() as mine:\n    total.exp()\n{seen}"
+    outcome = notebook.ok(f"%%distributed --profile --time\n{cell}")
+    assert "[0-1] True" in outcome.stdout and set(rows(outcome, "rank")) == {"0", "1"}
+    assert "ranks 0-1: torch's profiler did not see the cell: the cell has started one itself" in outcome.stderr
+    outcome = notebook.ok("%%distributed --profile\nmine = torch.profiler.profile()\nmine.start()\ntotal.sin()")
+    assert "the cell has started one itself" in outcome.stderr
+    outcome = notebook.ok("%%distributed --profile\ntotal.cos()")
+    assert "an earlier cell has started still runs" in outcome.stderr
+    cell = "mine.stop()\nprint({'aten::sin', 'aten::cos'} <= {e.name for e in mine.events()})"
+    assert "[0-1] True" in notebook.ok(f"%%distributed\n{cell}").stdout
+    assert "aten::exp" in rows(notebook.ok("%%distributed --profile\ntotal.exp()"), "op")
+
+
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
