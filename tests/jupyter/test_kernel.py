@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -149,6 +151,33 @@ def test_a_start_with_another_number_takes_the_place_of_ranks_that_nobody_has_us
         assert "3 ranks are ready" in kernel.ok("%distributed start -n 3").stdout
         assert kernel.ok("print(world_size)").stdout == "[0-2] 3\n"
         assert "are running already" in kernel.run("%distributed start -n 2").stderr, "these are used"
+
+
+def test_an_interrupt_of_a_cell_that_waits_for_the_ranks_leaves_them_on_their_way(install):
+    assert install("-n", "2").returncode == 0
+    with started("rankbook-2") as kernel:
+        sent = kernel.send("%%local\nprint('waits', flush=True)\n%distributed stacks")
+        while kernel.client.get_iopub_msg(timeout=20)["msg_type"] != "stream":
+            pass
+        kernel.interrupt()
+        assert kernel.finish(sent, timeout=20).ename == "KeyboardInterrupt"
+        assert kernel.ok("print(rank)").stdout == "[0] 0\n[1] 1\n"
+
+
+def test_ranks_that_an_earlier_kernel_has_kept_are_attached_in_the_place_of_new_ones(install):
+    assert install("-n", "2").returncode == 0
+    folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # pytest's are too long for a socket
+    try:
+        with started("rankbook-2", RANKBOOK_RUNTIME_DIR=folder) as kernel:
+            kernel.ok("%distributed start --keep 60")
+            kernel.ok("value = rank * 3")
+            kernel.manager.restart_kernel(now=True)
+            kernel.client.wait_for_ready(timeout=60)
+            kernel.ok("%distributed attach")
+            assert kernel.ok("print(value)").stdout == "[0] 0\n[1] 3\n"
+            kernel.ok("%distributed stop")
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_kernel_that_ends_while_its_ranks_start_leaves_nothing(install):
