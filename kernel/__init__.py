@@ -12,6 +12,7 @@ comms.py          the vocabulary of widgets that live on ranks
 measuring.py      the vocabulary of cells that are measured
 forking.py        the vocabulary of the forkserver
 messages.py       the rest of the wire's vocabulary
+words.py          numbers as people read them
 errors.py         one tree; the class names the culprit
 ranks.py          rank selections, "0,2-3"
 output.py         merges what the ranks print into what the notebook shows

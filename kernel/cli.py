@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from rankbook import words
+
 USAGE_ERROR = 2
 _NOTEBOOK_PACKAGES = {"nbclient", "nbformat", "jupyter_client", "ipykernel"}
 
@@ -171,7 +173,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint import convert, describe, safetensors, storage
+    from rankbook.checkpoint import convert, safetensors, storage
 
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
         name.endswith(safetensors.SUFFIX) for name in storage.storage_of(args.path).list()
@@ -180,7 +182,7 @@ def _convert(args: argparse.Namespace) -> int:
         done = convert.from_safetensors(args.path, args.target, step=args.step or 0)
     else:
         done = convert.to_safetensors(args.path, args.target, step=args.step)
-    size = describe.size_in_words(done.nbytes)
+    size = words.size(done.nbytes)
     sys.stdout.write(f"{done.tensors} tensors, {size}: {', '.join(f'{args.target}/{name}' for name in done.files)}\n")
     if done.left_out:
         sys.stdout.write(f"left out, which safetensors cannot hold: {', '.join(done.left_out)}\n")

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from rankbook.errors import BadRequest
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.telemetry import Variable
-from rankbook.widgets.words import size
+from rankbook.words import size
 
 HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
 _MOST_VALUES = 4

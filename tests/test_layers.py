@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": {"messages"},  # for annotations only, see FOR_TYPES_ONLY
     "telemetry": set(),
     "wire": set(),
+    "words": set(),
     "keeping": {"wire"},
     "looking": {"telemetry", "wire"},
     "comms": {"wire"},
@@ -76,10 +77,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
     },
     "runtime": {"telemetry", "errors", "checkpoint"},
-    "checkpoint": {"telemetry", "errors"},
+    "checkpoint": {"telemetry", "words", "errors"},
     "launched": {"runtime"},
-    "widgets": {"telemetry", "results", "pieces", "ranks", "errors"},
+    "widgets": {"telemetry", "results", "pieces", "ranks", "words", "errors"},
     "magics": {
+        "words",
         "comms",
         "widgets",
         "coordinator",
@@ -101,7 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": set(),
     "notebook_file": {"console", "errors"},
     "notebook_run": {"notebook_file", "console", "errors", "jupyter"},
-    "cli": {"notebook_run", "notebook_file", "console", "errors", "checkpoint"},
+    "cli": {"notebook_run", "notebook_file", "console", "words", "errors", "checkpoint"},
 }
 
 FOR_TYPES_ONLY = {

@@ -6,7 +6,6 @@ terminal show something true. Refuses: to know where the data comes from.
 handle.py             a background cell's state
 table.py              a small table, such as the status of the ranks
 feed.py               the seams: where views get their data, whom they tell what was clicked
-words.py              sizes, durations and shapes in words
 drawing.py            the palette, SVG and bars
 pace.py               at most ten updates a second, the last one always
 part.py               what each picture offers to whatever shows it

@@ -12,7 +12,7 @@ from html import escape
 from rankbook.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.drawing import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
 from rankbook.widgets.table import table
-from rankbook.widgets.words import duration, moment, size
+from rankbook.words import duration, moment, size
 
 HEADINGS = ("", "checkpoint", "step", "saved", "size", "ranks", "state")
 PHASES = ("failed", "planning", "staging", "writing", "committing", "done")  # the first that any rank is in counts

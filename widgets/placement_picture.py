@@ -22,7 +22,7 @@ from rankbook.widgets.drawing import (
     words,
 )
 from rankbook.widgets.table import table
-from rankbook.widgets.words import count, moment, shape_words, size
+from rankbook.words import count, moment, shape_words, size
 
 __all__ = ["holding_words", "html", "shape_words", "size", "state_words", "summary", "svg", "text"]
 

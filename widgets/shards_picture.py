@@ -12,7 +12,7 @@ from rankbook.ranks import name_ranks
 from rankbook.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.widgets.drawing import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
 from rankbook.widgets.table import table
-from rankbook.widgets.words import shape_words, size
+from rankbook.words import shape_words, size
 
 MOST_ROWS = 200  # tensors listed where nobody can scroll
 HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import RankPlacement
 from rankbook.widgets import handle
-from rankbook.widgets.words import duration
+from rankbook.words import duration
 
 _WORDS = {"unresponsive": "not answering", "starting": "starting", "dead": "dead", "idle": "done"}
 

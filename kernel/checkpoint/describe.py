@@ -8,22 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from rankbook import words
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, decode
 from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.errors import CheckpointingException
-
-
-def size_in_words(nbytes: int) -> str:
-    """The bytes with their unit, in thousands: "1.07 GB"."""
-    amount, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
 
 
 def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
@@ -74,10 +65,10 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     lines += ["", _table(rows)]
     if manifest.objects:
         objects = [("OBJECT", "SIZE", "RANK")]
-        objects += [(key, size_in_words(each.length), _ranks([each.rank])) for key, each in manifest.objects.items()]
+        objects += [(key, words.size(each.length), _ranks([each.rank])) for key, each in manifest.objects.items()]
         lines += ["", _table(objects)]
     files = [("FILE", "SIZE", "RANK")]
-    files += [(file.name, size_in_words(file.size), _ranks([file.rank])) for file in manifest.files]
+    files += [(file.name, words.size(file.size), _ranks([file.rank])) for file in manifest.files]
     return "\n".join([*lines, "", _table(files)])
 
 
@@ -93,7 +84,7 @@ def _columns(storage: Storage, path: str) -> tuple[str, str, str, str]:
         manifest = _manifest(storage, path)
     except CheckpointingException as error:
         return ("", "", "", str(error))
-    return (size_in_words(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
+    return (words.size(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 
 def _state(storage: Storage, name: str) -> str:
@@ -106,7 +97,7 @@ def _state(storage: Storage, name: str) -> str:
 def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
     size = sum(chunk.nbytes for chunk in tensor.chunks)
     shape = "×".join(map(str, tensor.shape)) or "scalar"
-    return (tensor.dtype, shape, str(len(tensor.chunks)), size_in_words(size), _ranks([c.rank for c in tensor.chunks]))
+    return (tensor.dtype, shape, str(len(tensor.chunks)), words.size(size), _ranks([c.rank for c in tensor.chunks]))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

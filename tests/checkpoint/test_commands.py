@@ -7,8 +7,8 @@ import pytest
 
 from rankbook import cli
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.describe import size_in_words
 from rankbook.checkpoint.storage import storage_of
+from rankbook.words import size
 from tests.checkpoint.hand_made import write_checkpoint
 
 
@@ -91,4 +91,4 @@ def test_looking_needs_no_torch(run):
     ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_070_000_000, "1.07 GB"), (10**16, "1e+04 TB")]
 )
 def test_sizes_are_told_in_the_unit_that_fits(nbytes, words):
-    assert size_in_words(nbytes) == words
+    assert size(nbytes) == words
