@@ -9,8 +9,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from rankbook import words
 from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
-from rankbook.widgets import checkpoints_picture, drawing, placement_picture, shards_picture, words
+from rankbook.widgets import checkpoints_picture, drawing, placement_picture, shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeShelf().look()
