@@ -292,6 +292,8 @@ class CheckpointFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Source = Callable[[], msgspec.Struct | None]
 
+this_rank: int | None = None
+"""Which rank of a notebook this process is, if it is one."""
 listener: Callable[[msgspec.Struct], None] | None = None
 """Who is told what happens once, such as `Prepared`. Nobody, at first."""
 _sources: dict[str, Source] = {}

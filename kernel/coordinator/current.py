@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 
+from rankbook import telemetry
 from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.interrupts import held_interrupts
@@ -54,6 +55,15 @@ def start_ahead() -> None:
     threading.Thread(target=_ahead[0].run, name="rankbook-start", daemon=True).start()
 
 
+def _refuse_on_a_rank() -> None:
+    """A plain cell of auto mode that looks after the ranks is in the wrong place, and would start ranks of a rank."""
+    if telemetry.this_rank is not None:
+        raise BadRequest(
+            f"this runs on rank {telemetry.this_rank}, and the ranks are looked after from the notebook's own process; "
+            "%%local as the cell's first line keeps it there"
+        )
+
+
 def starting() -> bool:
     """Whether ranks are started in the background, and are not there yet."""
     return any(not each.ended.is_set() for each in _ahead)
@@ -92,6 +102,7 @@ def start(
     `keep`: the ranks outlive this process, for ten minutes or so many seconds, and `attach` finds them again. Raises
     `BadRequest` when a cluster of another size or backend runs, or one that is not kept as asked.
     """
+    _refuse_on_a_rank()
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise BadRequest(f"keep={keep} is no time in seconds")
@@ -127,6 +138,7 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
     `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
     """
+    _refuse_on_a_rank()
     ahead = _wait_ahead()
     if ahead is not None and ahead.cluster is not None:
         ahead.cluster.stop()
@@ -149,6 +161,7 @@ def running_cluster() -> Cluster | None:
 
 def current() -> Cluster:
     """The notebook's cluster. Raises `NoCluster`, and what became of a start in the background."""
+    _refuse_on_a_rank()
     running = wait_current()
     if running is None:
         raise NoCluster("no ranks are running; rankbook.start() or %distributed start makes them")

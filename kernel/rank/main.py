@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from rankbook import telemetry
 from rankbook.forking import ForkRank
 from rankbook.messages import ErrorReport, Hello, Lingering, StartFailed
 from rankbook.rank import comms, farewell, heal, lifeboat, tracebacks
@@ -109,6 +110,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     device = torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    telemetry.this_rank = request.rank
     interrupts = Interrupts()
     pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
     words = None if request.keep else words_of(Path(request.segments), request.rank, request.incarnation)

@@ -93,6 +93,14 @@ def test_a_cell_is_complete_when_it_is_as_python(kernel):
     ]
 
 
+def test_what_looks_after_the_ranks_says_that_it_is_in_the_wrong_place_on_one(kernel):
+    for code in ("rankbook.dashboard()", "rankbook.start(2)", "rankbook.current()", "rankbook.attach()"):
+        failed = kernel.run(f"import rankbook\n{code}")
+        assert failed.status == "error" and "this runs on rank 0" in failed.stderr
+        assert "%%local as the cell's first line" in failed.stderr
+    assert kernel.ok("%%local\nimport rankbook\nrankbook.current().world_size").displays == [{"text/plain": "2"}]
+
+
 def test_auto_off_turns_it_into_a_stock_kernel_and_back(kernel):
     kernel.ok("%distributed auto off")
     try:
