@@ -81,6 +81,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is
         function, bound = _maker(value), True
     if is_a(function, types.MethodType):
         function, bound = function.__func__, True
+    function = members.unwrapped(function)
     try:
         if type(function) is types.FunctionType:
             plain = types.FunctionType(
@@ -170,6 +171,7 @@ def _code_of(value: Any) -> Any:  # noqa: ANN401 - the object whose source it is
             value = value.func
         else:
             break
+    value = members.unwrapped(value)
     if type(value) is types.FunctionType or members.is_class(value) or is_a(value, types.ModuleType):
         return value
     return None if is_a(value, types.BuiltinFunctionType | types.MethodDescriptorType) else type(value)  # type: ignore[arg-type]

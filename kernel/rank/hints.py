@@ -163,6 +163,7 @@ def _names_of_parameters(called: members.Found) -> Iterable[str]:
             value = members.in_class(value if maker else type(value), "__init__" if maker else "__call__")
         except KeyError:
             return ()
+    value = members.unwrapped(value)
     if type(value) is not types.FunctionType:
         return ()
     code = value.__code__

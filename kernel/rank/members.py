@@ -31,6 +31,7 @@ _OF_TENSORS: dict[str, type] = {
 }
 """Attributes that torch computes when it is asked for them."""
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_MOST_WRAPS = 20
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -118,6 +119,16 @@ def keys_of(found: Found) -> list[str]:
     if is_a(value, torch.nn.ModuleDict):
         value = parts.own(value).get("_modules")
     return [key for key, _ in parts.items(value) if type(key) is str] or columns_of(value)
+
+
+def unwrapped(function: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
+    """The function that decorators have wrapped, where they have left it with theirs (functools.wraps)."""
+    for _ in range(_MOST_WRAPS):
+        inner = parts.own(function).get("__wrapped__") if type(function) is types.FunctionType else None
+        if type(inner) is not types.FunctionType:
+            break
+        function = inner
+    return function
 
 
 def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
@@ -248,6 +259,7 @@ def _result(called: Found) -> Found:
 
 def _annotated(function: object) -> Instance | None:
     """The class that the function says it returns."""
+    function = unwrapped(function)
     if type(function) is not types.FunctionType:
         return None
     stated = function.__annotations__.get("return")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from functools import cached_property
 
 import numpy
 import pandas
@@ -57,7 +57,7 @@ class Strange:
     def tensor(self) -> torch.Tensor:
         ran("property")
 
-    @cached_property
+    @functools.cached_property
     def later(self) -> Strange:
         ran("cached property")
 
@@ -87,6 +87,11 @@ def make(width: int, *more, depth=[1], **rest) -> Net:  # noqa: B006
     ran("make")
 
 
+@functools.wraps(make)
+def wrapped(*args, **kwargs):
+    ran(f"wrapped {args} {kwargs}")
+
+
 def strange():
     made = Strange.__new__(Strange)
     object.__setattr__(made, "own", 1)
@@ -96,10 +101,12 @@ def strange():
 
 NAMESPACE = {
     "model": Net(),
+    "Net": Net,
     "trap": strange(),
     "Trap": Strange,
     "Odd": Meta("Odd", (), {"inside": 1}),
     "make": make,
+    "wrapped": wrapped,
     "torch": torch,
     "x": torch.ones(2, 3),
     "array": numpy.ones((2, 2)),
@@ -180,7 +187,8 @@ def inspect(text, *, source=False, cursor=None):
         ("make(3).forwa", ["forward"]),
         ("make(dep", ["depth="]),
         ("make(1, wid", ["width="]),
-        ("Net(wid", []),
+        ("Net(wid", ["width="]),
+        ("wrapped(dep", ["depth="]),
         ("trap.method(gam", ["gamma="]),
         ("config['lea", ["learning_rate"]),
         ("config['layers']['fi", ["first"]),
@@ -285,6 +293,7 @@ def test_a_function_is_told_with_its_signature_docstring_and_place():
     text = inspect("make")
     assert "Signature: make(width: int, *more, depth=<list>, **rest) -> Net" in text
     assert "With a second paragraph." in text and __file__ in text and "Rank:      1" in text
+    assert "Signature: wrapped(width: int, *more, depth=<list>, **rest) -> Net" in inspect("wrapped")
     assert 'ran("make")' not in text and 'ran("make")' in inspect("make", source=True)
 
 
