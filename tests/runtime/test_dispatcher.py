@@ -299,7 +299,8 @@ def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_w
     assert second[3] == {(2, 60_000), (2, 130_000)}
     assert first[1] == [0] * 5 and first[4] == [0, 1]
     assert first[5] and not second[5]  # what rank 0 has put together for the other is not copied again
-    assert second[1][1] == second[1][3] == second[1][4] == 6  # all of a pass, also of the one after a `break`
+    # of 6 in a pass, also of the one after a `break`; one that is not emptied yet is not waited for
+    assert all(second[1][number] > 3 for number in (1, 3, 4)), second[1]
     assert 0 < second[1][2] < 6  # it had to be opened again
 
 
