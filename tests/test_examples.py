@@ -136,7 +136,12 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
     ("launcher", "world_size"),
     [
         pytest.param((), 1, id="alone", marks=pytest.mark.slow),
-        pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), 2, id="torchrun"),
+        pytest.param(
+            ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            2,
+            id="torchrun",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_script_learns_digits(launcher: tuple[str, ...], world_size: int, tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def many(count, seed):
     return seen
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_the_previous_step_or_the_new_one():
     (seen,) = run_ranks(many, 1, 12, 5, timeout=110, group=False)
     assert seen["old"] + seen["new"] == 12

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import rankbook.checkpoint as rc
 from tests.runtime.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 WHOLE = torch.arange(12 * 6.0).reshape(12, 6)
 

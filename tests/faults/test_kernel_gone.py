@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, marked_processes, wait_until
 
+pytestmark = pytest.mark.slow
+
 GONE_WITHIN = 2.0
 
 # Everything a rank may have around it: a subprocess that ignores every polite request, DataLoader workers, a thread

@@ -15,6 +15,8 @@ from rankbook.rank.control_groups import find_counter
 from tests.conftest import Notebook, check_nothing_left, leftovers, wait_until
 from tests.faults.test_death import pids, told
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1 << 30  # a forkserver and two ranks take a half
 EAT = "%%distributed --ranks 1\nheld = []\nwhile True:\n    held.append(bytearray(64 << 20))"
 

@@ -7,6 +7,8 @@ import torch
 
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 BATCH = 12  # of all ranks together; 1, 2, 3 and 4 divide it
 
@@ -80,15 +82,7 @@ def alone():
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2),
-        pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_several_ranks_follow_the_single_process(alone, strategy, ranks):
     for found in run_ranks(train_all, ranks, strategy, WAYS, timeout=110):
         for name in WAYS:
