@@ -93,6 +93,11 @@ class Executor:
         shell.attach(self)
         group.where = self.line
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt has reached the task that runs."""
+        return self._interrupts.delivered
+
     def execute(self, task: Task) -> None:
         """Run one task; whatever happens, `Done` is sent."""
         message, frames = task

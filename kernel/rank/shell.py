@@ -28,6 +28,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell, InteractiveShellABC
+from IPython.core.magics import script
 from IPython.utils.text import LSString, SList
 from traitlets import Type
 from traitlets.config import Config
@@ -46,6 +47,10 @@ class Session(Protocol):
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
         """Send a mime bundle."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt has reached the cell that runs."""
 
     def clear(self, *, wait: bool) -> None:
         """Send a clear_output."""
@@ -246,6 +251,17 @@ class RankShell(InteractiveShell):
 
         builtins.input = ask
         getpass.getpass = ask_secretly
+
+    def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:  # noqa: ANN401 - IPython's types
+        """A script that is interrupted is an interrupted cell; with older versions of IPython it would end well."""
+        assert isinstance(self.display_pub, RankDisplayPublisher)
+        session = self.display_pub.session
+        before = session is None or session.interrupted
+        value = super().run_cell_magic(magic_name, line, cell)
+        is_script = getattr(self.find_cell_magic(magic_name), "__module__", "") == script.__name__
+        if is_script and not before and session is not None and session.interrupted:
+            raise KeyboardInterrupt
+        return value
 
     def system(self, cmd: str) -> None:
         """`!cmd`: in the rank's process group, so that an interrupt ends it, and on its descriptors, so it is heard."""

@@ -193,10 +193,11 @@ def test_a_data_frame_arrives_as_html(notebook):
     assert "[0-1]" in table["text/html"] and table["text/plain"].startswith("[0-1] ")
 
 
-def test_a_widget_shows_its_text_for_the_front_end_has_no_model_of_it(notebook):
+def test_a_widget_shows_its_view_and_its_text(notebook):
     outcome = notebook.ok("%%distributed --ranks 0\nimport ipywidgets\nipywidgets.IntSlider(value=3)")
     (shown,) = outcome.displays
-    assert shown.keys() == {"text/plain"} and "IntSlider(value=3)" in shown["text/plain"]
+    assert shown.keys() == {"text/plain", "application/vnd.jupyter.widget-view+json"}
+    assert "IntSlider(value=3)" in shown["text/plain"]
 
 
 def test_display_shows_in_its_place_between_prints(notebook):
