@@ -7,7 +7,8 @@ Owns: the one output of the cell that is replaced, and what comes when it is ove
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any
 
 from rankbook.coordinator.cell import Cell, Sink
@@ -24,33 +25,40 @@ class Panel:
 
     def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str) -> None:
         self._sink = sink
-        self._widget = CellPanel(f"cell [{number}]", ranks, view)
-        self._shown = self._ended = False
+        self._name = name = _new_name()
+        self._make: Callable[[], CellPanel] = lambda: CellPanel(name, f"cell [{number}]", ranks, view)
+        self._widget: CellPanel | None = None
+        self._lock = RLock()
+        self._ended = False
         self._ranks_of: dict[int, tuple[int, ...]] = {}
-        self.page = Pieces(self._told, key=self._widget.name)
+        self.page = Pieces(self._told, key=self._name)
 
     def follow(self, cell: Cell) -> None:
-        """Its output is the panel's, until it ends."""
+        """Its output is the panel's, until it ends, which it may have done already."""
         cell.on_change.append(lambda: self._end() if cell.result is not None else None)
+        if cell.result is not None:
+            self._end()
 
     def _told(self, changes: Sequence[Change]) -> None:
-        if self._ended:
-            self._late(changes)
-            return
-        self._widget.tell(changes)
-        if not self._shown:
-            self._shown = True
-            self._sink.emit([Rich(self._widget.bundle(), {}, self._widget.name)])
+        with self._lock:
+            if self._ended:
+                self._late(changes)
+            elif self._widget is not None:
+                self._widget.tell(changes)
+            else:
+                self._widget = self._make()
+                self._widget.tell(changes)
+                self._sink.emit([Rich(self._widget.bundle(), {}, self._name)])
 
     def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        name, pieces = self._widget.name, self.page.pieces
-        self._ranks_of = {piece.key: piece.ranks for piece in pieces}
-        bundle = self._widget.end(pieces)
-        if self._shown:
-            self._sink.emit([Rich(dict(bundle), {}, name, update=True)])
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            pieces = self.page.pieces
+            self._ranks_of = {piece.key: piece.ranks for piece in pieces}
+            if self._widget is not None:
+                self._sink.emit([Rich(dict(self._widget.end(pieces)), {}, self._name, update=True)])
 
     def _late(self, changes: Sequence[Change]) -> None:
         """What ranks that still run, or threads that they have left, print is shown below."""
@@ -73,11 +81,15 @@ def still(result: CellResult, view: str) -> dict[str, str]:
     """What a cell that has ended has shown, by rank, as a mime bundle: each rank's text, then its displays."""
     ranks = [outcome.rank for outcome in result.outcomes]
     pieces = _pieces_of(result.outcomes)
-    name = f"rankbook-panel-{uuid.uuid4().hex[:12]}"
+    name = _new_name()
     inner = "".join(piece_html(piece, ranks) for piece in pieces)
     title = f"cell [{result.number}]"
     html = skeleton(name, title, ranks, choice_of(view, ranks), pieces=inner)
     return {"text/html": html, "text/plain": text_of(pieces)}
+
+
+def _new_name() -> str:
+    return f"rankbook-panel-{uuid.uuid4().hex[:12]}"
 
 
 def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[Piece]:

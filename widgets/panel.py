@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Sequence
 from threading import RLock
 from typing import Any
@@ -33,14 +32,17 @@ _FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p
 
 
 class CellPanel(TalkingWidget):
-    """The output of a cell called `title` on `ranks`; `view` is one of `rankbook.widgets.panel_picture.VIEWS`."""
+    """The output of a cell called `title` on `ranks`; `name` is its own in the page.
+
+    `view` is one of `rankbook.widgets.panel_picture.VIEWS`.
+    """
 
     _esm = STATIC / "panel.js"
     name = traitlets.Unicode("").tag(sync=True)
     skeleton = traitlets.Unicode("").tag(sync=True)
     whole = traitlets.Unicode("{}").tag(sync=True)
 
-    def __init__(self, title: str, ranks: Sequence[int], view: str) -> None:
+    def __init__(self, name: str, title: str, ranks: Sequence[int], view: str) -> None:
         self._title, self._ranks = title, tuple(ranks)
         self._choice = choice_of(view, self._ranks)
         self._lock = RLock()
@@ -50,7 +52,6 @@ class CellPanel(TalkingWidget):
         self._size = self._told_size = 0
         self._opened: float | None = None
         self._next_whole = _FIRST_WHOLE
-        name = f"rankbook-panel-{uuid.uuid4().hex[:12]}"
         super().__init__(name=name, skeleton=skeleton(name, title, self._ranks, self._choice))
 
     def tell(self, changes: Sequence[Change]) -> None:

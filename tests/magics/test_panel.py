@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+
+from rankbook.magics.panel import Panel
+from rankbook.messages import Text
+from rankbook.output import OutputMerger
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PRINTS = "\nprint('same'); print('of', rank); rank"
@@ -157,3 +162,18 @@ def test_a_quiet_cell_has_none(notebook):
     outcome = notebook.ok("%%distributed --quiet\nimport time; time.sleep(1.5)")
     assert outcome.displays == []
     assert outcome.stdout == ""
+
+
+def test_a_cell_that_has_ended_before_anybody_follows_it_is_shown_whole():
+    shown = []
+    cell = SimpleNamespace(on_change=[], result=None)
+    panel = Panel(SimpleNamespace(emit=shown.extend), 3, (0,), "tabs")
+    merger = OutputMerger([0], key="k", cluster_key="c", page=panel.page)
+    merger.feed(0, Text(cell=1, stream="stdout", data=b"early\n"), 0.0)
+    merger.close(1.0)
+    cell.result = object()
+    panel.follow(cell)
+    assert [each.update for each in shown] == [False, True]
+    assert shown[1].data["text/plain"] == "[0] early"
+    cell.on_change[0]()
+    assert len(shown) == 2

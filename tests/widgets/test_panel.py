@@ -18,7 +18,7 @@ from rankbook.widgets.strip import StripView
 
 @pytest.fixture
 def panel():
-    made = CellPanel("cell [3]", (0, 1), "grid")
+    made = CellPanel("rankbook-panel-1", "cell [3]", (0, 1), "grid")
     made.sent = []
     made.send = made.sent.append
     yield made
