@@ -11,6 +11,13 @@ from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.progress import tqdm
 
 
+@pytest.fixture(autouse=True)
+def console(monkeypatch):
+    """tqdm draws widgets from its import on where it sees a kernel's modules, which other tests may have imported."""
+    for name in ("ipykernel.zmqshell", "tqdm.auto", "tqdm.autonotebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 @pytest.mark.parametrize(("rank", "only", "shown"), [(0, True, True), (1, True, False), (1, False, True)])
 def test_the_bar_is_shown_where_it_was_asked_for(rank, only, shown, capsys, monkeypatch):
     PartialState(cpu=True).local_process_index = rank
