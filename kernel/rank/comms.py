@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import os
 import queue
 import signal
 import sys
@@ -40,6 +41,9 @@ class RankComm(BaseComm):
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
             said = CommSaid(kind, self.comm_id, self.target_name, json.dumps(data or {}), json.dumps(metadata or {}))
             _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
+
+    def __del__(self) -> None:
+        """Nothing is said: garbage is collected anywhere, in the midst of a message that is sent too."""
 
 
 class _Office:
@@ -81,8 +85,13 @@ def prepare() -> None:
 
 
 def attach(link: RankLink) -> None:
-    """Comms go out here."""
+    """Comms go out here, but for those of a subprocess that user code forks: the link is not its own."""
     _office.link = link
+    os.register_at_fork(after_in_child=_detach)
+
+
+def _detach() -> None:
+    _office.link = None
 
 
 def hear(message: CommHeard, frames: Sequence[memoryview]) -> None:

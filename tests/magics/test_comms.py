@@ -80,6 +80,19 @@ def test_bytes_go_both_ways(notebook):
     assert notebook.ok(wait).text == "[0] b'\\x00\\xff'\n"
 
 
+def test_a_subprocess_says_nothing_and_garbage_neither(notebook):
+    names = sliders(notebook.ok(SLIDER))
+    outcome = notebook.ok(
+        "%%distributed --ranks 0\nimport comm, gc, multiprocessing\ndef child(): slider.value = 40\n"
+        "process = multiprocessing.get_context('fork').Process(target=child)\nprocess.start(); process.join()\n"
+        "lone = comm.create_comm(target_name='nobody')\ncomm.get_comm_manager().unregister_comm(lone)\n"
+        "del lone\ngc.collect(); process.exitcode"
+    )
+    assert outcome.text.splitlines()[-1] == "[0] 0"
+    assert not [each for each in said(outcome, "msg") if each["content"]["comm_id"] in names]
+    assert not said(outcome, "close")
+
+
 def test_bars_of_tqdm_in_a_notebook(notebook):
     pytest.importorskip("tqdm")
     outcome = notebook.ok("%%distributed\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(5)): pass")
