@@ -169,16 +169,25 @@ class Notebook:
                 self.page.request.delete(f"http://127.0.0.1:{self.server.port}/api/sessions/{session['id']}?token=t")
 
     def save(self) -> None:
-        """Press Ctrl+S and wait until the file has changed."""
+        """Press Ctrl+S and wait until the file has changed and is whole (the server writes it in place)."""
         path = self.server.folder / self.name
         before = path.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
         deadline = time.monotonic() + 15
-        while path.stat().st_mtime_ns == before:
+        while path.stat().st_mtime_ns == before or not is_json(path.read_text()):
             if time.monotonic() > deadline:
                 raise AssertionError("the notebook was not saved within 15 s")
             self.page.wait_for_timeout(50)
+
+
+def is_json(text: str) -> bool:
+    """Whether it is a whole document."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
