@@ -27,7 +27,6 @@ coordinator/      the notebook side: decisions (pure), their driver, the public 
 rank/             the rank side: forkserver, the process that runs cells
 checkpoint/       sharded checkpoints: saved on any number of ranks, loaded on any other
 runtime/          training code for one device and for many, with or without a notebook
-checkpoint/       sharded checkpoints, saved on N ranks and loaded on M
 launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it: live views, HTML, text
 magics/           %%distributed and %distributed

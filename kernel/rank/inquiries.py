@@ -50,7 +50,7 @@ class Inquiries(Generic[_Q]):
                 looks = looks or self._make()
                 answer = looks.answer(question)
             except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
-                answer = NothingTold(question.token, f"a look at the rank failed: {error}\n{traceback.format_exc()}")
+                answer = _failed("look", question, error)
             self._send(answer)
 
 
@@ -60,9 +60,14 @@ def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskP
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            answer: Answer = make().answer(question)
+            answer = make().answer(question)
         except Exception as error:  # noqa: BLE001 - as above
-            answer = NothingTold(question.token, f"a peek at the rank failed: {error}\n{traceback.format_exc()}")
+            answer = _failed("peek", question, error)
         send(answer)
 
     _thread.start_new_thread(run, ())
+
+
+def _failed(what: str, question: Look | Hint | AskPeek, error: Exception) -> Answer:
+    """The answer that says so. In the handler of `error`."""
+    return NothingTold(question.token, f"a {what} at the rank failed: {error}\n{traceback.format_exc()}")

@@ -26,6 +26,9 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 _CHILD = "import sys; sys.path.append(root); import cloudpickle; cloudpickle.loads(payload)(connection)"
 _ROOT = str(Path(__file__).parents[2])  # `pytest`, other than `python -m pytest`, has it in no path
 _context = multiprocessing.get_context("forkserver")
+# The first optimizer imports torch._dynamo, 1.3 s in each process; FSDP2 and DTensor another second.
+_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "rankbook.runtime.state",
+            "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]  # fmt: skip
 
 
 class RankFailed(AssertionError):
@@ -50,7 +53,7 @@ def run_ranks(
     """
     for module in {sys.modules.get(function.__module__), sys.modules[__name__]} - {None}:
         cloudpickle.register_pickle_by_value(module)
-    _context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "rankbook.runtime.state"])
+    _context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = free_port()
         started = []
