@@ -14,6 +14,7 @@ forking.py        the vocabulary of the forkserver
 messages.py       the rest of the wire's vocabulary
 words.py          numbers as people read them
 errors.py         one tree; the class names the culprit
+sources.py        the cells that functions were defined in, which travel with them
 ranks.py          rank selections, "0,2-3"
 output.py         merges what the ranks print into what the notebook shows
 record.py         what stands there, to be shown again without some ranks' part

@@ -6,7 +6,6 @@ torch: the notebook names `run` when it sends a function.
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +16,11 @@ PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
 
 
-def run(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    environment: Mapping[str, str],
-    sources: Mapping[str, str],
-) -> Any:  # noqa: ANN401 - whatever the function returns
+def run(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
     """Call `function(*args)` with `environment` set, and with shared state of its own; what it returns.
 
-    Settings that cells of this rank have made (accumulation, precision) are neither seen nor changed by it. `sources`
-    are cells of the notebook by the names that tracebacks know them by.
+    Settings that cells of this rank have made (accumulation, precision) are neither seen nor changed by it.
     """
-    for name, source in sources.items():
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     with _set(environment), _own_state(anew=USE_CPU in environment):
         return function(*args)
 

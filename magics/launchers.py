@@ -6,8 +6,6 @@ cannot honour.
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -116,16 +114,8 @@ def _call(
     shell = _shell()
     label = getattr(function, "__name__", type(function).__name__) + "()"
     ask: Ask = ask_for(shell)
-    call = (function, tuple(args), environment, _source_of(function))
+    call = (function, tuple(args), environment)
     return cluster.call(run, call, sink=sink_for(shell), ask=ask, label=label)
-
-
-def _source_of(function: Callable[..., Any]) -> dict[str, str]:
-    """The source of the cell that defines `function`, by its file's name, for tracebacks."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or os.path.exists(code.co_filename):  # noqa: PTH110 - a name that need not be a path
-        return {}
-    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
 
 
 def _shell() -> Any:  # noqa: ANN401 - an InteractiveShell, or None in a plain script

@@ -32,6 +32,7 @@ from rankbook.magics.strip import strip_of
 from rankbook.output import Stream
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
+from rankbook.sources import name_cells
 from rankbook.widgets.table import table
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ def install(shell: InteractiveShell) -> None:
     auto.install(shell)
     hints.install(shell)
     shell.register_magics(DistributedMagics(shell))
+    name_cells(shell.compile._filename_map)
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
         auto.set_auto(shell, on=True)
 

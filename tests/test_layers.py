@@ -42,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "output": {"record", "queues", "lines", "messages", "ranks", "errors"},
     "pieces": {"queues", "lines"},
     "results": {"output", "lines", "messages", "ranks", "errors"},
-    "transport": {"messages", "errors"},
+    "sources": set(),
+    "transport": {"sources", "messages", "errors"},
     "launch": {"transport", "forking", "messages", "keeping", "ranks", "errors"},
     "coordinator": {
         "forking",
@@ -64,6 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rank": {
         "forking",
         "comms",
+        "sources",
         "transport",
         "messages",
         "keeping",
@@ -83,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "magics": {
         "words",
         "comms",
+        "sources",
         "widgets",
         "coordinator",
         "checkpoint",  # what lies in a folder: the parts without torch

@@ -78,6 +78,7 @@ class Executor:
     ) -> None:
         self.cell = 0
         self.running: int | None = None
+        self._number = 0
         self.wait_reply: Callable[[], InputReply] | None = None
         self._shell = shell
         self._link = link
@@ -105,6 +106,7 @@ class Executor:
         packed: Packed | None = None
         error: BaseException | None = None
         self.cell = self.running = _cell_of(message)
+        self._number = message.number if isinstance(message, RunCell) else 0
         self._capture.begin(self.cell)
         try:
             try:
@@ -145,7 +147,7 @@ class Executor:
         if isinstance(error, (RankbookError, UsageError, BdbQuit)) and not isinstance(error, CollectiveAborted):
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
-        report = tracebacks.report(self._shell, error, self._cell_files())
+        report = tracebacks.report(self._shell, error, self._cell_files(), self._number)
         if out_of_memory.is_out_of_memory(error):
             report = out_of_memory.tell_and_free(self._shell, error, report)
         return report
@@ -282,7 +284,9 @@ class Executor:
 
     def line(self) -> int | None:
         """Where in its cell the main thread is. Any thread."""
-        return tracebacks.main_thread_line(self._cell_files()) if self.running is not None else None
+        if self.running is None:
+            return None
+        return tracebacks.main_thread_line(self._cell_files(), self._number)
 
     def collectives(self, token: int) -> Collectives:
         """What the process groups wait for. Any thread."""

@@ -35,6 +35,7 @@ from traitlets.config import Config
 
 from rankbook.errors import TransferError
 from rankbook.rank import comms
+from rankbook.sources import name_cells
 from rankbook.wire import RESULT
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -322,6 +323,7 @@ def make_shell() -> RankShell:
     config.HistoryManager.enabled = False
     config.InteractiveShell.cache_size = 0  # Out[n] would keep every tensor that was ever shown on its device
     shell: RankShell = RankShell.instance(config=config)
+    name_cells(shell.compile._filename_map)
     load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # not in older versions of IPython
     if load_magics is not None:
         load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good

@@ -29,8 +29,8 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, *_OURS)) and "site-packages" not in file
 
 
-def report(shell: InteractiveShell, error: BaseException, lines: dict[str, int]) -> ErrorReport:
-    """Tell `error`. `lines` maps the file names of cells to their numbers, to name the line that failed."""
+def report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
+    """Tell `error`, and at which line of cell `number` it was. `cells`: the numbers of cells by their file names."""
     shortened, hidden = _shorten(error.__traceback__)
     try:
         value = str(error)
@@ -53,7 +53,7 @@ def report(shell: InteractiveShell, error: BaseException, lines: dict[str, int])
         value=value,
         traceback=text,
         plain=_ANSI.sub("", text),
-        line=_cell_line(error, lines),
+        line=_cell_line(error, cells, number),
     )
 
 
@@ -76,19 +76,24 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
     return chain, len(entries) - len(kept)
 
 
-def _cell_line(error: BaseException, lines: dict[str, int]) -> int | None:
-    if isinstance(error, SyntaxError) and error.filename in lines:
+def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int | None:
+    if isinstance(error, SyntaxError) and _is_of(error.filename, cells, number):
         return error.lineno
     found: int | None = None
     traceback = error.__traceback__
     while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename in lines:
+        if _is_of(traceback.tb_frame.f_code.co_filename, cells, number):
             found = traceback.tb_lineno
         traceback = traceback.tb_next
     return found
 
 
-def main_thread_frames(lines: dict[str, int]) -> tuple[Frame, ...]:
+def _is_of(file: str | None, cells: dict[str, int], number: int) -> bool:
+    """Whether the file is that cell, or for number 0 any cell: a function of another cell has lines of its own."""
+    return file in cells and number in (0, cells[file])
+
+
+def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
     """The main thread's stack below the outermost user's frame, outermost first; a cell's file is `Cell In[5]`."""
     import linecache
 
@@ -97,7 +102,7 @@ def main_thread_frames(lines: dict[str, int]) -> tuple[Frame, ...]:
     found: list[Frame] = []
     while frame is not None:
         code = frame.f_code
-        file = f"Cell In[{lines[code.co_filename]}]" if code.co_filename in lines else code.co_filename
+        file = f"Cell In[{cells[code.co_filename]}]" if code.co_filename in cells else code.co_filename
         line = _line(frame)
         source = linecache.getline(code.co_filename, line).strip()
         found.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
@@ -106,11 +111,11 @@ def main_thread_frames(lines: dict[str, int]) -> tuple[Frame, ...]:
     return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))
 
 
-def main_thread_line(lines: dict[str, int]) -> int | None:
-    """Where in its cell the main thread is: the innermost line that stands in a cell. Any thread."""
+def main_thread_line(cells: dict[str, int], number: int = 0) -> int | None:
+    """The line of cell `number` that the main thread is at, the innermost such; 0: of any cell. Any thread."""
     ident = threading.main_thread().ident
     frame: Any = sys._current_frames().get(ident) if ident is not None else None
-    while frame is not None and frame.f_code.co_filename not in lines:
+    while frame is not None and not _is_of(frame.f_code.co_filename, cells, number):
         frame = frame.f_back
     return None if frame is None else _line(frame)
 

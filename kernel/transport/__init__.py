@@ -9,6 +9,7 @@ watch.py      waiting for descriptors, which two threads may share
 memory_link.py  the fake, for tests and for reading
 stream.py     length-prefixed messages over a socket pair, for the forkserver
 payload.py    values to buffers and back
+culprit.py    what in a value cannot be pickled
 tensors.py    torch tensors out of band
 segments.py   shared memory files
 last_words.py  what a rank sent last, in a file that outlives it

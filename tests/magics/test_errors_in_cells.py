@@ -53,6 +53,21 @@ def test_a_rank_that_was_fine_is_named(notebook):
     assert text.splitlines()[-1] == "rank 0 finished without an error"
 
 
+def test_a_function_brings_the_cell_that_it_was_defined_in(notebook):
+    notebook.ok("def halve(x):\n    return twice(x) // 0")
+    number = notebook.ok("twice = lambda x: 2 * x\nrun = lambda: halve(1)").count
+    notebook.ok("%distributed push run")
+    _, text = failed(notebook, "%%distributed\nrun()")
+    assert f"Cell In[{number}], line 2" in text and "run = lambda: halve(1)" in text
+    assert f"Cell In[{number - 1}], line 2" in text and "return twice(x) // 0" in text
+
+
+def test_the_line_that_is_told_is_one_of_the_cell_that_is_told(notebook):
+    notebook.ok("%%distributed\n\n\n\ndef fails():\n    raise ValueError")
+    outcome, text = failed(notebook, "%%distributed\nif rank == 0:\n    fails()\ndist.barrier()")
+    assert f"rank 0 raised ValueError at cell [{outcome.count}] line 3 while this rank waited" in text
+
+
 def test_the_same_error_from_different_lines_is_two_errors(notebook):
     _, text = failed(notebook, "%%distributed\nif rank == 0:\n    1 / 0\nelse:\n    1 / 0")
     assert "rank 0: ZeroDivisionError" in text and "rank 1: ZeroDivisionError" in text

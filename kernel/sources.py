@@ -1,0 +1,51 @@
+"""The cells that functions were defined in. They travel with the functions, so that a traceback shows their lines.
+
+Owns: which code brings its cell along, and that it is known where it arrives. Refuses: files, which are read where they
+are needed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import types
+from collections.abc import Callable
+from typing import Any
+
+_numbers: list[dict[str, int]] = []
+
+
+def name_cells(numbers: dict[str, int]) -> None:
+    """Have cells told by these numbers, by their file names; those that arrive are added. IPython's own table."""
+    _numbers[:] = [numbers]
+
+
+class Sources:
+    """Of one pickle: each cell goes into it once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def reduce(self, code: types.CodeType, plain: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`plain`, the reduction of `code`; or one that brings its cell along, if it comes from one."""
+        source = self._source_of(code.co_filename)
+        if not source:
+            return plain
+        number = _numbers[0].get(code.co_filename, 0) if _numbers else 0
+        return rebuild, (code.co_filename, source, number, *plain)
+
+    def _source_of(self, file: str) -> str:
+        if file not in self._found:
+            match linecache.cache.get(file):
+                case (_, None, lines, _):  # of a file that is nowhere, linecache knows no time
+                    self._found[file] = "".join(lines)
+                case _:
+                    self._found[file] = ""
+        return self._found[file]
+
+
+def rebuild(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
+    """What `make(*args)` gives, and its cell where tracebacks look for it."""
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    if number and _numbers:
+        _numbers[0][file] = number
+    return make(*args)

@@ -1,0 +1,48 @@
+"""Code that brings its cell along, and code that does not."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+
+import pytest
+
+from rankbook import sources
+from rankbook.transport.payload import pack, unpack
+
+CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return inner\n"
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """A function of cell [7], in a process that knows nothing else, and the table of its cells."""
+    monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
+    monkeypatch.setattr(sources, "_numbers", [])
+    numbers = {"<cell>": 7}
+    sources.name_cells(numbers)
+    space = {"__name__": "__main__"}
+    exec(compile(CELL, "<cell>", "exec"), space)
+    return space["outer"], numbers
+
+
+def test_a_cell_travels_once_and_is_known_where_it_arrives(cell, tmp_path):
+    outer, numbers = cell
+    packed = pack([outer, outer()], store=None)
+    stream = b"".join(packed.frames)
+    assert stream.count(b"raise ValueError") == 1
+    linecache.cache.clear()
+    numbers.clear()
+    _, inner = unpack(packed.payload, packed.frames, unlink=False, folder=tmp_path)
+    assert linecache.getline("<cell>", 3) == "        raise ValueError(7)\n"
+    assert numbers == {"<cell>": 7}
+    with pytest.raises(ValueError, match="7"):
+        inner()
+
+
+def test_the_code_of_a_file_brings_nothing_along(cell):
+    outer, _ = cell
+    linecache.cache["<cell>"] = (len(CELL), 1.0, CELL.splitlines(keepends=True), "<cell>")
+    packed = pack(outer, store=None)
+    assert b"raise ValueError" not in b"".join(packed.frames)
+    assert b"rebuild" not in b"".join(packed.frames)
+    assert pickle.loads(packed.frames[0])()
