@@ -7,7 +7,7 @@ Owns: the one output of the cell that is replaced, and what comes when it is ove
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
@@ -17,7 +17,7 @@ from rankbook.pieces import Change, More, Piece, Pieces, Put
 from rankbook.ranks import format_ranks
 from rankbook.results import CellResult, RankOutcome
 from rankbook.widgets.panel import CellPanel
-from rankbook.widgets.panel_picture import choice_of, piece_html, skeleton, text_of
+from rankbook.widgets.panel_picture import choice_of, is_live, piece_html, skeleton, text_of
 
 
 class Panel:
@@ -31,6 +31,7 @@ class Panel:
         self._lock = RLock()
         self._ended = False
         self._ranks_of: dict[int, tuple[int, ...]] = {}
+        self._below: set[int] = set()
         self.page = Pieces(self._told, key=self._name)
 
     def follow(self, cell: Cell) -> None:
@@ -49,6 +50,9 @@ class Panel:
                 self._widget = self._make()
                 self._widget.tell(changes)
                 self._sink.emit([Rich(self._widget.bundle(), {}, self._name)])
+            for change in () if self._ended else changes:
+                if isinstance(change, Put) and change.piece.data is not None and is_live(change.piece.data):
+                    self._show_below(change.piece.key, change.piece.ranks, change.piece.data)
 
     def _end(self) -> None:
         with self._lock:
@@ -59,6 +63,14 @@ class Panel:
             self._ranks_of = {piece.key: piece.ranks for piece in pieces}
             if self._widget is not None:
                 self._sink.emit([Rich(dict(self._widget.end(pieces)), {}, self._name, update=True)])
+
+    def _show_below(self, key: int, ranks: Sequence[int], data: Mapping[str, Any]) -> None:
+        """What HTML cannot show lives below the panel, behind its label; in the panel stands its text."""
+        label = Rich({"text/plain": f"[{format_ranks(ranks)}]"}, {})
+        known = key in self._below
+        self._below.add(key)
+        shown = Rich(dict(data), {}, f"{self._name}-{key}", update=known)
+        self._sink.emit([shown] if known else [label, shown])
 
     def _late(self, changes: Sequence[Change]) -> None:
         """What ranks that still run, or threads that they have left, print is shown below."""

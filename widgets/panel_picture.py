@@ -16,6 +16,7 @@ from rankbook.widgets.ansi import to_html
 from rankbook.widgets.drawing import rank_colour
 
 VIEWS = ("merged", "tabs", "grid")
+_MARKUP = ("text/html", "image/svg+xml")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _COLOURS = {
     "black": "#3e424d", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
@@ -100,9 +101,16 @@ def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
     )
 
 
+def is_live(data: Mapping[str, Any]) -> bool:
+    """Whether only a front end can show what it is: a widget, a chart that a script draws."""
+    return any(kind.startswith("application/") for kind in data) and not any(
+        kind in data for kind in (*_MARKUP, *_IMAGES)
+    )
+
+
 def bundle_html(data: Mapping[str, Any]) -> str:
     """The richest part of a mime bundle that HTML can show by itself."""
-    for kind in ("text/html", "image/svg+xml"):
+    for kind in _MARKUP:
         if isinstance(text := data.get(kind), str):
             return text
     for kind in _IMAGES:

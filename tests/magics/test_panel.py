@@ -31,6 +31,22 @@ def by_rank(html):
     return found
 
 
+def test_what_only_a_front_end_can_show_is_live_below_the_panel(notebook):
+    outcome = notebook.ok(
+        "%%distributed --view tabs\nimport ipywidgets\nfrom IPython.display import display\n"
+        "display(ipywidgets.IntSlider(value=3 + rank))\n"
+        "chart = display({'application/x-chart': rank, 'text/plain': 'first'}, raw=True, display_id=True)\n"
+        "chart.update({'application/x-chart': 5 + rank, 'text/plain': 'second'}, raw=True)"
+    )
+    shown = panel(outcome)
+    assert by_rank(shown["text/html"]) == {rank: f"IntSlider(value={3 + rank})second" for rank in (0, 1)}
+    below = [each for each in outcome.displays if each is not shown]
+    assert [list(each) for each in below[::2]] == [["text/plain"]] * 4
+    assert sorted(each["text/plain"] for each in below[::2]) == ["[0]", "[0]", "[1]", "[1]"]
+    assert len([each for each in below[1::2] if WIDGET in each]) == 2
+    assert sorted(each["application/x-chart"] for each in below[1::2] if WIDGET not in each) == [5, 6]
+
+
 @pytest.mark.parametrize(("view", "first"), [("tabs", "0"), ("grid", "grid"), ("merged", "merged")])
 def test_a_panel_stays_as_html_and_text_that_need_nothing(notebook, view, first):
     outcome = notebook.ok(f"%%distributed --view {view}{PRINTS}")
