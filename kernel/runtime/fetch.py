@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from rankbook.runtime.samplers import WHOLE, IterableDatasetShard, Round, Share
+from rankbook.runtime.samplers import WHOLE, Dealt, IterableDatasetShard, Round, Share, with_last
 from rankbook.runtime.streams import Streams
 
 
@@ -109,7 +110,7 @@ class IterableFetch(Dataset[Any]):
     def __init__(
         self, dataset: Iterable[Any], shard: IterableDatasetShard, collate: Callable[[Any], Any], single: bool = False
     ) -> None:
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self._shard = shard
         self._collate = collate
         self._single = single
@@ -149,28 +150,39 @@ class IterableFetch(Dataset[Any]):
 
     def _advance(self, ticket: Ticket) -> Round | None:
         """Read up to the ticket's round. None if the stream ends before."""
-        streams = self._streams
-        streams.keep = get_worker_info() is None
+        self._streams.keep = get_worker_info() is None
         if ticket.run != self._run or ticket.round < self._at:
             self._run, self._at, self._current = ticket.run, -1, None
+            if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+                set_epoch(ticket.epoch)  # the copy in a worker that outlives the epoch hears of it only here
             self._restart(ticket)
         while self._at < ticket.round:
-            saved = streams.begin((ticket.seed, ticket.epoch, "round", self._at + 1))
-            try:
-                self._current = next(self._rounds, None)
-            finally:
-                streams.end(saved)
+            self._current = next(self._rounds, None)
             self._at += 1
         return self._current
 
     def _restart(self, ticket: Ticket) -> None:
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(ticket.epoch)  # the copy in a worker that outlives the epoch hears of it only here
+        self._rounds = with_last(self._read(ticket, self._shard.dealt(self._open(ticket))))
+
+    def _open(self, ticket: Ticket) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
         saved = self._streams.begin((ticket.seed, ticket.epoch, "start"))
         try:
-            self._rounds = self._shard.rounds(iter(self.dataset))
+            return iter(self.dataset)
         finally:
             self._streams.end(saved)
+
+    def _read(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        """`rounds`, from number `first` on, each read under its own streams, however far ahead of its ticket."""
+        streams = self._streams
+        for number in count(first):
+            saved = streams.begin((ticket.seed, ticket.epoch, "round", number))
+            try:
+                each = next(rounds, None)
+            finally:
+                streams.end(saved)
+            if each is None:
+                return
+            yield each
 
 
 def whole_share(share: Share | None) -> Share | None:

@@ -251,7 +251,7 @@ class PreparedLoader(DataLoader[Any]):
         position.generator = None if generator is None else generator.get_state()
         first = skip
         if parts.stateful and position.reader is not None:
-            first = reader_state.put_back(parts.inner, parts.fetch, position.reader, parts.place, skip)
+            first = reader_state.put_back(parts.inner, parts.fetch, parts.place, position, skip)
         position.begin(seed, epoch, skip)
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.tickets.begin(Pass(position.run, seed, epoch, first))

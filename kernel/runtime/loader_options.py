@@ -23,9 +23,10 @@ class DataLoaderConfiguration:
     draw theirs from (seed, epoch) in any case.
     `data_seed`: the loaders' own seed, instead of that of `set_seed`.
     `non_blocking`: copies to the device do not wait, which needs pinned memory.
-    `use_stateful_dataloader`: batches come from torchdata's StatefulDataLoader. A map-style dataset with a
-    `state_dict` and a `load_state_dict` is resumed with its own state, in each worker; one that rank 0 reads for all is
-    not. Raises `BadRequest` where torchdata is not installed.
+    `use_stateful_dataloader`: batches come from torchdata's StatefulDataLoader. A dataset with a `state_dict` and a
+    `load_state_dict` is resumed with its own state, in each worker: a map-style one on as many ranks with as many
+    workers; an iterable one, or its iterators, on any, within a pass, and no sample before is read again but a round's.
+    One that rank 0 reads for all is not. Raises `BadRequest` where torchdata is not installed.
     """
 
     split_batches: bool = False

@@ -20,7 +20,7 @@ from rankbook.runtime.fetch import IterableFetch, MapFetch, WorkerStart, as_is
 from rankbook.runtime.loader_base import Parts, PreparedLoader, read_locally, reads_together
 from rankbook.runtime.loader_options import require_stateful_dataloader
 from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.reader_state import StatefulFetch, has_state
+from rankbook.runtime.reader_state import StatefulFetch, StatefulStream, has_state
 from rankbook.runtime.samplers import BatchSamplerShard, IterableDatasetShard, Share
 from rankbook.runtime.tickets import MapTickets, OneByOne, Shuffle, SingleTickets, StreamTickets
 
@@ -190,7 +190,8 @@ def take_apart(
             source.dataset, size, bool(source.drop_last), ranks, rank, split_batches and not single, even_batches
         )
         tickets, rows = StreamTickets(stream, wanted), 0 if single else stream.rows
-        fetch = IterableFetch(source.dataset, stream, source.collate_fn, single)
+        keeps_state = stateful and not every_rank
+        fetch = (StatefulStream if keeps_state else IterableFetch)(source.dataset, stream, source.collate_fn, single)
     else:
         shuffle = Shuffle(OneByOne(source.sampler) if single else source.batch_sampler, seedable)
         generator = shuffle.own
@@ -213,7 +214,7 @@ def take_apart(
         total_rows=rows * world_size,
         length=tickets.__len__,
         custom_iter=custom_iter,
-        stateful=type(fetch) is StatefulFetch and not custom_iter,
+        stateful=isinstance(fetch, StatefulFetch | StatefulStream) and not custom_iter,
         data_seed=data_seed,
         generator=generator,
     )

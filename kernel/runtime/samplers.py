@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,6 +49,10 @@ class Round(NamedTuple):
     parts: Sequence[Sequence[Any] | None]
     share: Share | None
     last: Sequence[bool]
+
+
+Dealt = tuple[int, list[Sequence[Any] | None], Share | None]
+"""A round's number, its parts, and what is real in it where that is not all: what `with_last` makes a `Round` of."""
 
 
 def rows_per_rank(batch_size: int, num_processes: int, split_batches: bool) -> int:
@@ -212,6 +216,11 @@ class BatchSamplerShard(BatchSampler):
         next(islice(batches, skip - keep, skip - keep), None)
         return batches, first, skip
 
+    @property
+    def total_length(self) -> int:
+        """The number of the sampler's own batches."""
+        return len(self.batch_sampler)
+
     def __len__(self) -> int:
         """The number of batches of this rank, as `__iter__` yields them. Raises TypeError if there is no telling."""
         batches = len(self.batch_sampler)
@@ -338,17 +347,23 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def rounds(self, stream: Iterator[Any]) -> Iterator[Round]:
         """All ranks' samples of `stream`, round by round."""
-        return with_last(self._rounds(stream))
+        return with_last(self.dealt(stream))
 
-    def _rounds(self, stream: Iterator[Any]) -> Iterator[tuple[int, list[Any], Share | None]]:
+    def dealt(self, stream: Iterator[Any], first: int = 0, initial: Sequence[Any] = ()) -> Iterator[Dealt]:
+        """As `rounds`, with no look ahead. `stream` begins with round `first`; `initial` are the samples of round 0."""
         total = self.rows * self.num_processes
-        initial: list[Any] = []
-        number = 0
-        while chunk := list(islice(stream, total)):
+        each = map(next, repeat(stream))  # `islice` would ask a stream that is its own dataset for an iterator again
+        for number in count(first):
+            chunk = list(islice(each, total))
+            if not chunk:
+                return
             initial = initial or chunk
             if len(chunk) == total or not self.drop_last:
                 yield number, *deal_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
-            number += 1
+
+    def first_samples(self, stream: Iterator[Any]) -> list[Any]:
+        """What `dealt` takes as `initial`."""
+        return list(islice(map(next, repeat(stream)), self.rows * self.num_processes))
 
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()

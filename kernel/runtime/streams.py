@@ -157,6 +157,10 @@ class Streams:
             for stream, state in saved[1]:
                 stream.end(state)
 
+    def look_again(self) -> None:
+        """What held the generators may hold others by now."""
+        self._looks = 0
+
     def _look(self, key: Key) -> None:
         """Search again: a dataset may make its generators late, in a worker or with its first sample."""
         self._looks = self._looks + 1 if key[:2] == self._pass else 1

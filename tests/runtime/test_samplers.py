@@ -163,6 +163,24 @@ def test_workers_of_a_plain_loader_share_a_stream_in_its_order():
     assert batches == [[0, 1], [4, 5], [8, 9]]
 
 
+class FromTheStart(IterableDataset):
+    """Is its own iterator, and each question for one begins anew."""
+
+    def __iter__(self):
+        self.numbers = iter(range(5))
+        return self
+
+    def __next__(self):
+        return next(self.numbers)
+
+
+def test_a_stream_that_is_its_own_iterator_is_asked_for_it_once():
+    assert [list(IterableDatasetShard(FromTheStart(), 1, False, 2, rank)) for rank in range(2)] == [
+        [0, 2, 4],
+        [1, 3, 0],
+    ]
+
+
 def test_a_stream_whose_batch_cannot_be_split_evenly_is_an_error():
     with pytest.raises(BadRequest, match=r"batch size \(3\) % ranks \(2\)"):
         IterableDatasetShard(range(9), 3, num_processes=2, split_batches=True)
