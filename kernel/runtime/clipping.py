@@ -42,8 +42,9 @@ def clip_norm(
 
 def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
     """Bring each element of the gradients between `-bound` and `bound`."""
-    whole = [each for each in parameters if not isinstance(each.grad, DTensor)]
-    clip_grad_value_(whole, bound)
+    whole = [each for each in parameters if each.grad is not None and not isinstance(each.grad, DTensor)]
+    if whole:  # torch's raises for none
+        clip_grad_value_(whole, bound)
     clip_local = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
     for each in clip_local:
         each.clamp_(-bound, bound)

@@ -11,10 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from rankbook.errors import BadRequest
 from rankbook.runtime import collectives
 from rankbook.runtime.core import Core
 from rankbook.runtime.samplers import WHOLE, Share
+from rankbook.runtime.strategies.meshes import mesh_for
 from rankbook.runtime.tree import concatenate, leaves, map_leaves, send_to_device
 from rankbook.runtime.trim import trim
 
@@ -142,6 +145,34 @@ class Communication(Core):
     ) -> Any:  # noqa: ANN401 - a decorator
         """A function that only rank `local_process_index` of each machine runs."""
         return self.state.on_local_process(function, local_process_index)
+
+    # Where a rank stands in the mesh
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of `parallelism_config`, with all its axes; None without one. A collective, the first time."""
+        parallelism = self.parallelism_config
+        return None if parallelism is None else mesh_for(self.device.type, parallelism.sizes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this rank has a part of. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of its copy this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each divided layer this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("tp")
+
+    def _place(self, axis: str) -> int:
+        if self.parallelism_config is None:
+            raise BadRequest(f"there is no mesh with an axis {axis}: give the Accelerator a parallelism_config")
+        return self.parallelism_config.place_of(self.process_index)[axis]
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
         """Print on the first rank of each machine."""

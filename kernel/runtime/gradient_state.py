@@ -79,7 +79,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether a scheduler counts the steps in between as well."""
+        """As it was given, for programs that read it: here a scheduler steps with its optimizer either way."""
         return bool(self._setting("adjust_scheduler"))
 
     @property

@@ -106,6 +106,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return self._scaled_step(closure)
         result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self.steps += 1
+        self._was_skipped = False
         return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's

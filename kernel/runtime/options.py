@@ -124,6 +124,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     `num_steps` batches make a window. `sync_with_dataloader`: the end of a loader ends its window, which then divides
     by its own length. `sync_each_batch`: the ranks reduce at every batch, which saves memory with FSDP and costs time.
+    `adjust_scheduler` is kept for programs that read it; a scheduler steps once per optimizer step either way.
     """
 
     num_steps: int = 1
@@ -191,7 +192,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     "size_based_wrap" with `min_num_params`, "transformer_based_wrap" with `transformer_cls_names_to_wrap`, or a
     function from a module to a bool. `mixed_precision_policy` is torch's, or "bf16" or "fp16" for parameters in that
     type; without one the forward runs under autocast, as everywhere. `ignored_modules`: modules, or a regular
-    expression over names.
+    expression over names; they stay whole, and their gradients each rank's own.
     """
 
     fsdp_version: int = 2
@@ -206,6 +207,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
+            self.ignored_modules = tuple(self.ignored_modules)  # looked at by each prepare()
         if self.fsdp_version != 2:
             raise BadRequest(
                 f"fsdp_version={self.fsdp_version} is not offered: Rankbook shards with fully_shard, that is version "
@@ -277,12 +280,39 @@ class ParallelismConfig:
     @property
     def total_size(self) -> int:
         """How many ranks it is for."""
-        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1) * (self.tp_size or 1)
+        return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
         """Over how many ranks the batches are divided."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many ranks get the same batches."""
+        return self.tp_size or 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies of the model."""
+        return self.sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded over several ranks."""
+        return self.sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.sizes["tp"] > 1
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """The rank's number on each axis."""
+        place = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, place[name] = divmod(rank, size)
+        return place
 
     def check(self, world_size: int) -> None:
         """Raise `BadRequest` with the arithmetic unless the axes multiply to `world_size`."""

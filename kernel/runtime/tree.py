@@ -200,8 +200,16 @@ def find_batch_size(data: Any) -> int:  # noqa: ANN401 - anything
     raise BadRequest(f"no batch size can be told from a {type(data).__name__} without a tensor that has a dimension")
 
 
-def slice_tensors(data: _T, tensor_slice: slice) -> _T:
-    """The same containers with `tensor[tensor_slice]` for each tensor; other leaves as they are."""
+def slice_tensors(
+    data: _T,
+    tensor_slice: slice,
+    process_index: int | None = None,  # noqa: ARG001 - see below
+    num_processes: int | None = None,  # noqa: ARG001
+) -> _T:
+    """The same containers with `tensor[tensor_slice]` for each tensor; other leaves as they are.
+
+    The rank and the world size are what a `slice_fn_for_dispatch` is told; it may be this function.
+    """
     result: _T = recursively_apply(lambda tensor: tensor[tensor_slice], data)
     return result
 

@@ -40,6 +40,8 @@ class DataParallel(Strategy):
         options = self.setup.handlers.ddp.to_kwargs()
         hook = options.pop("comm_hook", "no")
         device = self.setup.device
+        if hook == "bf16" and device.type == "cpu":
+            raise BadRequest("comm_hook='bf16' needs a CUDA device, says torch, and this rank's is cpu: use 'fp16'")
         wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
         if hook != "no":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -95,7 +95,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
         "mesh": mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
         "mp_policy": _policy(plugin),
-        "offload_policy": _offload(plugin),
+        "offload_policy": _offload(plugin, mesh.device_type),
         "ignored_params": ignored or None,
     }
     units = list(_units(model, plugin))
@@ -165,7 +165,9 @@ def _policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=kind, output_dtype=torch.float32)
 
 
-def _offload(plugin: FullyShardedDataParallelPlugin) -> OffloadPolicy:
+def _offload(plugin: FullyShardedDataParallelPlugin, device_type: str) -> OffloadPolicy:
+    if device_type == "cpu":  # the shards lie there anyway, and torch would pin memory for a device that is not there
+        return OffloadPolicy()
     if isinstance(plugin.cpu_offload, OffloadPolicy):
         return plugin.cpu_offload
     return CPUOffloadPolicy() if plugin.cpu_offload else OffloadPolicy()

@@ -1,0 +1,277 @@
+"""What the plugins' and handlers' fields do on real ranks: each one is seen, and training is that of a plain model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from tests.runtime.ranks import run_ranks
+
+
+def parts():
+    """A model with blocks and a plain twin, an optimizer for each, and a step of both that compares them."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.ran = nn.Linear(6, 8), nn.Linear(8, 6), []
+
+        def forward(self, inputs):
+            self.ran.append(self.up.weight.dtype)
+            return inputs + self.down(self.up(inputs).tanh())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = Block(), Block(), nn.Linear(6, 2)
+
+        def forward(self, inputs):
+            return self.head(self.second(self.first(inputs)))
+
+    torch.manual_seed(5)
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def train(accelerator, raw, twin, tolerance=1e-5):
+    import torch
+
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    torch.manual_seed(1)
+    for _ in range(2):
+        data = torch.randn(accelerator.num_processes, 4, 6)
+        accelerator.backward(model(data[accelerator.process_index]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        twin(data.flatten(0, 1)).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    for name, value in accelerator.get_state_dict(model).items():
+        assert torch.allclose(value, twin.state_dict()[name], atol=tolerance), name
+    return model
+
+
+def shards():
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from rankbook.errors import BadRequest
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.set_num_threads(1)
+
+    def units(tolerance=1e-5, ran=0, **options):
+        raw, twin = parts()
+        for each in (raw, twin) if "ignored_modules" in options else ():
+            each.head.requires_grad_(False)  # its gradients would be each rank's own
+        given = {
+            name: value(raw) if getattr(value, "__name__", "") == "<lambda>" else value
+            for name, value in options.items()
+        }
+        model = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**given)), raw, twin, tolerance)
+        whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        assert len(raw.first.ran) == 2 + ran, options
+        kinds = {str(each).removeprefix("torch.") for each in raw.first.ran}
+        return [name for name, each in model.named_modules() if isinstance(each, FSDPModule)], whole, kinds
+
+    blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    found = {
+        "plain": units(),
+        "none": units(auto_wrap_policy="no_wrap"),
+        "named": units(**blocks),
+        "sized": units(auto_wrap_policy="size_based_wrap", min_num_params=50),
+        "chosen": units(auto_wrap_policy=is_head),
+        "kept": units(reshard_after_forward=False, **blocks),
+        "ignored": units(ignored_modules=lambda model: iter([model.head])),
+        "ignored by name": units(ignored_modules="head"),
+        "half": units(3e-2, mixed_precision_policy="bf16"),
+        "half, as a dict": units(3e-2, mixed_precision_policy={"param_dtype": torch.bfloat16}),
+        "offloaded": units(cpu_offload=True),
+        "again": units(ran=2, activation_checkpointing=True, **blocks),
+    }
+    for words, options in (
+        ("needs an auto_wrap_policy", {"activation_checkpointing": True}),
+        ("mixed_precision_policy='fp4' is unknown", {"mixed_precision_policy": "fp4"}),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            units(**options)
+    return found
+
+
+def is_head(module):
+    return module.__class__.__name__ == "Linear" and module.out_features == 2
+
+
+@pytest.mark.slow
+def test_what_is_gathered_on_its_own_ignored_and_in_which_type():
+    blocks, head = ["", "first", "second"], ["head.weight", "head.bias"]
+    everything = ["", "first", "first.up", "first.down", "second", "second.up", "second.down"]
+    for found in run_ranks(shards, 2, timeout=110):
+        assert found == {
+            "plain": ([""], [], {"float32"}),
+            "none": ([""], [], {"float32"}),
+            "named": (blocks, [], {"float32"}),
+            "sized": (everything, [], {"float32"}),
+            "chosen": (["", "head"], [], {"float32"}),
+            "kept": (blocks, [], {"float32"}),
+            "ignored": ([""], head, {"float32"}),
+            "ignored by name": ([""], head, {"float32"}),
+            "half": ([""], [], {"bfloat16"}),
+            "half, as a dict": ([""], [], {"bfloat16"}),
+            "offloaded": ([""], [], {"float32"}),
+            "again": (blocks, [], {"float32"}),
+        }
+
+
+def copies():
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from rankbook.errors import BadRequest
+    from rankbook.runtime import (
+        Accelerator,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ParallelismConfig,
+    )
+
+    torch.set_num_threads(1)
+    rank, found = torch.distributed.get_rank(), {}
+
+    def made(**options):
+        raw, twin = parts()
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+        return train(accelerator, raw, twin, 1e-2 if options.get("comm_hook") else 1e-5)
+
+    model = made(find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    found["options"] = (
+        model.find_unused_parameters,
+        model.gradient_as_bucket_view,
+        model.bucket_bytes_cap,
+    )
+    model(torch.ones(1, 6)).sum().mul(0).backward()
+    found["static"] = made(static_graph=True).static_graph
+    with pytest.raises(BadRequest, match="'bf16' needs a CUDA device"):
+        made(comm_hook="bf16")
+    model = made(comm_hook="fp16")
+    model(torch.full((1, 6), 0.37 + rank)).sum().backward()
+    grads = [each.grad for each in model.parameters()]
+    found["hook"] = all(torch.equal(each, each.half().float()) for each in grads)
+
+    raw, _ = parts()
+    accelerator = Accelerator()
+    evaluated = accelerator.prepare_model(raw, evaluation_mode=True)
+    found["evaluation"] = (evaluated is raw, isinstance(evaluated, DistributedDataParallel))
+
+    def gradients(model, block):
+        """What this rank has after one batch of its own in `block`, against the mean of all ranks."""
+        for each in model.parameters():
+            each.grad = None
+        with block:
+            accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
+        return [getattr(each.grad, "full_tensor", lambda g=each.grad: g)() for each in model.parameters()]
+
+    def same_everywhere(values):
+        flat = torch.cat([each.flatten() for each in values])
+        rows = accelerator.gather(flat[None])
+        return torch.equal(rows[0], rows[1])
+
+    model = accelerator.prepare(raw)
+    found["no_sync"] = (
+        same_everywhere(gradients(model, accelerator.no_sync(model))),
+        same_everywhere(gradients(model, accelerator.no_sync(raw))),
+        model.require_backward_grad_sync,
+    )
+    with accelerator.no_sync(model):
+        loss = model(torch.full((1, 6), 0.5 + rank)).sum()
+    for each in model.parameters():
+        each.grad = None
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    found["triggered"] = same_everywhere([each.grad for each in model.parameters()])
+
+    for each_batch in (False, True):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        model = accelerator.prepare(raw)
+        first = same_everywhere(gradients(model, accelerator.accumulate(model)))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
+        found[f"each batch: {each_batch}"] = (first, same_everywhere([each.grad for each in model.parameters()]))
+
+    accelerator = Accelerator(gradient_accumulation_steps=1, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(raw)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
+    found["shards, no_sync"] = [each.grad is None for each in model.parameters()]
+    accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
+    accelerator.clip_grad_value_(model.parameters(), 0.1)
+    found["clipped"] = max(each.grad.full_tensor().abs().max().item() for each in model.parameters()) <= 0.1 + 1e-7
+
+    if rank == 1:
+        accelerator.set_trigger()
+    found["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    mesh = accelerator.torch_device_mesh
+    places = accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank
+    found["place"] = (mesh.mesh_dim_names, tuple(mesh.get_coordinate()) == places == (0, rank, 0))
+    return found
+
+
+def test_gradients_are_shared_when_and_as_it_was_asked():
+    for found in run_ranks(copies, 2, timeout=110):
+        assert found == {
+            "options": (True, True, 1 << 20),
+            "static": True,
+            "hook": True,
+            "evaluation": (True, False),
+            "no_sync": (False, True, True),
+            "triggered": True,
+            "each batch: False": (False, True),
+            "each batch: True": (True, True),
+            "shards, no_sync": [True] * 10,
+            "clipped": True,
+            "trigger": (True, False),
+            "place": (("dp_replicate", "dp_shard", "tp"), True),
+        }
+
+
+def started():
+    import torch
+    import torch.distributed as dist
+
+    from rankbook.runtime import Accelerator, InitProcessGroupKwargs
+
+    options = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=77))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return accelerator.state.backend, backend.options._timeout, accelerator.gather(torch.tensor([1])).tolist()
+
+
+def test_a_group_that_is_started_has_the_options_that_were_given():
+    assert run_ranks(started, 2, group=False) == [("gloo", timedelta(seconds=77), [1, 1])] * 2
+
+
+def written(folder):
+    import torch
+
+    from rankbook.runtime import Accelerator, ProjectConfiguration
+
+    for each_node in (False, True):
+        accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each_node))
+        accelerator.save({"a": torch.ones(1)}, f"{folder}/{each_node}-{accelerator.process_index}")
+        accelerator.wait_for_everyone()
+    return accelerator.local_process_index
+
+
+def test_each_machine_has_its_file_if_that_is_asked(tmp_path):
+    alone = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert run_ranks(written, 2, str(tmp_path), environment=alone) == [0, 0]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["False-0", "True-0", "True-1"]
