@@ -159,6 +159,8 @@ def same_as_read_by_each():
             for _ in range(2):
                 dispatched, own = (told(each) for each in both)
                 assert dispatched == own, (options, source, dispatched, own)
+            if not isinstance(source, Tenfold) and isinstance(source.dataset, Words):
+                assert [len(each) for each in both] == [len(own[0])] * 2, (options, source)
             found.append(own)
     skipping = skip_first_batches(prepare_data_loader(DataLoader(Words(8), 2), dispatch_batches=True), 1)
     found.append([batch["id"].tolist() for batch in skipping])
@@ -172,6 +174,32 @@ def test_each_rank_gets_what_it_would_have_read():
     first, second = run_ranks(same_as_read_by_each)
     assert first[0][0][0][0] != second[0][0][0][0]
     assert [first[-1], second[-1], first[-2]] == [[[4, 5]], [[6, 7]], [[4, 5]]]
+
+
+def resumed():
+    """What follows a state of each batch, of loaders that rank 0 reads ahead of all ranks."""
+    found = []
+    for source in (
+        DataLoader(Words(20), batch_size=2, shuffle=True),
+        DataLoader(Words(20), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+        DataLoader(Stream(20), batch_size=2),
+    ):
+        first, states, whole = prepare_data_loader(source, data_seed=1, dispatch_batches=True), [], []
+        for batch in first:
+            whole.append((batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()))
+            states.append(first.state_dict())
+        following = told(first)[0]
+        for at in (1, 3):
+            again = prepare_data_loader(source, data_seed=1, dispatch_batches=True)
+            again.load_state_dict(states[at - 1])
+            rest = [(batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()) for batch in again]
+            assert rest == whole[at:] and told(again)[0] == following, (source, at)
+        found.append(len(whole))
+    return found
+
+
+def test_the_next_batch_is_the_next_batch_however_far_rank_0_has_read():
+    assert run_ranks(resumed) == [[5, 5, 5]] * 2
 
 
 def bad_records():

@@ -6,6 +6,7 @@ from tests.runtime.ranks import run_ranks
 
 CASES = [
     # samples, batch size, loader options
+    *[(0, 2, each) for each in ({}, {"dispatch_batches": True}, {"even_batches": False}, {"iterable": True})],
     *[(n, b, {}) for n in (1, 5, 8, 9, 13) for b in (2, 4)],
     *[(n, b, {"even_batches": False}) for n in (1, 2, 5, 9, 13) for b in (2, 4)],
     *[(n, 6, {"split_batches": True}) for n in (5, 13, 14)],
@@ -17,6 +18,7 @@ CASES = [
 
 
 def gather_all(cases):
+    import torch
     from torch.utils.data import DataLoader, IterableDataset
 
     from rankbook.runtime import Accelerator, DataLoaderConfiguration
@@ -42,7 +44,10 @@ def gather_all(cases):
             assert got["rows"][1].tolist() == [2 * each for each in got["rows"][0].tolist()]
             seen += got["rows"][0].tolist()
             objects += accelerator.gather_for_metrics([str(each) for each in batch.tolist()])
-        accelerator.wait_for_everyone()
+        for _ in loader:
+            break
+        rank = accelerator.process_index  # a loop that was left has no part in what comes after it
+        assert accelerator.gather_for_metrics(torch.tensor([rank])).tolist() == list(range(accelerator.num_processes))
         found.append((seen, objects))
     return found
 
