@@ -60,7 +60,7 @@ class DistributedMagics(Magics):
         """Run cells on the ranks, and look after the ranks."""
         if cell is not None or not is_peek(line):
             line = self._shell.var_expand(line, depth=_TO_THE_CELL)
-        with _short_errors():
+        with short_errors():
             if cell is None:
                 command = options.parse_line(line)
                 _COMMANDS[command.command](self, command)
@@ -306,7 +306,7 @@ def _queued(cell: Cell, behind: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def _short_errors() -> Iterator[None]:
+def short_errors() -> Iterator[None]:
     """Rankbook's own errors in one line, without the frames of how they came about."""
     try:
         yield

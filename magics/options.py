@@ -42,18 +42,20 @@ class _Help(argparse.HelpFormatter):
         self._action_max_length = 14
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """argparse that raises one line instead of printing many and exiting."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
+        """Raise `BadRequest`, with what is valid."""
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
         names = [action.option_strings[0] if action.option_strings else str(action.metavar) for action in shown]
         raise BadRequest(f"{self.prog}: {message}; valid here: {', '.join(names) or 'nothing'}")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:  # noqa: ARG002 - argparse's signature
+        """Raise `BadRequest`."""
         raise BadRequest(f"{self.prog}: {message or 'see ' + self.prog + '?'}")
 
 
@@ -61,8 +63,8 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", "-r", metavar="RANKS", help="0,2-3 · 0:4:2 · main · all (default: all)")
 
 
-def _make_cell_parser() -> _Parser:
-    parser = _Parser(
+def _make_cell_parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="%%distributed", add_help=False, allow_abbrev=False, description="Run this cell on the ranks."
     )
     _ranks(parser)
@@ -90,9 +92,9 @@ def _make_cell_parser() -> _Parser:
     return parser
 
 
-def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    parser = _Parser(prog="%distributed", add_help=False, allow_abbrev=False, description="Look after the ranks.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+def _make_line_parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
+    parser = OneLineParser(prog="%distributed", add_help=False, allow_abbrev=False, description="Look after the ranks.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
 
     def add(name: str, help_text: str) -> argparse.ArgumentParser:
         return commands.add_parser(

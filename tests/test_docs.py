@@ -44,7 +44,7 @@ def test_every_link_within_the_repository_leads_somewhere(page):
     assert [each for each in targets if "://" not in each and not (ROOT / each).exists()] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])
 def test_every_file_that_a_page_names_is_there(page):
     names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
     names += re.findall(

@@ -1,0 +1,108 @@
+"""Notebooks written for Accelerate and nbdistributed run, with the lines changed that docs/coming-from.md names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from tests.conftest import MARK, check_nothing_left, leftovers
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+EPOCH = re.compile(r"^(?:\[0\] )?(epoch \d+: loss [\d.]+, accuracy ([\d.]+))$", re.MULTILINE)
+
+pytestmark = pytest.mark.slow
+
+
+def changes(tool: str) -> dict[str, str]:
+    """What the page says about a tool's lines: how they begin, and how they are to begin."""
+    section = PAGE.partition(f"## {tool}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`…]+)…?` \| `([^`…]+)…?` \|$", section, re.MULTILINE)
+    assert rows
+    return dict(rows)
+
+
+def upstream(tool: str) -> NotebookNode:
+    return nbformat.read(ROOT / "tests" / "upstream" / f"{tool.lower()}.ipynb", as_version=4)
+
+
+def changed(tool: str) -> NotebookNode:
+    """The tool's notebook with these lines changed, and no other."""
+    notebook, used = upstream(tool), set()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            lines = cell.source.split("\n")
+            for at, line in enumerate(lines):
+                for old, new in changes(tool).items():
+                    if line.startswith(old):
+                        lines[at] = new + line.removeprefix(old)
+                        used.add(old)
+            cell.source = "\n".join(lines)
+    assert used == set(changes(tool)), "the page names a line that the notebook has not"
+    assert not any(re.search(rf"\b{tool.lower()}\b(?<!magics\.nbdistributed)", c.source) for c in notebook.cells[1:])
+    return notebook
+
+
+def run(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What each cell printed and showed, by its id. Nothing may be left of the kernel."""
+    before, mark = leftovers(), f"upstream-{folder.name}"
+    monkeypatch.setenv(MARK, mark)
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    check_nothing_left(mark, before, timeout=5)
+    return {
+        cell.id: "".join(
+            each.text if each.output_type == "stream" else each.data["text/plain"] + "\n" for each in cell.outputs
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+
+
+@pytest.mark.timeout(200)
+def test_a_notebook_written_for_accelerate(tmp_path, monkeypatch):
+    said = run(changed("Accelerate"), tmp_path, monkeypatch)
+    accuracies = [float(accuracy) for _, accuracy in EPOCH.findall(said["launch"])]
+    assert len(accuracies) == 5, said["launch"]
+    assert accuracies[-1] > 95
+    assert float(re.findall(r"all images: ([\d.]+)", said["check"])[0]) > 95
+
+
+@pytest.mark.timeout(300)
+def test_it_gives_the_numbers_that_accelerate_gives(tmp_path, monkeypatch):
+    """But for the order that `shuffle=True` draws, and for schedules, which there step once per process."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    theirs, ours = upstream("Accelerate"), changed("Accelerate")
+    for notebook in (theirs, ours):
+        (loaders,) = [cell for cell in notebook.cells if cell.id == "loaders"]
+        loaders.source = loaders.source.replace("shuffle=True", "shuffle=False")
+    (loop,) = [cell for cell in ours.cells if cell.id == "training-loop"]
+    option = "mixed_precision=mixed_precision, scheduler_steps_times_num_processes=True"
+    loop.source = loop.source.replace("mixed_precision=mixed_precision", option)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    wanted = EPOCH.findall(run(theirs, tmp_path, monkeypatch)["launch"])
+    assert len(wanted) == 5
+    assert EPOCH.findall(run(ours, tmp_path, monkeypatch)["launch"]) == wanted
+
+
+@pytest.mark.timeout(200)
+def test_a_notebook_written_for_nbdistributed(tmp_path, monkeypatch):
+    said = run(changed("nbdistributed"), tmp_path, monkeypatch)
+    assert said["init"].startswith("2 ranks are ready: ")
+    assert said["hello"] == "[0] Rank 0 of 2 on cpu, GPU None\n[1] Rank 1 of 2 on cpu, GPU None\n"
+    assert re.search(r"^0 +idle", said["status"], re.MULTILINE)
+    assert said["one-rank"] == "[0] only rank 0 knows the shape: (1797, 64)\n"
+    assert said["both-ranks"] == "[0] rank 0 has the shape: True\n[1] rank 1 has the shape: False\n"
+    assert said["sync"] == "all 2 ranks are at the same point\n"
+    assert "Rank 1 after all-reduce: [3.0, 3.0, 3.0]" in said["all-reduce"]
+    assert said["broadcast"] == "[0-1] tensor([0., 1., 2.])\n"
+    assert float(re.findall(r"\[0-1\] accuracy ([\d.]+)", said["evaluate"])[0]) > 95
+    assert said["local"] == "in the notebook: False\n"
+    assert said["again"] == "[0] Rank 0 is back\n[1] Rank 1 is back\n"
+    assert said["after"] == "workers left: False\n"
