@@ -18,6 +18,7 @@ class ForkRank(Message, frozen=True):
     """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
 
     `env` is bytes, for a variable need not be text. With a token in `keep` the rank keeps what nobody has seen.
+    `widgets`: the notebook is a Jupyter kernel, whose front end shows widgets.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class ForkRank(Message, frozen=True):
     store_port: int
     cluster: str
     keep: str = ""
+    widgets: bool = False
 
 
 class KillRank(Message, frozen=True):

@@ -177,6 +177,7 @@ class Crew:
             store_port=self._port,
             cluster=self.key,
             keep=self._token,
+            widgets="ipykernel.kernelapp" in sys.modules,  # every kernel's process has begun there
         )
 
     @property

@@ -9,6 +9,8 @@ host.py           what the operating system is asked for: sessions, parent death
 control_groups.py whom the kernel's OOM killer ended
 main.py           a rank's life, and its main thread's loop
 comms.py          widgets that are made here
+outputs.py        what is captured in one of them, an Output
+captured.py       what stands in it
 farewell.py       what is being saved as it is to leave
 control.py        a rank's second thread, which always answers
 shell.py          the IPython shell that cells run in, and its display

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rankbook.messages import Text, TextCut
 from rankbook.rank import host
@@ -40,6 +40,13 @@ SHOWN = 4 << 20
 """Bytes that one rank may send per cell; what is more goes to the cell's log."""
 TAIL = 8 << 10
 """Bytes from the end of a flood that are shown all the same."""
+
+
+class Diversion(Protocol):
+    """Where text goes in the place of the cell."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Text on a stream."""
 
 
 class Capture:
@@ -74,7 +81,10 @@ class Capture:
         self._elapsed = threading.Event()
         self.lock = threading.RLock()
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
-        self._forked = False
+        self.forked = False
+        self._main = threading.get_ident()
+        self._here: list[Diversion] = []
+        self.elsewhere: dict[int, list[Diversion]] = {}
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
         builtins.print = print_in_one_write
@@ -82,7 +92,7 @@ class Capture:
 
     def _become_child(self) -> None:
         """A DataLoader worker writes into the pipes; to read them and to send stays the rank's business."""
-        self._forked = True
+        self.forked = True
 
     def begin(self, cell: int) -> None:
         """What is written from now on belongs to `cell`."""
@@ -92,6 +102,34 @@ class Capture:
             for message in self._quota.close():  # of what a thread printed after its cell had ended
                 self._send(message)
             self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
+
+    def divert(self, place: Diversion) -> None:
+        """What this thread writes goes to `place` from now on, on the main thread with all that the process writes."""
+        if threading.get_ident() != self._main:
+            self.elsewhere.setdefault(threading.get_ident(), []).append(place)
+            return
+        self.flush()
+        with self.lock:
+            self.drain()
+            self._here.append(place)
+
+    def diverted(self) -> Diversion | None:
+        """Where that is now."""
+        here = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
+        return here[-1] if here and not self.forked else None
+
+    def end_diversion(self) -> None:
+        """What this thread writes goes where it went before."""
+        if threading.get_ident() != self._main:
+            here = self.elsewhere[threading.get_ident()]
+            here.pop()
+            if not here:
+                del self.elsewhere[threading.get_ident()]
+            return
+        self.flush()
+        with self.lock:
+            self.drain()
+            self._here.pop()
 
     def flush(self) -> None:
         """Push Python's own buffers into the pipes."""
@@ -104,14 +142,14 @@ class Capture:
 
     def drain(self) -> None:
         """Send what the pipes hold. Any thread."""
-        if self._forked:
+        if self.forked:
             return
         with self._shield(), self.lock:
             self._take(SHOWN)
 
     def drain_if_room(self) -> None:
         """As `drain`, unless the pace allows nothing now. Any thread."""
-        if self._forked:
+        if self.forked:
             return
         with self._shield(), self.lock:
             if self._pace.room() != 0:
@@ -130,7 +168,9 @@ class Capture:
         for descriptor, name in zip(self.files, self._names, strict=True):
             data = self._read(descriptor, name, most) if descriptor in ready else b""
             more = more or len(data) >= most
-            if data:
+            if data and self._here:
+                self._here[-1].write(name, data)
+            elif data:
                 self._pace.spend(len(data))
                 for message in self._quota.admit(name, data):
                     self._send(message)
@@ -158,6 +198,7 @@ class Capture:
             self._elapsed.wait(PACE_STEP)
         with self.lock:
             self.drain()
+            self._here.clear()  # a capture lasts for its cell at most
             for message in self._quota.close():
                 self._send(message)
 
@@ -317,6 +358,9 @@ class TurnTakingStream(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Write `text`; the other stream's text that came before is sent before."""
+        if self._capture.elsewhere and (places := self._capture.elsewhere.get(threading.get_ident())):
+            places[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
+            return len(text)
         last = TurnTakingStream._last
         if last is not self:
             TurnTakingStream._last = self

@@ -13,7 +13,7 @@ import queue
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import comm
@@ -38,6 +38,8 @@ class RankComm(BaseComm):
     ) -> None:
         """See `comm.base_comm.BaseComm`."""
         if _office.link is not None:
+            if msg_type == "comm_open" and _office.opening is not None:
+                _office.opening(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
             said = CommSaid(kind, self.comm_id, self.target_name, json.dumps(data or {}), json.dumps(metadata or {}))
             _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
@@ -52,6 +54,7 @@ class _Office:
     def __init__(self) -> None:
         self.manager = CommManager()
         self.link: RankLink | None = None
+        self.opening: Callable[[dict[str, Any]], None] | None = None
         self.heard: queue.SimpleQueue[tuple[CommHeard, Sequence[memoryview]]] = queue.SimpleQueue()
         self.started = _thread.allocate_lock()
 
@@ -84,9 +87,12 @@ def prepare() -> None:
     comm.get_comm_manager = lambda: _office.manager
 
 
-def attach(link: RankLink) -> None:
-    """Comms go out here, but for those of a subprocess that user code forks: the link is not its own."""
-    _office.link = link
+def attach(link: RankLink, opening: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Comms go out here, but for those of a subprocess that user code forks: the link is not its own.
+
+    `opening` hears what each says as it opens.
+    """
+    _office.link, _office.opening = link, opening
     os.register_at_fork(after_in_child=_detach)
 
 

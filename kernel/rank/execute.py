@@ -49,6 +49,7 @@ from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.hints import Guide
 from rankbook.rank.inquiries import Inquiries, answer_apart
+from rankbook.rank.outputs import Target
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
 from rankbook.transport.link import RankLink
@@ -236,14 +237,33 @@ class Executor:
         if self._forked:
             print(data.get("text/plain", ""))  # noqa: T201 - a subprocess has no way to the notebook but its stdout
             return
+        place = self._place()
+        if place is not None and place.display(kind, data, metadata, display_id):
+            return
         self._send_in_order(
             Display(cell=self.cell, kind=kind, data=data, metadata=metadata, display_id=display_id)  # type: ignore[arg-type]
         )
 
     def clear(self, *, wait: bool) -> None:
         """See `shell.Session`."""
-        if not self._forked:
+        place = self._place()
+        if place is not None:
+            place.clear(wait=wait)
+        elif not self._forked:
             self._send_in_order(Clear(cell=self.cell, wait=wait))
+
+    def _place(self) -> Target | None:
+        """The widget that captures what this thread shows, if there is one; what was printed before is there."""
+        place = self._capture.diverted()
+        if place is not None:
+            self._capture.flush()
+            self._capture.drain()
+        return place if isinstance(place, Target) else None
+
+    def tell(self, error: BaseException) -> ErrorReport:
+        """An error in words, of a cell that goes on. The main thread."""
+        error = self._group.translate(error)
+        return tracebacks.report(self._shell, error, self._cell_files())
 
     def ask(self, prompt: str, *, password: bool) -> str:
         """See `shell.Session`. Raises EOFError where nobody can be asked."""

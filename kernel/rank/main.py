@@ -26,6 +26,7 @@ from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import Control, Interrupts
 from rankbook.rank.execute import Executor
 from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
+from rankbook.rank.outputs import Office
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.transport.last_words import crash_of, words_of
@@ -123,10 +124,10 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         port=request.store_port,
     )
     lifeboat.board(group.rescue)
-    comms.attach(link)
     shell = _prepared[0]
     heal.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
+    comms.attach(link, Office(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
     control = Control(link, capture, interrupts, executor, liveness)
     executor.wait_reply = control.replies.get
     shell.give(
