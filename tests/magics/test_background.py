@@ -146,8 +146,8 @@ def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, 
     status = notebook.ok("%distributed status").text
     assert f"cell [{two.count}] is queued" in status and f"cell [{three.count}] is queued" in status
     assert f"cell [{one.count}]" in status
-    gate.touch()
-    last = notebook.ok("%%distributed --ranks 1\nprint(order)")
+    message = notebook.send("%%distributed --ranks 1\nprint(order)")
+    last = notebook.finish(message, seen=lambda outcome: gate.touch() if "is queued" in outcome.stderr else None)
     assert last.stdout == "[1] ['one', 'two', 'three']\n"
     assert f"cell [{last.count}] is queued: it waits for rank 1" in last.stderr
     for message, outcome, word in ((first, one, "one"), (second, two, "two"), (third, three, "three")):
