@@ -9,6 +9,7 @@ wire.py           what a message is
 keeping.py        the vocabulary of ranks that outlive the notebook
 looking.py        the vocabulary of looks at the ranks while they work
 comms.py          the vocabulary of widgets that live on ranks
+debugging.py      the vocabulary of ranks under a debugger
 measuring.py      the vocabulary of cells that are measured
 forking.py        the vocabulary of the forkserver
 messages.py       the rest of the wire's vocabulary

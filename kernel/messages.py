@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.comms import CommHeard, CommSaid
+from rankbook.debugging import DebugHeard, DebugSaid
 from rankbook.errors import ProtocolError
 from rankbook.forking import (
     CloseCluster,
@@ -78,12 +79,16 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunCell(Message, frozen=True):
-    """Run `source` in the rank's namespace. `number` is the notebook's execution count, for tracebacks."""
+    """Run `source` in the rank's namespace. `number` is the notebook's execution count, for tracebacks.
+
+    `file` is what a debugger knows the cell as, where there is one.
+    """
 
     cell: int
     source: str
     number: int
     measure: Measure | None = None
+    file: str = ""
 
 
 class CallFunction(Message, frozen=True):
@@ -267,21 +272,24 @@ class Collectives(Message, frozen=True):
 class Stack(Message, frozen=True):
     """The main thread's Python stack, innermost frame last; `cell` is None when the rank is idle.
 
-    `waits_for` is its oldest collective that has not ended, in words.
+    `waits_for` is its oldest collective that has not ended, in words. `paused`: in a debugger.
     """
 
     token: int
     cell: int | None
     frames: tuple[Frame, ...]
     waits_for: str = ""
+    paused: bool = False
 
 
 Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
-_Aside = AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question | CommHeard
+_Aside = AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question | CommHeard | DebugHeard
 ToRank = Task | Interrupt | InputReply | _Aside
 _Shown = Text | TextCut | Display | Clear | CommSaid
-FromRank = Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here | Answer
+FromRank = (
+    Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here | Answer | DebugSaid
+)
 
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused

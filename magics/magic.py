@@ -19,7 +19,7 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import auto, hints, options, variables
+from rankbook.magics import auto, debug, hints, options, variables
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
@@ -99,6 +99,7 @@ class DistributedMagics(Magics):
         keep = self._keeper(chosen.out)
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
+        file = self._known_to_debugger(ranks, head + cell)
         with held_interrupts():
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
@@ -109,6 +110,7 @@ class DistributedMagics(Magics):
                 page=panel.page if panel is not None else None,
                 head=strip_of(cluster) if shown and not chosen.background and isinstance(sink, JupyterSink) else None,
                 measure=None if measuring is None else measuring.measure,
+                file=file,
             )
             if panel is not None:
                 panel.follow(submitted)
@@ -134,6 +136,15 @@ class DistributedMagics(Magics):
                 self._shell.user_ns[name] = result
 
         return keep
+
+    def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
+        """What a front end's debugger knows the cell as, once it is on these ranks too; "" if nobody debugs."""
+        debugging = debug.of(self._shell)
+        if debugging is None or not debugging.desk.on:
+            return ""
+        for rank, trouble in sorted(debugging.prepare(ranks).items()):
+            self._say(f"rank {rank} runs without a debugger: {trouble}")
+        return debugging.file_of(source)
 
     def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> Bridge:
         if self._bridge is None or self._bridge.cluster is not cluster:
@@ -323,6 +334,7 @@ def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
     DistributedMagics.distributed.__doc__ = options.help_text()
     auto.install(shell)
+    debug.install(shell)
     hints.install(shell)
     shell.register_magics(DistributedMagics(shell))
     name_cells(shell.compile._filename_map)
@@ -333,6 +345,7 @@ def install(shell: InteractiveShell) -> None:
 def uninstall(shell: InteractiveShell) -> None:
     """Take the magics away."""
     auto.uninstall(shell)
+    debug.uninstall(shell)
     hints.uninstall(shell)
     manager = shell.magics_manager
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "local")):

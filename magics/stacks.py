@@ -26,7 +26,8 @@ def _describe(stack: Stack) -> str:
     if stack.cell is None:
         return "idle"
     waits = f", waits in {stack.waits_for}" if stack.waits_for else ""
+    does = "paused in the debugger" if stack.paused else "running"
     if not stack.frames:
-        return f"running, outside of the user's code{waits}"
+        return f"{does}, outside of the user's code{waits}"
     lines = [f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in stack.frames]
-    return f"running{waits}\n" + "\n".join(lines)
+    return f"{does}{waits}\n" + "\n".join(lines)

@@ -32,9 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keeping": {"wire"},
     "looking": {"telemetry", "wire"},
     "comms": {"wire"},
+    "debugging": {"wire"},
     "forking": {"wire"},
     "measuring": set(),
-    "messages": {"comms", "forking", "keeping", "looking", "measuring", "telemetry", "wire", "errors"},
+    "messages": {"comms", "debugging", "forking", "keeping", "looking", "measuring", "telemetry", "wire", "errors"},
     "ranks": {"errors"},
     "lines": set(),
     "queues": {"lines", "messages", "ranks"},
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "coordinator": {
         "forking",
         "comms",
+        "debugging",
         "launch",
         "transport",
         "results",
@@ -66,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "forking",
         "comms",
         "sources",
+        "debugging",
         "transport",
         "messages",
         "keeping",
@@ -145,6 +148,9 @@ THIRD_PARTY: dict[str, set[str]] = {
     "IPython": {"rank", "magics", "widgets.screen"},
     "anywidget": {"widgets.talking"},
     "comm": {"rank.comms", "magics.comms"},
+    "debugpy": {"rank.debug"},  # only once somebody debugs; the two below are in it
+    "pydevd": {"rank.debug"},
+    "_pydevd_bundle": {"rank.debug"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
     "ipykernel": {"notebook_run", "magics", "jupyter"},
@@ -199,6 +205,8 @@ THIRD_PARTY: dict[str, set[str]] = {
 
 ASKED_FOR_AS = {
     # package: the requirement in pyproject.toml that brings it, where that has another name
+    "_pydevd_bundle": "debugpy",
+    "pydevd": "debugpy",
     "IPython": "ipython",
     "fsspec": "torch",
     "jupyter_client": "ipykernel",  # whose interface it is part of, like the two below

@@ -21,6 +21,7 @@ feed.py     what views see of a cluster, and do to it
 silence.py  what it means when one does not, in words
 timers.py   what is to be done later
 comms.py      widgets that live on ranks: whose they are
+debugs.py     ranks under a debugger: who hears theirs, which are paused
 farewells.py  how long a rank that is to leave may take
 driver.py   performs the actions: links, forkserver, timers
 cell.py     one task on its way: output, waiters, result

@@ -190,13 +190,15 @@ class Cluster(Sight):
         page: Page | None = None,
         head: Callable[[Cell], Head] | None = None,
         measure: Measure | None = None,
+        file: str = "",
     ) -> Cell:
         """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks.
 
-        See `Cell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`.
+        See `Cell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`. A debugger
+        knows the cell as `file`.
         """
         chosen = self.select(ranks)
-        make = lambda cell: RunCell(cell=cell, source=code, number=number, measure=measure)  # noqa: E731 - used once
+        make = lambda cell: RunCell(cell, code, number, measure, file)  # noqa: E731 - used once
         tasks = dict.fromkeys(chosen, (make, ()))
         return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
 
@@ -241,7 +243,9 @@ class Cluster(Sight):
 
     def _state_of(self, rank: int) -> str:
         state = self._state.ranks[rank].state
-        return "running" if state is RankState.BUSY else state.name.lower()
+        if state is not RankState.BUSY:
+            return state.name.lower()
+        return self._crew.driver.presence.debugs.paused.get(rank, "running")
 
     def restart(self, ranks: RankSelection = None, *, timeout: float = START_TIMEOUT) -> tuple[int, ...]:
         """Give `ranks` fresh processes with empty namespaces; the others keep everything. Returns who was restarted.

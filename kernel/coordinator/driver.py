@@ -28,6 +28,7 @@ from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
 from rankbook.coordinator.watch import Told
+from rankbook.debugging import DebugSaid
 from rankbook.errors import RankbookError
 from rankbook.forking import ForkRank, RankExited, RankForked
 from rankbook.keeping import Here
@@ -85,6 +86,7 @@ class Driver:
         self._taken = False
         self._drives: int | None = None
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
+        vars(self._thread)["pydev_do_not_trace"] = True  # a debugger that pauses the notebook must not pause the ranks
 
     def start(self) -> None:
         """Start the thread."""
@@ -323,7 +325,7 @@ class Driver:
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case Lingering():
                 self.farewells.linger(rank, incarnation, message.seconds)
-            case Stack() | Answered() | CommSaid():
+            case Stack() | Answered() | CommSaid() | DebugSaid():
                 self.presence.answer(rank, message, frames)
             case Collectives():
                 self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from rankbook.comms import CommSaid
 from rankbook.coordinator.comms import Comms
+from rankbook.coordinator.debugs import Debugs
 from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.silence import Silence
+from rankbook.debugging import DebugSaid
 from rankbook.launch.look import look_at
 from rankbook.looking import Answer
 from rankbook.messages import AskStack, Hello, Stack
@@ -50,6 +52,7 @@ class Presence:
         self._pid_of = pid_of
         self.questions = Questions(send)
         self.comms = Comms(send)
+        self.debugs = Debugs(send)
         self._tokens = itertools.count()
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._asked: dict[int, float] = {}
@@ -58,6 +61,7 @@ class Presence:
     def forget(self, rank: int) -> None:
         """The rank's process is gone or new."""
         self.comms.forget(rank)
+        self.debugs.forget(rank)
         with self._changed:
             self._asked.pop(rank, None)
             self._heard.pop(rank, None)
@@ -71,10 +75,15 @@ class Presence:
                 self._asked.pop(rank, None)
                 self._changed.notify_all()
 
-    def answer(self, rank: int, stack: Stack | Answer | CommSaid, frames: Sequence[memoryview] = ()) -> None:
-        """The rank has answered, or a widget on it speaks; an answer that nobody waits for any more is dropped."""
+    def answer(
+        self, rank: int, stack: Stack | Answer | CommSaid | DebugSaid, frames: Sequence[memoryview] = ()
+    ) -> None:
+        """The rank has answered, or something on it speaks; an answer that nobody waits for any more is dropped."""
         if isinstance(stack, CommSaid):
             self.comms.said(rank, stack, frames)
+            return
+        if isinstance(stack, DebugSaid):
+            self.debugs.said(rank, stack)
             return
         if not isinstance(stack, Stack):
             self.questions.take(rank, stack)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rankbook.coordinator import hints
 from rankbook.coordinator.comms import Comms
+from rankbook.coordinator.debugs import Debugs
 from rankbook.coordinator.lookout import ANSWER_TIMEOUT, Glance
 from rankbook.coordinator.peek import Peeked, peek
 from rankbook.coordinator.work import RankSelection, Workplace
@@ -40,6 +41,11 @@ class Sight(Workplace):
     def comms(self) -> Comms:
         """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
         return self._crew.driver.presence.comms
+
+    @property
+    def debugs(self) -> Debugs:
+        """Those of the ranks, for whoever passes them on to a front end."""
+        return self._crew.driver.presence.debugs
 
     def glance(self) -> Glance:
         """For a cell's `head`: looks at the ranks without waiting for them."""

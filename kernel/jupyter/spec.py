@@ -32,6 +32,7 @@ def make_spec(python: str, ranks: int | None, display_name: str | None) -> dict[
         "display_name": display_name or default,
         "language": "python",
         "kernel_protocol_version": "5.5",
+        "metadata": {"debugger": True},
         "env": {} if ranks is None else {"RANKBOOK_RANKS": str(ranks)},
     }
 

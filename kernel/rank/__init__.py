@@ -11,6 +11,7 @@ main.py           a rank's life, and its main thread's loop
 comms.py          widgets that are made here
 outputs.py        what is captured in one of them, an Output
 captured.py       what stands in it
+debug.py          a debugger, where a front end wants one
 farewell.py       what is being saved as it is to leave
 control.py        a rank's second thread, which always answers
 shell.py          the IPython shell that cells run in, and its display

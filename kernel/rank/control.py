@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rankbook.comms import CommHeard
+from rankbook.debugging import DebugHeard
 from rankbook.looking import Asked, Question
 from rankbook.messages import Abort, AskCollectives, AskStack, Collectives, InputReply, Interrupt, Leave, Stack, ToRank
 from rankbook.rank import comms, host
@@ -59,6 +60,9 @@ class Answers(Protocol):
 
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on another thread."""
+
+    def debug(self, message: DebugHeard) -> None:
+        """Have the debugger hear it, soon, on another thread."""
 
     def abort(self, message: Abort) -> None:
         """Break off what waits for ranks that do not come."""
@@ -257,6 +261,7 @@ class Control(threading.Thread):
         liveness: int,
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
+        self.pydev_do_not_trace = True  # whatever a debugger pauses, this one always answers
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
         self._link = link
@@ -368,6 +373,8 @@ class Control(threading.Thread):
                 self._answers.abort(message)
             case CommHeard():
                 comms.hear(message, frames)
+            case DebugHeard():
+                self._answers.debug(message)
             case Asked():
                 self._answers.inquire(message)
             case _:

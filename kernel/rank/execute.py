@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
+from rankbook.debugging import DebugHeard
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
 from rankbook.measuring import Measure
@@ -47,6 +48,7 @@ from rankbook.messages import (
 from rankbook.rank import heal, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
+from rankbook.rank.debug import Debuggee
 from rankbook.rank.hints import Guide
 from rankbook.rank.inquiries import Inquiries, answer_apart
 from rankbook.rank.outputs import Target
@@ -92,6 +94,7 @@ class Executor:
         self._hints = Inquiries[Hint](link.send, self._guide)
         self._peeks: Peeks | None = None
         self._measurement: Measurement | None = None
+        self._debuggee = Debuggee(link.send, group.be_patient)
         shell.attach(self)
         group.where = self.line
 
@@ -109,6 +112,8 @@ class Executor:
         self.cell = self.running = _cell_of(message)
         self._number = message.number if isinstance(message, RunCell) else 0
         self._capture.begin(self.cell)
+        if self._debuggee.attached:
+            self._debuggee.begin()
         try:
             try:
                 self._interrupts.arm(self.cell)
@@ -118,6 +123,7 @@ class Executor:
         except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
             error = caught
         self._interrupts.disarm()  # the first time may have been interrupted itself
+        self._debuggee.end()
         if error is not None:
             error = self._group.translate(error)
         if self._interrupts.delivered and error is not None and _is_aftermath(error):
@@ -163,7 +169,7 @@ class Executor:
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
                 if message.measure is None:
-                    self._shell.run(message.source, message.number)
+                    self._shell.run(message.source, message.number, message.file)
                 else:
                     self._run_measured(message, message.measure)
             case CallFunction():
@@ -196,7 +202,7 @@ class Executor:
             )
             measurement.start()
         try:
-            self._shell.run(message.source, message.number)
+            self._shell.run(message.source, message.number, message.file)
         finally:
             with self._interrupts.shield():
                 measurement.stop(self._group.launched)
@@ -291,7 +297,7 @@ class Executor:
 
     def stack(self, token: int) -> Stack:
         """What the main thread is doing. Any thread."""
-        return Stack(token=token, cell=self.running, frames=self.frames(), waits_for=self.waits()[0])
+        return Stack(token, self.running, self.frames(), self.waits()[0], self._debuggee.paused)
 
     def frames(self) -> tuple[Frame, ...]:
         """The main thread's stack. Any thread."""
@@ -328,6 +334,10 @@ class Executor:
             self._hints.put(question)
         else:
             self._looks.put(question)
+
+    def debug(self, message: DebugHeard) -> None:
+        """Have the debugger hear it, soon, on a thread of its own. Any thread."""
+        self._debuggee.hear(message)
 
     def _guide(self) -> Guide:
         return Guide(self, self._group.rank)

@@ -39,6 +39,8 @@ from rankbook.telemetry import GroupReport
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the others to join."""
+_FOREVER = timedelta(days=365)
+"""How long a collective may take while a rank may be paused in a debugger."""
 _NAME = "rankbook"
 _MANAGED = {"gloo", "nccl"}
 _FORMING = Op("new_group", None, alike=False)
@@ -93,6 +95,7 @@ class GroupMember:
         self._being_made: tuple[str, dict[str, str]] | None = None
         self._cause: str | None = None
         self._give_up = threading.Event()
+        self._patient = False
         self._connection: dist.Store | None = None
         self._connection_sockets: Opened = {}
         self._install()
@@ -240,6 +243,16 @@ class GroupMember:
                 return other.with_traceback(error.__traceback__)
         return error
 
+    def be_patient(self, patient: bool) -> None:
+        """Whether what begins from here on may take for as long as it takes: some rank may be paused. Any thread."""
+        self._patient = patient
+        for member in self._members.copy().values():
+            for device in member.backends:
+                member.group._get_backend(torch.device(device))._set_default_timeout(self._timeout_of(member))
+
+    def _timeout_of(self, member: _Member) -> timedelta:
+        return _FOREVER if self._patient else member.timeout
+
     # Making
 
     def _install(self) -> None:
@@ -316,7 +329,7 @@ class GroupMember:
             kind = dist.Backend.backend_type_map[backend]
             if backend not in made:
                 made[backend] = make_backend(
-                    backend, dist.PrefixStore(backend, store), name, ranks, member.rank, member.timeout
+                    backend, dist.PrefixStore(backend, store), name, ranks, member.rank, self._timeout_of(member)
                 )
                 group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[backend])
@@ -334,7 +347,7 @@ class GroupMember:
         while not store.check(keys):
             if self._give_up.wait(pause):
                 raise CollectiveAborted("the other ranks do not come")
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not self._patient:
                 missing = [key for key in keys if not store.check([key])]
                 raise RuntimeError(f"not there within {JOIN_TIMEOUT.total_seconds():.0f} s: {', '.join(missing)}")
             pause = min(2 * pause, 0.02)

@@ -40,6 +40,7 @@ from rankbook.wire import RESULT
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
+_EMPTY_LINES = re.compile(r"(?:[^\S\n]*\n)+")
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -145,8 +146,13 @@ def _plain_bytes(value: object) -> str:
 class RankCompiler(CachingCompiler):
     """Names a cell's code without OpenSSL's SHA-1, which costs a small cell a tenth of its time."""
 
-    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:  # noqa: ARG002 - IPython's
-        """A file name of the form that IPython's tracebacks know."""
+    source = file = ""
+    """The cell that runs, and what a debugger knows it as."""
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        """A file name of the form that IPython's tracebacks know, or the debugger's."""
+        if self.file and raw_code == self.source:
+            return self.file
         return f"<ipython-input-{number}-{crc32(transformed_code.encode(errors='surrogatepass')):08x}>"
 
 
@@ -173,10 +179,15 @@ class RankShell(InteractiveShell):
         super().init_user_ns()
         self.push(self._given, interactive=False)
 
-    def run(self, source: str, number: int) -> None:
-        """Run a cell; raises what it raises, or else the first error that IPython would only show: a failed repr."""
+    def run(self, source: str, number: int, file: str = "") -> None:
+        """Run a cell; raises what it raises, or else the first error that IPython would only show: a failed repr.
+
+        `file` is what a debugger knows it as.
+        """
         self.execution_count = number
         assert isinstance(self.displayhook, RankDisplayHook)
+        assert isinstance(self.compile, RankCompiler)
+        self.compile.source, self.compile.file = source, file
         self.displayhook.source = source
         self._errors: list[BaseException] = []
         result = self.run_cell(source, store_history=False)
@@ -199,7 +210,9 @@ class RankShell(InteractiveShell):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
                 compile(raw_cell, "<cell>", "exec", _AS_A_CELL, dont_inherit=True)
                 return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
-        return str(super().transform_cell(raw_cell))
+        transformed = str(super().transform_cell(raw_cell))
+        empty = _EMPTY_LINES.match(raw_cell)  # IPython leaves them out, and then no line has the number that it shows
+        return transformed if empty is None else "\n" * empty[0].count("\n") + transformed.lstrip("\n")
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:  # noqa: ANN401 - IPython's signature
         """As IPython's, which compiles the cell to find out, but without that where no word of it says so."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _OURS = (str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.parent))
 _LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
+_DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
 _MOST_FRAMES = 12
 
 
@@ -63,6 +64,12 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
+    for place, entry in enumerate(entries):
+        if "pydevd" in entry.tb_frame.f_code.co_filename:  # interrupted while it was paused in the debugger
+            del entries[place:]
+            if place > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # once for the line, once for its tracing
+                entries.pop()
+            break
     while entries and entries[-1].tb_frame.f_code.co_filename.startswith(_OURS):
         entries.pop()  # an interrupt is raised in a handler of ours
     first = next((i for i, entry in enumerate(entries) if is_users(entry.tb_frame.f_code.co_filename)), 0)
@@ -106,6 +113,8 @@ def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
         line = _line(frame)
         source = linecache.getline(code.co_filename, line).strip()
         found.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
+        if _DEBUGGER in code.co_filename:
+            found.clear()  # what it does there, while the rank is paused, is no part of the stack
         frame = frame.f_back
     first = next((i for i, each in enumerate(found) if each.file.startswith("Cell In[")), None)
     return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))

@@ -1,0 +1,271 @@
+"""This rank under a debugger: debugpy's, whose words go to the notebook and come from there.
+
+Owns: when it starts, with the first word for it, and ends; what it traces, which is the main thread within a task; what
+it takes for the person's code. Refuses: a process or an open port of its own, and to cost a rank anything that nobody
+debugs: debugpy is not even imported there.
+
+`debugpy.listen` would start one more process for each rank, or leave a port open to everybody on this host. So its
+engine is told to connect to a port that is closed again at once, and whoever connected has to know the word for it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from rankbook.debugging import DebugHeard, DebugSaid
+
+_OURS = sorted({str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.parent)})
+_SECONDS = 10.0
+"""For the engine to connect, and to be gone."""
+_OWN = 1 << 30
+"""The numbers of requests of our own begin here; a front end's count from 1."""
+_STEPS = frozenset({"next", "stepIn", "stepOut", "pause"})
+_SILENT = "PYDEVD_DISABLE_FILE_VALIDATION"
+"""It would warn on stderr, in the cell, of Python's frozen modules, which nobody steps through."""
+
+Message = dict[str, Any]
+
+
+class Debuggee:
+    """Speaks through `send`. `be_patient` is told whether the other ranks may have to wait for as long as it takes."""
+
+    def __init__(self, send: Callable[[DebugSaid], None], be_patient: Callable[[bool], None]) -> None:
+        self.attached = False
+        self._send = send
+        self._be_patient = be_patient
+        self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._started = _thread.allocate_lock()
+        self._stream: IO[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._sending = threading.Lock()
+        self._engine: Any = None
+        self._traced: Any = None
+        self._own_hook: Any = None
+        self._its_hook: Any = None
+        self._last: int | None = None
+        self._paused: int | None = None
+        self._moving = False
+        self._own = _OWN
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
+        self._leaving: int | None = None
+
+    # Any thread
+
+    def hear(self, message: DebugHeard) -> None:
+        """Have the debugger hear it, soon, on another thread."""
+        self._requests.put(message.content)
+        if self._started.acquire(blocking=False):
+            os.register_at_fork(after_in_child=self._let_go)
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
+
+    @property
+    def paused(self) -> bool:
+        """Whether a thread of this rank stands still for a person to look at it."""
+        return self._paused is not None
+
+    # The main thread, around a task
+
+    def begin(self) -> None:
+        """Trace what this thread calls from here on."""
+        self._traced = self._engine
+        if self._traced is not None:
+            self._traced.enable_tracing()
+
+    def end(self) -> None:
+        """No longer. A task that has ended is not paused any more, however it ended, and steps nowhere."""
+        if self._traced is None:
+            return
+        self._traced.disable_tracing()
+        self._traced = None
+        paused, moving = self._paused, self._moving
+        if (paused is not None or moving) and self._last is not None:
+            with contextlib.suppress(OSError):
+                self._ask("continue", {"threadId": self._last})
+            if self._paused is not None:  # the engine does not tell of a pause that an interrupt ended
+                body = {"threadId": paused, "allThreadsContinued": True}
+                self._tell({"type": "event", "seq": 0, "event": "continued", "body": body})
+        self._moving = False
+
+    def _let_go(self) -> None:
+        """A subprocess that user code forks: nobody could ever let it go on."""
+        if self._engine is not None:
+            self._engine.disable_tracing()
+            self._engine = self._traced = None
+            self.attached = False
+
+    # The thread that writes
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        while True:
+            content = self._requests.get()
+            request: Message = json.loads(content)
+            try:
+                self._pass_on(request)
+            except Exception as error:  # noqa: BLE001 - whoever asked is told; it must not end this thread
+                words = f"{type(error).__name__}: {error}"
+                self._send(DebugSaid(json.dumps(_failure(request, words))))
+
+    def _pass_on(self, request: Message) -> None:
+        command = request["command"]
+        if not self.attached and command != "disconnect":
+            self._start()
+        if command == "attach":
+            rules = [{"path": f"{folder}/**", "include": False} for folder in _OURS]
+            options = {"justMyCode": True, "rules": rules, "stopAllThreadsOnSuspend": False, "subProcess": False}
+            request["arguments"] = {**request.get("arguments", {}), **options}
+        if command in _STEPS:
+            self._moving = True
+        if command == "disconnect":
+            self._leaving = request["seq"]
+        self._write(request)
+
+    def _write(self, request: Message) -> None:
+        content = json.dumps(request).encode()
+        connection = self._socket
+        if connection is None:
+            raise ConnectionError("the debugger has ended")
+        with self._sending:
+            connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+
+    def _ask(self, command: str, arguments: Message) -> None:
+        """Ask something ourselves, and wait until it is done, for a second at most."""
+        self._own += 1
+        answer = self._answers[self._own] = queue.SimpleQueue()
+        try:
+            self._write({"type": "request", "seq": self._own, "command": command, "arguments": arguments})
+            with contextlib.suppress(queue.Empty):
+                answer.get(timeout=1.0)
+        finally:
+            del self._answers[self._own]
+
+    def _start(self) -> None:
+        """Start the engine, connected to us. Raises OSError, and ImportError where there is no debugpy."""
+        hook = sys.breakpointhook
+        os.environ[_SILENT] = "1"
+        try:
+            import debugpy.server  # noqa: F401 - it makes the engine below its own
+            import pydevd
+            from _pydevd_bundle.pydevd_constants import get_global_debugger
+        finally:
+            del os.environ[_SILENT]
+            its, sys.breakpointhook = sys.breakpointhook, hook
+        self._own_hook, self._its_hook = hook, self._its_hook or its
+        _wait_until(lambda: get_global_debugger() is None)
+        if get_global_debugger() is not None:
+            raise ConnectionError("this rank has another debugger")
+        word = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(_SECONDS)
+            pydevd.settrace(
+                host="127.0.0.1",
+                port=listener.getsockname()[1],
+                suspend=False,
+                trace_only_current_thread=True,  # which is this one, and not for long
+                patch_multiprocessing=False,
+                wait_for_ready_to_run=False,
+                client_access_token=word,
+                notify_stdin=False,
+            )
+            engine = get_global_debugger()
+            engine.disable_tracing()
+            self._socket, self._stream = _wait_for_engine(listener, word)
+        self._engine, self._leaving, self.attached = engine, None, True
+        sys.breakpointhook = self._its_hook
+        self._be_patient(True)
+        _thread.start_new_thread(self._read, (self._socket, self._stream))
+
+    # The thread that reads
+
+    def _read(self, connection: socket.socket, stream: IO[bytes]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        with connection, stream:
+            with contextlib.suppress(OSError):
+                while (message := read_message(stream)) is not None:
+                    if self._note(message):
+                        self._tell(message)
+                    if self._leaving is not None and message.get("request_seq") == self._leaving:
+                        break
+            self.attached, self._engine, self._socket, self._paused = False, None, None, None
+            sys.breakpointhook = self._own_hook
+            self._be_patient(False)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has it open too
+        self._send(DebugSaid(""))
+
+    def _note(self, message: Message) -> bool:
+        """Whether it is for the front end."""
+        if message["type"] == "response":
+            answer = self._answers.get(message["request_seq"])
+            if answer is not None:
+                answer.put(message)
+            return bool(message["request_seq"] < _OWN)
+        body = message.get("body") or {}
+        if message["event"] == "stopped":
+            self._last = self._paused = body["threadId"]
+            self._moving = False
+        elif message["event"] == "continued":
+            self._paused = None
+        return True
+
+    def _tell(self, message: Message) -> None:
+        if message.get("event") == "continued":
+            self._paused = None
+        self._send(DebugSaid(json.dumps(message)))
+
+
+def read_message(stream: IO[bytes]) -> Message | None:
+    """The next message of the Debug Adapter Protocol; None at the end. Raises OSError."""
+    size = 0
+    while line := stream.readline():
+        if line.startswith(b"Content-Length:"):
+            size = int(line.split(b":")[1])
+        elif not line.strip():
+            content = stream.read(size)
+            return json.loads(content) if len(content) == size else None
+    return None
+
+
+def _wait_for_engine(listener: socket.socket, word: str) -> tuple[socket.socket, IO[bytes]]:
+    """The connection of whoever knows the word. Raises TimeoutError."""
+    request = {"type": "request", "seq": _OWN, "command": "pydevdAuthorize", "arguments": {}}
+    content = json.dumps(request).encode()
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(_SECONDS)
+        stream = connection.makefile("rb")
+        with contextlib.suppress(OSError, ValueError):
+            connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+            while (message := read_message(stream)) is not None:
+                if message.get("request_seq") == _OWN:
+                    if secrets.compare_digest(str((message.get("body") or {}).get("clientAccessToken")), word):
+                        connection.settimeout(None)
+                        return connection, stream
+                    break
+        stream.close()
+        connection.close()
+
+
+def _failure(request: Message, words: str) -> Message:
+    told = {"type": "response", "seq": 0, "request_seq": request["seq"], "command": request["command"]}
+    return {**told, "success": False, "message": words, "body": {}}
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait, for `_SECONDS` at most."""
+    deadline, never = time.monotonic() + _SECONDS, threading.Event()
+    while not condition() and time.monotonic() < deadline:
+        never.wait(0.02)

@@ -1,0 +1,182 @@
+"""JupyterLab's and VS Code's debugger for cells of the ranks, in any Jupyter kernel.
+
+Owns: the kernel's method that answers a front end's debugger, the loop that this runs on, and what a debugger knows a
+cell as. Refuses: to decide who answers, which is the desk's; and a debugger on ranks that nobody debugs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankbook.coordinator import current as clusters
+from rankbook.coordinator.cluster import Cluster
+from rankbook.magics import auto
+from rankbook.magics.debug_desk import Desk
+from rankbook.magics.pauses import Message
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_START_SECONDS = 60.0
+"""For the debuggers of all ranks to start."""
+
+
+class _Stock:
+    """The kernel's own debugger."""
+
+    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
+        self._kernel = kernel
+        self._process = kernel.do_debug_request
+
+    async def process(self, request: Message) -> Message:
+        """See `debug_desk.Stock`."""
+        return dict(await self._process(request) or {})
+
+    @property
+    def paused(self) -> bool:
+        """See `debug_desk.Stock`."""
+        return bool(self._kernel.debugger.stopped_threads)
+
+    def accepts(self, name: str) -> bool:
+        """See `debug_desk.Stock`."""
+        return bool(self._kernel.debugger.accept_variable(name))
+
+
+class Debugging:
+    """Answers in the place of `kernel`'s own `do_debug_request`."""
+
+    def __init__(self, shell: InteractiveShell, kernel: Any) -> None:  # noqa: ANN401 - as above
+        self._shell = shell
+        self._kernel = kernel
+        self._cluster: Cluster | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.desk = Desk(_Stock(kernel), self)
+
+    def start(self) -> None:
+        """From now on."""
+        self._kernel.do_debug_request = self.do_debug_request
+
+    def stop(self) -> None:
+        """No longer."""
+        del self._kernel.do_debug_request  # the class's own is there again
+        if self._cluster is not None:
+            self._cluster.debugs.listener = None
+
+    async def do_debug_request(self, request: Message) -> Message:
+        """See ipykernel's. The thread that the kernel's control channel has."""
+        self._loop = asyncio.get_running_loop()
+        self._look()
+        return await self.desk.handle(request)
+
+    # The main thread
+
+    def prepare(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Have a debugger on these ranks, if a front end debugs; for those that cannot have one, why."""
+        if not self.desk.on or self._loop is None:
+            return {}
+
+        async def attach() -> dict[int, str]:
+            self._look()
+            return await self.desk.attach(ranks)
+
+        return asyncio.run_coroutine_threadsafe(attach(), self._loop).result(_START_SECONDS)
+
+    def file_of(self, source: str) -> str:
+        """What a front end's debugger knows the running cell as, which is sent to the ranks as `source`.
+
+        "" if nobody debugs, or if the two differ in their lines.
+        """
+        running = self._shell.displayhook.exec_result
+        if not self.desk.on or running is None or running.info is None:
+            return ""
+        written = str(running.info.raw_cell)
+        if written.rstrip().count("\n") != source.rstrip().count("\n"):
+            return ""
+        from ipykernel.compiler import get_file_name
+
+        return str(get_file_name(written))
+
+    # The loop: see `debug_desk.Office`
+
+    def ranks(self) -> tuple[int, ...]:
+        """All."""
+        return () if self._cluster is None else self._cluster.select(None)
+
+    def busy(self) -> tuple[int, ...]:
+        """Those of the cells that run."""
+        cells = [] if self._cluster is None else self._cluster.cells()
+        return tuple({rank for cell in cells if cell.started is not None for rank in cell.ranks})
+
+    def tell(self, rank: int, content: str) -> bool:
+        """By the cluster's link."""
+        return self._cluster is not None and self._cluster.debugs.tell(rank, content)
+
+    def publish(self, event: Message) -> None:
+        """As the kernel's own debugger does."""
+        self._kernel._publish_debug_event(event)
+
+    def note(self, rank: int, path: str, line: int) -> None:
+        """In the cluster's status."""
+        if self._cluster is None:
+            return
+        if not line:
+            self._cluster.debugs.paused.pop(rank, None)
+            return
+        where = "" if line < 0 else f" at line {line}" if _is_cell(path) else f" at {Path(path).name}:{line}"
+        self._cluster.debugs.paused[rank] = f"paused{where}"
+
+    def is_for_ranks(self, path: str) -> bool:
+        """By its text, and by whether plain cells run there."""
+        if not _is_cell(path) or not Path(path).is_file():
+            return False
+        text = Path(path).read_text(encoding="utf-8")
+        return text.startswith("%%distributed") or (auto.is_on(self._shell) and not auto.stays_local(text))
+
+    def _look(self) -> None:
+        """Whether there are other ranks than before."""
+        running = clusters.running_cluster()
+        if running is self._cluster:
+            return
+        self.desk.lose_all()
+        self._cluster = running
+        if running is not None:
+            loop, desk = self._loop, self.desk
+            assert loop is not None
+
+            def listener(rank: int, content: str | None) -> None:
+                if running is self._cluster:
+                    with contextlib.suppress(RuntimeError):  # the kernel ends, and its loop has ended
+                        loop.call_soon_threadsafe(desk.hear, rank, content or "")
+
+            running.debugs.listener = listener
+
+
+def _is_cell(path: str) -> bool:
+    from ipykernel.compiler import get_tmp_directory
+
+    return Path(path).parent == Path(get_tmp_directory())
+
+
+def of(shell: InteractiveShell) -> Debugging | None:
+    """What answers in the shell's kernel, if it has one that can debug."""
+    kernel = getattr(shell, "kernel", None)
+    found = getattr(getattr(kernel, "do_debug_request", None), "__self__", None)
+    return found if isinstance(found, Debugging) else None
+
+
+def install(shell: InteractiveShell) -> None:
+    """Answer for the ranks in the shell's kernel, if it has a debugger. A second time changes nothing."""
+    kernel: Any = getattr(shell, "kernel", None)
+    if kernel is not None and hasattr(kernel, "debugger") and of(shell) is None:
+        Debugging(shell, kernel).start()
+
+
+def uninstall(shell: InteractiveShell) -> None:
+    """Leave nothing behind."""
+    debugging = of(shell)
+    if debugging is not None:
+        debugging.stop()

@@ -1,0 +1,364 @@
+"""What a front end's debugger asks, and who answers: the notebook's own debugger, the ranks', or both.
+
+Owns: the breakpoints, for ranks that come later too; which ranks have a debugger; the answers that are made of several.
+Refuses: sockets and threads; it is given a `Stock` and an `Office`, and runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from rankbook.magics.pauses import HANDLES, THREADS, Message, Pauses, rank_of, shown
+
+_SECONDS = 5.0
+"""For a rank's debugger to answer: C code that keeps the interpreter to itself keeps it from the debugger too."""
+_START_SECONDS = 20.0
+_MOVES = frozenset({"continue", "next", "stepIn", "stepOut"})
+_FRAMES = ("frameId", "variablesReference", "srcFrameId")
+_EMPTY: dict[str, Message] = {
+    # what a front end finds where there is nothing any more; it would stumble over a body without it
+    "stackTrace": {"stackFrames": [], "totalFrames": 0},
+    "scopes": {"scopes": []},
+    "variables": {"variables": []},
+}
+
+
+class Stock(Protocol):
+    """The notebook's own debugger."""
+
+    async def process(self, request: Message) -> Message:
+        """Its answer."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it has paused the notebook."""
+
+    def accepts(self, name: str) -> bool:
+        """Whether a variable of that name is shown."""
+
+
+class Office(Protocol):
+    """The way to the ranks and to the front end."""
+
+    def ranks(self) -> tuple[int, ...]:
+        """Those that can have a debugger now."""
+
+    def busy(self) -> tuple[int, ...]:
+        """Those that run something."""
+
+    def tell(self, rank: int, content: str) -> bool:
+        """Tell a rank's debugger. False where the rank is gone."""
+
+    def publish(self, event: Message) -> None:
+        """Tell the front end."""
+
+    def note(self, rank: int, path: str, line: int) -> None:
+        """A rank is paused there; it is not, if `line` is 0."""
+
+    def is_for_ranks(self, path: str) -> bool:
+        """Whether it is a cell that runs on the ranks and nowhere else."""
+
+
+class _Line:
+    """The way to one rank's debugger."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.waiting: dict[int, asyncio.Future[Message]] = {}
+        self.ready = False
+
+
+class Desk:
+    """One front end's. All of it runs on one loop; `hear` and `lose` are called there too."""
+
+    def __init__(self, stock: Stock, office: Office) -> None:
+        self.on = False
+        self.single = False
+        """Whether continue and step act on the chosen rank alone."""
+        self.pauses = Pauses()
+        self._stock = stock
+        self._office = office
+        self._lines: dict[int, _Line] = {}
+        self._breakpoints: dict[str, list[Message]] = {}
+        self._filters: Message | None = None
+        self._starting = asyncio.Lock()
+        self._errands: set[asyncio.Task[None]] = set()
+
+    # The ranks
+
+    def hear(self, rank: int, content: str) -> None:
+        """A rank's debugger has said something; "" is its end."""
+        line = self._lines.get(rank)
+        if line is None:
+            return
+        if not content:
+            self.lose(rank)
+            return
+        message = json.loads(content)
+        if message["type"] == "response":
+            answer = line.waiting.get(message["request_seq"])
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif message["event"] == "stopped":
+            self._publish(self.pauses.stop(rank, message["body"]))
+            self._errand(rank)
+        elif message["event"] == "continued" and rank in self.pauses.threads:
+            self._go_on((rank,))
+
+    def lose(self, rank: int) -> None:
+        """Its process or its debugger is gone."""
+        line = self._lines.pop(rank, None)
+        if line is not None:
+            self._go_on((rank,))
+            for answer in line.waiting.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionError(f"rank {rank} has no debugger any more"))
+
+    def lose_all(self) -> None:
+        """There are other ranks now."""
+        for rank in tuple(self._lines):
+            self.lose(rank)
+
+    async def attach(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Have a debugger on each of these that has none yet; for those that cannot, why."""
+        async with self._starting:
+            missing = [rank for rank in ranks if rank not in self._lines]
+            troubles = await asyncio.gather(*(self._attach(rank) for rank in missing))
+        return {rank: trouble for rank, trouble in zip(missing, troubles, strict=True) if trouble}
+
+    async def _attach(self, rank: int) -> str:
+        line = self._lines[rank] = _Line()
+        steps = [
+            ("initialize", {"clientID": "rankbook", "adapterID": "rankbook", "supportsVariableType": True}),
+            ("attach", {}),
+            *(("setBreakpoints", _at(path, lines)) for path, lines in self._breakpoints.items()),
+            *([] if self._filters is None else [("setExceptionBreakpoints", self._filters)]),
+            ("configurationDone", {}),
+        ]
+        for command, arguments in steps:
+            answer = await self._ask(rank, command, arguments, timeout=_START_SECONDS)
+            if not answer.get("success"):
+                if self._lines.get(rank) is line:
+                    del self._lines[rank]
+                return str(answer.get("message") or f"{command} failed")
+        line.ready = True
+        return ""
+
+    async def _ask(self, rank: int, command: str, arguments: Message, *, timeout: float = _SECONDS) -> Message:  # noqa: ASYNC109 - a rank's
+        """A rank's answer, or an unsuccessful one of ours."""
+        line = self._lines.get(rank)
+        if line is None:
+            return {"success": False, "message": f"rank {rank} has no debugger"}
+        line.seq += 1
+        seq = line.seq
+        answer = line.waiting[seq] = asyncio.get_running_loop().create_future()
+        request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
+        try:
+            if not self._office.tell(rank, json.dumps(request)):
+                return {"success": False, "message": f"rank {rank} is gone"}
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            return {"success": False, "message": f"rank {rank} has not answered within {timeout:g} s"}
+        except ConnectionError as error:
+            return {"success": False, "message": str(error)}
+        finally:
+            line.waiting.pop(seq, None)
+
+    async def _ask_all(self, command: str, arguments: Message) -> dict[int, Message]:
+        ready = [rank for rank, line in sorted(self._lines.items()) if line.ready]
+        answers = await asyncio.gather(*(self._ask(rank, command, arguments) for rank in ready))
+        return dict(zip(ready, answers, strict=True))
+
+    def _publish(self, events: Iterable[Message]) -> None:
+        for event in events:
+            self._office.publish(event)
+
+    def _go_on(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._office.note(rank, "", 0)
+        self._publish(self.pauses.go_on(ranks))
+
+    def _errand(self, rank: int) -> None:
+        """Find out where it has stopped."""
+        task = asyncio.get_running_loop().create_task(self._locate(rank))
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _locate(self, rank: int) -> None:
+        thread = self.pauses.threads[rank]
+        self._office.note(rank, "", -1)
+        answer = await self._ask(rank, "stackTrace", {"threadId": thread, "levels": 1})
+        frames = (answer.get("body") or {}).get("stackFrames")
+        if frames and rank in self.pauses.threads:
+            self._office.note(rank, frames[0].get("source", {}).get("path", ""), frames[0]["line"])
+
+    # The front end
+
+    async def handle(self, request: Message) -> Message:
+        """The answer to a request."""
+        command, arguments = request["command"], request.get("arguments") or {}
+        handler = getattr(self, f"_on_{command.lower()}", None)
+        if handler is not None and (self.on or command in {"initialize", "debugInfo"}):
+            reply: Message = await handler(request, arguments)
+            return reply
+        handle = next((arguments[key] for key in _FRAMES if (arguments.get(key) or 0) >= HANDLES), None)
+        if self.on and handle is not None:
+            return await self._on_rank(request, arguments, handle)
+        return await self._stock.process(request)
+
+    async def _on_initialize(self, request: Message, arguments: Message) -> Message:
+        reply = await self._stock.process(request)
+        if reply.get("success"):
+            self.on = True
+            self.pauses.one_view = arguments.get("clientID") == "jupyterlab"
+            reply.setdefault("body", {})["supportsSingleThreadExecutionRequests"] = True
+        return reply
+
+    async def _on_attach(self, request: Message, _arguments: Message) -> Message:
+        reply = await self._stock.process(request)
+        await self.attach(self._office.ranks())
+        return reply
+
+    async def _on_disconnect(self, request: Message, _arguments: Message) -> Message:
+        self.on = False
+        async with self._starting:  # what is on its way to be attached is then let go too
+            paused = self.pauses.order
+            await asyncio.gather(*(self._ask(rank, "disconnect", {}) for rank in self._lines))
+            self._go_on(paused)
+            self._lines.clear()
+        self._breakpoints.clear()
+        self._filters = None
+        return await self._stock.process(request)
+
+    async def _on_debuginfo(self, request: Message, _arguments: Message) -> Message:
+        reply = await self._stock.process(request)
+        body = reply.get("body") or {}
+        theirs = [each for each in body.get("breakpoints", ()) if each["source"] not in self._breakpoints]
+        ours = [
+            {"source": path, "breakpoints": [{"line": each["line"]} for each in lines]}
+            for path, lines in self._breakpoints.items()
+            if lines
+        ]
+        threads = [*(THREADS + rank for rank in self.pauses.order), *body.get("stoppedThreads", ())]
+        return {**reply, "body": {**body, "breakpoints": [*theirs, *ours], "stoppedThreads": threads}}
+
+    async def _on_setbreakpoints(self, request: Message, arguments: Message) -> Message:
+        path, lines = arguments["source"]["path"], arguments.get("breakpoints") or []
+        self._breakpoints[path] = lines
+        answers = await self._ask_all("setBreakpoints", _at(path, lines))
+        if not self._office.is_for_ranks(path):
+            return await self._stock.process(request)
+        told = next((each["body"]["breakpoints"] for each in answers.values() if each.get("success")), lines)
+        placed = [
+            {"verified": True, "line": after.get("line", before["line"]), "source": arguments["source"]}
+            for before, after in zip(lines, told, strict=True)
+        ]
+        return _reply(request, {"breakpoints": placed})
+
+    async def _on_setexceptionbreakpoints(self, request: Message, arguments: Message) -> Message:
+        self._filters = arguments
+        await self._ask_all("setExceptionBreakpoints", arguments)
+        return await self._stock.process(request)
+
+    async def _on_threads(self, request: Message, _arguments: Message) -> Message:
+        reply = await self._stock.process(request)
+        ranks = [{"id": THREADS + rank, "name": f"rank {rank}"} for rank in sorted(self._lines)]
+        body = reply.get("body") or {}
+        return {**reply, "success": True, "body": {**body, "threads": [*ranks, *body.get("threads", ())]}}
+
+    async def _on_stacktrace(self, request: Message, arguments: Message) -> Message:
+        """Of one rank; where the front end has one view for all, of all that are paused, the chosen one's first."""
+        pauses, rank = self.pauses, rank_of(arguments.get("threadId"))
+        if not pauses.threads or (rank < 0 and not pauses.one_view):
+            return await self._stock.process(request)
+        ranks = pauses.order if pauses.one_view else (rank,)
+        answers = await asyncio.gather(
+            *(self._ask(each, "stackTrace", {**arguments, "threadId": pauses.threads.get(each)}) for each in ranks)
+        )
+        frames = []
+        for each, answer in zip(ranks, answers, strict=True):
+            body = (answer.get("body") or {}) if answer.get("success") and each in pauses.threads else {}
+            frames += shown(each, "stackTrace", body, pauses.handles).get("stackFrames", [])
+        if rank < 0 and self._stock.paused:
+            own = await self._stock.process(request)
+            frames = [*(own.get("body") or {}).get("stackFrames", ()), *frames]
+        return _reply(request, {"stackFrames": frames, "totalFrames": len(frames)})
+
+    async def _move(self, request: Message, arguments: Message) -> Message:
+        thread = arguments.get("threadId")
+        single = self.single or bool(arguments.get("singleThread"))
+        meant = {rank: self.pauses.threads[rank] for rank in self.pauses.meant(thread, single=single)}
+        to_notebook = rank_of(thread) < 0 and (self._stock.paused or not meant)
+        self._go_on(meant)  # first, for one may stop again before the last one has been told
+        answers = await asyncio.gather(
+            *(self._ask(rank, request["command"], {**arguments, "threadId": own}) for rank, own in meant.items())
+        )
+        if to_notebook:
+            return await self._stock.process(request)
+        trouble = next((str(each.get("message")) for each in answers if not each.get("success")), "")
+        return _reply(request, {"allThreadsContinued": not self.pauses.threads}, trouble=trouble)
+
+    _on_continue = _on_next = _on_stepin = _on_stepout = _move
+
+    async def _on_pause(self, request: Message, arguments: Message) -> Message:
+        rank, running = rank_of(arguments.get("threadId")), set(self._office.busy()) & self._lines.keys()
+        meant = [rank] if rank >= 0 and (self.single or not self.pauses.one_view) else sorted(running)
+        if not meant:
+            return await self._stock.process(request)
+        for each in meant:
+            answer = await self._ask(each, "threads", {})
+            threads = (answer.get("body") or {}).get("threads", ())
+            main = next((one["id"] for one in threads if one["name"] == "MainThread"), None)
+            if main is not None:
+                await self._ask(each, "pause", {"threadId": main})
+        return _reply(request, {})
+
+    async def _on_rank(self, request: Message, arguments: Message, handle: int) -> Message:
+        """About a frame or a variable of a rank."""
+        command, found = request["command"], self.pauses.handles.whose(handle)
+        if found is None:
+            return _reply(request, _EMPTY.get(command, {}), trouble="the rank has gone on since then")
+        rank, number = found
+        self.pauses.chosen = rank
+        if command == "richInspectVariables":
+            return await self._show_richly(request, rank, number)
+        if command == "copyToGlobals":
+            source, target = str(arguments["srcVariableName"]), str(arguments["dstVariableName"])
+            if not (source.isidentifier() and target.isidentifier()):  # it is evaluated on the rank
+                return _reply(request, {}, trouble="only what has a name of its own can be copied")
+            asked, own = "setExpression", {"expression": f"globals()['{target}']", "value": source, "frameId": number}
+        else:
+            own = {key: number if value == handle and key in _FRAMES else value for key, value in arguments.items()}
+            asked = command
+        answer = await self._ask(rank, asked, own)
+        body = shown(rank, asked, answer.get("body") or {}, self.pauses.handles)
+        if command == "variables":
+            body["variables"] = [each for each in body.get("variables", ()) if self._stock.accepts(each["name"])]
+        trouble = "" if answer.get("success") else str(answer.get("message"))
+        return _reply(request, body or _EMPTY.get(command, {}), trouble=trouble)
+
+    async def _show_richly(self, request: Message, rank: int, frame: int) -> Message:
+        """A variable as its last expression would show it, as ipykernel's debugger does."""
+        name, shows = request["arguments"]["variableName"], Message(data={}, metadata={})
+        if not name.isidentifier():
+            return _reply(request, shows)
+        expression = f"get_ipython().display_formatter.format({name})"
+        answer = await self._ask(rank, "evaluate", {"expression": expression, "frameId": frame, "context": "clipboard"})
+        with contextlib.suppress(ValueError, SyntaxError, KeyError):
+            data, metadata = ast.literal_eval(answer["body"]["result"])
+            shows = {"data": data, "metadata": {key: value for key, value in metadata.items() if key in data}}
+        return _reply(request, shows)
+
+
+def _at(path: str, lines: list[Message]) -> Message:
+    return {"source": {"path": path}, "breakpoints": lines}
+
+
+def _reply(request: Message, body: Message, *, trouble: str = "") -> Message:
+    told = {"type": "response", "seq": request["seq"], "request_seq": request["seq"], "command": request["command"]}
+    return {**told, "success": not trouble, **({"message": trouble} if trouble else {}), "body": body}

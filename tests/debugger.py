@@ -1,0 +1,104 @@
+"""A front end's debugger, as JupyterLab's: what it sends on the control channel, and what it makes of the events."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from typing import Any
+
+import pytest
+
+from tests.conftest import Notebook
+
+
+class FrontEnd:
+    """Debugs the notebook's kernel."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self.notebook = notebook
+        self.events: list[dict[str, Any]] = []
+        self.thread = 1
+        self._seq = 0
+
+    def ask(self, command: str, *, timeout: float = 30, **arguments: Any) -> dict[str, Any]:
+        """The answer to a request."""
+        client = self.notebook.client
+        self._seq += 1
+        content = {"type": "request", "seq": self._seq, "command": command, "arguments": arguments}
+        message = client.session.msg("debug_request", content)
+        client.control_channel.send(message)
+        deadline = time.monotonic() + timeout
+        while True:
+            reply = client.get_control_msg(timeout=max(0.0, deadline - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return dict(reply["content"])
+
+    def body(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """The body of an answer that must be a good one."""
+        reply = self.ask(command, **arguments)
+        assert reply["success"], reply
+        return dict(reply["body"])
+
+    def start(self) -> None:
+        """The bug is clicked."""
+        self.ask("debugInfo")
+        self.body("initialize", clientID="jupyterlab", clientName="JupyterLab", adapterID="", pathFormat="path",
+                  linesStartAt1=True, columnsStartAt1=True, supportsVariableType=True, supportsVariablePaging=True,
+                  supportsRunInTerminalRequest=True, locale="en")  # fmt: skip
+        assert self.ask("attach")["success"]
+
+    def stop(self) -> None:
+        """The bug is clicked again."""
+        assert self.ask("disconnect", restart=False, terminateDebuggee=False)["success"]
+
+    def breakpoints(self, code: str, *lines: int) -> list[int]:
+        """The gutter is clicked: the lines where they are then."""
+        path = self.body("dumpCell", code=code)["sourcePath"]
+        self.ask("debugInfo")
+        asked = [{"line": line} for line in lines]
+        placed = self.body("setBreakpoints", breakpoints=asked, source={"path": path}, sourceModified=False)
+        return [each["line"] for each in placed["breakpoints"]]
+
+    def wait(self, name: str, count: int = 1, *, timeout: float = 20) -> list[dict[str, Any]]:
+        """The bodies of the next `count` events of that name; what other messages come meanwhile is kept for later."""
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + timeout
+        while len(found) < count:
+            if time.monotonic() > deadline:
+                pytest.fail(f"{len(found)} events {name!r} within {timeout} s, and not {count}: {self.events}")
+            event = self._next()
+            if event is not None:
+                self.events.append(event)
+                if event["event"] == name:
+                    self.thread = event["body"]["threadId"]
+                    found.append(event["body"])
+        return found
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next event; a cell's messages are left for whoever waits for it."""
+        notebook = self.notebook
+        for place, received in enumerate(notebook.late):
+            if received["msg_type"] == "debug_event":
+                return dict(notebook.late.pop(place)["content"])
+        with contextlib.suppress(queue.Empty):
+            notebook.late.append(notebook.client.get_iopub_msg(timeout=0.2))
+        return None
+
+    def stack(self) -> list[tuple[str, int]]:
+        """The names and lines in the call stack."""
+        return [(each["name"], each["line"]) for each in self.frames()]
+
+    def frames(self) -> list[dict[str, Any]]:
+        """The call stack."""
+        return list(self.body("stackTrace", threadId=self.thread)["stackFrames"])
+
+    def variables(self, frame: dict[str, Any]) -> dict[str, str]:
+        """The local variables of a frame that is clicked."""
+        scopes = self.body("scopes", frameId=frame["id"])["scopes"]
+        found = self.body("variables", variablesReference=scopes[0]["variablesReference"])["variables"]
+        return {each["name"]: each["value"] for each in found}
+
+    def move(self, command: str) -> dict[str, Any]:
+        """A button is pressed; JupyterLab has forgotten the thread by then."""
+        return self.body(command, threadId=1)
