@@ -153,6 +153,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "_pydevd_bundle": {"rank.debug"},
     "cloudpickle": {"transport", "rank.forks"},
     "fsspec": {"checkpoint.remote"},  # only once a folder is named by a URL
+    "ipywidgets": {"magics.comms"},  # once a rank has made a widget
     "ipykernel": {"notebook_run", "magics", "jupyter"},
     "jupyter_client": {"notebook_run", "jupyter.spec"},
     "isal": {"checkpoint.checksums"},

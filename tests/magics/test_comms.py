@@ -93,6 +93,48 @@ def test_a_subprocess_says_nothing_and_garbage_neither(notebook):
     assert not said(outcome, "close")
 
 
+def ask(notebook, name, target, method, data=None):
+    """What a reloaded page asks on this comm, and what comes back, with the answer to it."""
+    client, sent = notebook.client, None
+    if target:
+        opening = {"comm_id": name, "target_name": target, "data": {}}
+        client.shell_channel.send(client.session.msg("comm_open", opening, metadata={"version": "1.0.0"}))
+    content = {"comm_id": name, "data": {"method": method, **(data or {})}}
+    sent = client.session.msg("comm_msg", content)
+    client.shell_channel.send(sent)
+    while True:
+        received = client.get_iopub_msg(timeout=10)
+        if received["msg_type"] == "comm_msg" and received["parent_header"].get("msg_id") == sent["header"]["msg_id"]:
+            return received
+
+
+def test_a_page_that_is_reloaded_finds_the_widgets_of_the_ranks_beside_the_notebooks_own(notebook):
+    notebook.ok("import ipywidgets\nown = ipywidgets.Text(value='own')")
+    names = sliders(notebook.ok(SLIDER))
+    outcome = notebook.ok(
+        "%%distributed --ranks 0\nimage = ipywidgets.Image(value=bytes(range(256)))\nslider.value = 17"
+    )
+    (image,) = {each["content"]["comm_id"] for each in said(outcome, "open") if each["buffers"]}
+    move(notebook, names[1], 41)
+    told = ask(notebook, "page", "jupyter.widget.control", "request_states")
+    data, buffers = told["content"]["data"], told["buffers"]
+    assert data["method"] == "update_states"
+    values = {name: each["state"].get("value") for name, each in data["states"].items()}
+    assert (values[names[0]], values[names[1]]) == (17, 41)
+    assert "own" in values.values()
+    found = {tuple(path): bytes(buffer) for path, buffer in zip(data["buffer_paths"], buffers, strict=True)}
+    assert found[image, "state", "value"] == bytes(range(256))
+    assert data["states"][names[0]]["model_name"] == "IntSliderModel"
+    parts = data["states"][names[0]]["state"]
+    assert parts["layout"].removeprefix("IPY_MODEL_") in data["states"], "the parts of a widget are widgets too"
+
+    notebook.client.comm_info("jupyter.widget")
+    there = notebook.client.get_shell_msg(timeout=10)["content"]["comms"]
+    assert {*names, image} <= set(there)
+    alone = ask(notebook, names[0], None, "request_state")["content"]["data"]
+    assert (alone["method"], alone["state"]["value"]) == ("update", 17), "as pages asked once, comm by comm"
+
+
 def test_bars_of_tqdm_in_a_notebook(notebook):
     pytest.importorskip("tqdm")
     outcome = notebook.ok("%%distributed\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(5)): pass")
