@@ -104,3 +104,8 @@ def object_blob(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save([value], stream)
     return stream.getvalue()
+
+
+def unsafe(blob: bytes | bytearray) -> list[str]:
+    """What an object's blob names that torch does not take for safe, and that no `safe_globals` allows now."""
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(blob)))

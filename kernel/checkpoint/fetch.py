@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from rankbook.checkpoint import blobs
 from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.contents import HeldTensor, Wishes
 from rankbook.checkpoint.found import Found
@@ -27,6 +29,10 @@ from rankbook.errors import BadRequest, CheckpointingException
 
 COMMON = "common.pt"
 MOST_SAID = 8
+
+
+class Refused(Damage):
+    """Bytes that are those that were written, and that may name code."""
 
 
 def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its name
@@ -48,7 +54,10 @@ class Fetch:
         self._found = found
         self._verify = verify
         self._allow = [_named(each) for each in allow]
+        if np.dtype in self._allow:  # each of its values is of a class of its own
+            self._allow += [each for each in vars(np.dtypes).values() if isinstance(each, type)]
         self.damages: list[str] = []
+        self._refused = 0
 
     def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor]) -> None:
         """Fill the targets' data."""
@@ -141,12 +150,14 @@ class Fetch:
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
+                kind = Refused if self._verify else Damage  # verified bytes are those that were written
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # within half a page of advice
-                    raise Damage(f"cannot be read: {short[1] if short else error}") from error
-                raise Damage(
-                    f"holds {named[1]}, which may run code when it is loaded: if you trust it, import that class and "
-                    "give it to allow=[...]"
+                    raise kind(f"cannot be read: {short[1] if short else error}") from error
+                names = blobs.unsafe(data) or [named[1]]
+                raise kind(
+                    f"holds {', '.join(names)}, which may run code when it is loaded: if you trust it, give that to "
+                    f"allow={names}"
                 ) from error
 
     @contextmanager
@@ -155,6 +166,7 @@ class Fetch:
             yield
         except Damage as damage:
             self.damages.append(f"{where}: {damage.what}")
+            self._refused += isinstance(damage, Refused)
         except OSError as error:
             self.damages.append(f"{where}: {error.strerror or error}")
 
@@ -163,4 +175,6 @@ class Fetch:
         if self.damages:
             more = len(self.damages) - MOST_SAID
             said = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
-            raise CheckpointingException(f"the checkpoint {self._found} is damaged:\n  {said}")
+            whole = "is whole, and not all of it is loaded unasked"
+            what = whole if self._refused == len(self.damages) else "is damaged"
+            raise CheckpointingException(f"the checkpoint {self._found} {what}:\n  {said}")

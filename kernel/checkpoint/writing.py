@@ -7,6 +7,7 @@ complete. Refuses: to choose the step and the folder (`saving.py`), and threads 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,12 @@ MEGATRON = {
     "common_backend_version": 1,
 }
 """What Megatron-Core reads first of a checkpoint, as its `metadata.json`."""
+
+MOST_LOOKED_AT = 1 << 20
+"""Bytes of the largest pickle that is looked through while it is saved."""
+
+logger = logging.getLogger(__name__)
+_told_unsafe: set[str] = set()
 
 COMMON = "common.pt"
 OF_MEGATRON = "metadata.json"
@@ -229,6 +236,7 @@ class Writer(StorageWriter):
         for number in own.objects:
             stored = self._contents.objects[number]
             blob = stored.blob()
+            _tell_unsafe(f"object {stored.unique_key!r}", blob)
             yield blob
             file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
@@ -266,8 +274,10 @@ class Writer(StorageWriter):
             for each in written
             for key, stored in each.objects
         }
+        common = self._contents.common_file()
+        _tell_unsafe("the common part", common)
         small = {
-            COMMON: self._contents.common_file(),
+            COMMON: common,
             OF_MEGATRON: msgspec.json.encode(MEGATRON),
             METADATA: pickle.dumps(for_torch(tensors, objects, [each.name for each in files])),
         }
@@ -287,6 +297,21 @@ class Writer(StorageWriter):
         )
         self._place.storage.write(f"{self._partial}/{MANIFEST}", [encode(manifest)])
         self._place.commit()
+
+
+def _tell_unsafe(what: str, blob: bytes) -> None:
+    """Warn, once, of an object that no load will take unasked: the person may not be asked then, or not know."""
+    if len(blob) > MOST_LOOKED_AT or what in _told_unsafe:
+        return
+    if names := blobs.unsafe(blob):
+        _told_unsafe.add(what)
+        logger.warning(
+            "%s holds %s. It is stored, and a load takes it with allow=%s only; numbers, strings, tensors, and dicts, "
+            "lists and tuples of them are loaded unasked",
+            what,
+            ", ".join(names),
+            names,
+        )
 
 
 def for_torch(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject], files: list[str]) -> Metadata:

@@ -145,13 +145,13 @@ def write(
     return save_contents(contents_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
 
 
-def read(found: Parts, folder: str, *, told: Told, strict: bool) -> None:
+def read(found: Parts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()) -> None:
     """Put back all that is stored. A collective; raises on every rank, `BadRequest` where it is another training's."""
     with told("load_state"):
         folder = there(folder)
         manifest = load_metadata(folder)
         _check(found, manifest, folder)
-    objects = load(_objects(found, manifest), folder)
+    objects = load(_objects(found, manifest), folder, allow=allow)
     with told("load_state"):  # a loader may refuse this world size: then nothing has changed
         for name, each in found.objects.items():
             if name.partition("_")[0] == "loader":
@@ -160,11 +160,11 @@ def read(found: Parts, folder: str, *, told: Told, strict: bool) -> None:
     wanted = sharded_state_dicts(found.models, found.optimizers)
     with told("load_state"):
         wanted = _stored(wanted, manifest, folder, strict=strict)
-    loaded = load(wanted, folder)
+    loaded = load(wanted, folder, allow=allow)
     with told("load_state"):
         load_sharded_state_dicts(found.models, found.optimizers, loaded)
         for name, each in found.objects.items():
-            if name.partition("_")[0] != "loader":
+            if name.partition("_")[0] != "loader" and name in objects:  # fp16's scaler may begin anew
                 each.load_state_dict(objects[name])
         if objects.get(_RANDOM) is not None:
             saved_state.restore_random_state(objects[_RANDOM])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -165,12 +165,19 @@ class Saving(Core):
             self.project_configuration.iteration += 1
         return folder if isinstance(done, Saved) else done
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, strict: bool = True) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        strict: bool = True,
+        *,
+        allow: Sequence[type | str] = (),
+    ) -> None:
         """Read what `save_state` stored into what is prepared now, however it is spread. Every rank calls it.
 
         Without `input_dir` the latest of the project's numbered checkpoints, and the next one has the number after it.
         Without `strict` a model may have other parts than the stored one; what both have is read. A rank beyond the
-        world that was saved keeps its random state.
+        world that was saved keeps its random state. `allow` are classes and functions, or their names, that the states
+        of registered objects may hold beside what torch takes for safe.
 
         Raises on every rank: `BadRequest` where the folder is no checkpoint, is one of something else, or a loader
         cannot go on there with this many ranks; `CheckpointingException` where a model does not fit or something is
@@ -187,7 +194,7 @@ class Saving(Core):
             models = self._models
             for hook in tuple(self._load_hooks.values()):
                 hook(models, folder)  # it may take models out, having read them itself
-        checkpoints.read(self._parts(models), folder, told=self._told_to_all, strict=strict)
+        checkpoints.read(self._parts(models), folder, told=self._told_to_all, strict=strict, allow=allow)
         if input_dir is None and (number := saved_state.number_of(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)
         window.abandon(self.gradient_state)

@@ -6,10 +6,12 @@ import logging
 from collections import deque
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 
 import rankbook.checkpoint as rc
+from rankbook.checkpoint import writing
 from rankbook.errors import BadRequest, CheckpointingException
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "opt": {"lr": 0.1, "steps": [1, 2]}}
@@ -110,6 +112,29 @@ def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
     rc.save({"common": deque([1])}, tmp_path)
     with pytest.raises(CheckpointingException, match=r"common\.pt.*cannot be read: .*deque"):
         rc.load({"common": 0}, tmp_path, allow=[deque])  # torch cannot fill it, allowed or not
+
+
+def test_what_a_load_asks_about_is_told_as_it_is_saved_and_all_at_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(writing, "_told_unsafe", set())
+
+    def held(value):
+        return {"o": rc.ShardedObject("o", value, (1,), (0,)), "common": value}
+
+    best = {"loss": np.float64(0.5), "at": timedelta(3), "rows": np.arange(3)}
+    for _ in range(2):  # said once
+        rc.save(held(best), tmp_path)
+    names = ["datetime.timedelta", "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"]
+    names += ["numpy.dtype", "numpy.ndarray"]
+    said = [each.getMessage() for each in caplog.records if each.name.startswith("rankbook")]
+    assert [each.partition(" holds ")[0] for each in said] == ["object 'o/shard_0_1'", "the common part"]
+    assert all(f"allow={names}" in each for each in said)
+    with pytest.raises(CheckpointingException, match="is whole, and not all of it is loaded unasked") as told:
+        rc.load(held(None), tmp_path)
+    assert str(told.value).count(f"allow={names}") == 2
+    found = rc.load(held(None), tmp_path, allow=names)
+    assert found["o"]["loss"] == 0.5 and found["common"]["rows"].tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointingException, match="is damaged"):  # whose bytes nobody has checked
+        rc.load(held(None), tmp_path, verify=False)
 
 
 def test_everything_without_a_map(saved):

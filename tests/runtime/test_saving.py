@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
 from rankbook.checkpoint.storage import LocalStorage
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.runtime import Accelerator, ProjectConfiguration, model_files
+from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, core, model_files
+from rankbook.runtime.accumulation import window
+from rankbook.runtime.state import AcceleratorState
 
 
 class Counter:
@@ -377,3 +380,49 @@ def test_plain_reading_finds_the_names_of_the_model(tmp_path):
     found = load_plain(tmp_path / "state")
     assert torch.equal(found["model.0.weight"], model[0].weight)
     assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= found.keys()
+
+
+def test_a_registered_object_may_hold_what_is_allowed(tmp_path):
+    accelerator = Accelerator()
+    best = Counter(np.float64(0.25))
+    accelerator.register_for_checkpointing(best)
+    accelerator.save_state(tmp_path / "state")
+    best.value = None
+    with pytest.raises(CheckpointingException, match=r"allow=\['numpy._core.multiarray.scalar', 'numpy.dtype'\]"):
+        accelerator.load_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state", allow=["numpy._core.multiarray.scalar", np.dtype])
+    assert best.value == 0.25
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(core, "check_precision", lambda *_: None)  # its scaler works on the CPU too
+
+    def made(scale, precision="fp16"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        handler = GradScalerKwargs(init_scale=scale, growth_interval=2)
+        accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[handler])
+        model = nn.Linear(1, 1)
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def scales(accelerator, model, optimizer, steps):
+        found = []
+        for _ in range(steps):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.scaler.get_scale())
+        return found
+
+    first = made(16.0)
+    assert scales(*first, 3) == [16, 32, 32]
+    first[0].save_state(tmp_path / "state")
+    assert scales(*first, 3) == [64, 64, 128]
+    later = made(2.0)
+    later[0].load_state(tmp_path / "state")
+    assert scales(*later, 3) == [64, 64, 128]
+    plain = made(2.0, "no")
+    plain[0].save_state(tmp_path / "plain")
+    begun = made(4.0)
+    begun[0].load_state(tmp_path / "plain")  # without a scale: it begins anew
+    assert begun[0].scaler.get_scale() == 4
+    window.scaler = None
