@@ -19,8 +19,14 @@ def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> Copy
     """A tensor as a shard, with the ranks that hold copies; None where this rank is not part of a DTensor's mesh.
 
     A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement, or
-    whose local part is not one box of the global tensor.
+    whose local part is not one box of the global tensor, and for a tensor that is sparse, nested or quantized.
     """
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
+        raise CheckpointingException(
+            f"{key!r} is a {kind.removeprefix('torch.')} tensor, on rank {this_rank()}: a checkpoint has boxes of "
+            "numbers; store its parts, as plain tensors, or all of it as a ShardedObject"
+        )
     nbytes = tensor.numel() * tensor.element_size()
     if not isinstance(tensor, DTensor):
         return Copy(ShardedTensor.from_rank_offsets(key, tensor.detach()), (this_rank(),), 0, 1, nbytes, together)

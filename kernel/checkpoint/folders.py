@@ -15,6 +15,7 @@ that could be loaded before can still be loaded.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import zlib
@@ -37,11 +38,25 @@ _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LINE = re.compile(r"(step-(\d+)) crc32=([0-9a-f]{8})\n")
 
 
+def whole_number(name: str, value: object, least: int) -> int:
+    """`value` as an int: any integer will do, numpy's and torch's too. Raises `BadRequest` for anything else."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # it raises for what has none
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on")
+    return number
+
+
+def asked_for(step: object) -> int | None:
+    """The number of a step that is asked for; None for the latest. Raises `BadRequest` for what is neither."""
+    return None if step is None or (isinstance(step, str) and step == "latest") else whole_number("step", step, 0)
+
+
 def step_name(step: int) -> str:
-    """The folder of a finished step. Raises `BadRequest` for a negative one."""
-    if step < 0:
-        raise BadRequest(f"a step is a number from 0 on, and this is {step}")
-    return f"step-{step}"
+    """The folder of a finished step. Raises `BadRequest` for what is no number of one."""
+    return f"step-{whole_number('step', step, 0)}"
 
 
 def partial_name(step: int) -> str:
@@ -123,8 +138,9 @@ def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") ->
 
     Raises `CheckpointingException` where there is none, saying what there is instead.
     """
-    if isinstance(step, int):
-        return folder_of(storage, step)
+    number = asked_for(step)
+    if number is not None:
+        return folder_of(storage, number)
     if is_checkpoint(storage.list()):
         return ""
     if (latest := read_latest(storage)) is None:
@@ -246,7 +262,7 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
 
     Raises `CheckpointingException` where there is no such step.
     """
-    storage = storage_of(folder)
+    storage, step = storage_of(folder), whole_number("step", step, 0)
     name = folder_of(storage, step)
     try:
         latest = read_latest(storage)

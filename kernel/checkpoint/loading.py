@@ -24,6 +24,7 @@ from rankbook.checkpoint.agreement import agreed, spelt
 from rankbook.checkpoint.contents import Wishes, everything
 from rankbook.checkpoint.driving import quiet, raise_own, words
 from rankbook.checkpoint.fetch import Fetch
+from rankbook.checkpoint.folders import asked_for
 from rankbook.checkpoint.found import Found, Step, find
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.reading import ReadPlan, plan_read
@@ -59,9 +60,9 @@ def load(
     dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. The memory of the
     state dict's tensors may be partly filled then.
     """
-    mode, storage = agreed(
+    mode, storage, _ = agreed(
         "load",
-        lambda: (StrictHandling.of(strict), storage_of(folder)),
+        lambda: (StrictHandling.of(strict), storage_of(folder), asked_for(step)),
         folder=spelt(folder),
         step=step,
         strict=str(getattr(strict, "value", strict)).lower(),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.stores import Storage
-from rankbook.errors import BadRequest
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if value is not None and value < 1:
-                raise BadRequest(f"{name}={value}: it counts steps, from 1 on; None keeps all")
+            if value is not None:
+                folders.whole_number(name, value, 1)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from rankbook.checkpoint.agreement import agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
 from rankbook.checkpoint.driving import Saved, perform
+from rankbook.checkpoint.folders import whole_number
 from rankbook.checkpoint.manifest import check_json
 from rankbook.checkpoint.place import Place, Retention
 from rankbook.checkpoint.storage import storage_of
@@ -61,10 +62,9 @@ def save(
     def checked() -> tuple[dict[str, Any], Place]:
         if busy not in {"wait", "refuse"}:
             raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
-        if step is not None and step < 0:
-            raise BadRequest(f"step={step}: steps count from 0")
+        number = None if step is None else whole_number("step", step, 0)
         retention = Retention(keep, keep_every)
-        return _metadata(metadata), Place(storage_of(folder), str(folder), step, retention=retention)
+        return _metadata(metadata), Place(storage_of(folder), str(folder), number, retention=retention)
 
     given, place = agreed(
         "save",

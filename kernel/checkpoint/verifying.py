@@ -87,7 +87,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     """
     storage = storage_of(folder)
     damages: list[Damage] = []
-    path = _find(storage, step, damages)
+    path = _find(storage, folders.asked_for(step), damages)
     prefix = f"{path}/" if path else ""
     names = storage.list(path)
     if MANIFEST not in names:

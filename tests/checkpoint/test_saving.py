@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,12 +67,56 @@ def test_metadata_is_json_that_comes_back(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"step": -1}, {"keep": 0}, {"keep_every": 0, "keep": 1}, {"busy": "never"}],
-    ids=lambda each: next(iter(each)),
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": "7"},
+        {"step": 2.0},
+        {"keep": 0},
+        {"keep": 1.5},
+        {"keep_every": 0, "keep": 1},
+        {"busy": "never"},
+    ],
+    ids=str,
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path, wrong):
     with pytest.raises(BadRequest, match=next(iter(wrong))):
         rc.save(STATE, tmp_path, **wrong)
+    assert names(tmp_path) == []
+
+
+def test_a_step_may_be_any_integer_and_is_the_one_that_is_asked_for(tmp_path):
+    for step in (np.int64(3), torch.tensor(5)):
+        assert rc.save({"w": torch.ones(1) * int(step)}, tmp_path, step=step).name == f"step-{int(step)}"
+    assert names(tmp_path) == ["latest", "step-3", "step-5"]
+    assert rc.load({"w": torch.zeros(1)}, tmp_path, step=np.int64(3))["w"].item() == 3
+    assert rc.load_plain(tmp_path, step=torch.tensor(3))["w"].item() == 3
+    for wrong in ("3", "newest", 3.0, True, -3):
+        for call in (partial(rc.load, {"w": torch.zeros(1)}, tmp_path), partial(rc.load_plain, tmp_path)):
+            with pytest.raises(BadRequest, match="step="):
+                call(step=wrong)
+        with pytest.raises(BadRequest, match="step="):
+            rc.verify(tmp_path, step=wrong)
+        with pytest.raises(BadRequest, match="step="):
+            rc.remove(tmp_path, wrong)
+    assert rc.verify(tmp_path, step=np.int64(3)).ok
+    rc.remove(tmp_path, np.int64(3))
+    assert rc.steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "quantized"])
+def test_a_tensor_that_is_no_box_of_numbers_is_named(tmp_path, kind):
+    made = {
+        "sparse_coo": lambda: torch.eye(3).to_sparse(),
+        "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it has in prototype
+        odd = made()
+    with pytest.raises(CheckpointingException, match=f"'a.b' is a {kind} tensor, on rank 0"):
+        rc.save({"a": {"b": odd}}, tmp_path)
     assert names(tmp_path) == []
 
 
