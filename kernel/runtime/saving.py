@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rankbook.errors import BadRequest
-from rankbook.runtime import saved_state
+from rankbook.runtime import agreement, saved_state
 from rankbook.runtime.accumulation import window
 from rankbook.runtime.collectives import gather_object
 from rankbook.runtime.core import Core
@@ -148,6 +148,8 @@ class Saving(Core):
 
         with self._told_to_all("save_state"):
             folder = self._folder_to_write(output_dir)
+        if self.use_distributed:  # each would be told that its folder has the checkpoint
+            agreement.same("save_state", f"the folder {folder}")
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
         found = self._parts(self._models)

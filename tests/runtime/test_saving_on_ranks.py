@@ -169,6 +169,7 @@ def what_goes_wrong(folder):
         found["object"] = str(error)
     accelerator._custom_objects.clear()
     found["folder"] = said(lambda: accelerator.load_state(folder if rank else f"{folder}/good"))
+    found["folders"] = said(lambda: accelerator.save_state(f"{folder}/of-rank-{rank}"))
 
     def hook(*_):
         raise BadRequest("the hook does not want to")
@@ -191,6 +192,7 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
     wanted = {
         "object": "no state here",
         "folder": "there is no checkpoint",
+        "folders": f"rank 1: the folder {tmp_path}/of-rank-1",
         "hook": "the hook does not want to",
         "loader": "has no loader_1",
         "shape": "model.2.bias",
