@@ -16,7 +16,8 @@ memory.py          what holds memory let go; a batch size that fits on every ran
 logs.py            a logger that knows its rank
 progress.py        tqdm on one process
 trackers.py        where metrics go
-options.py         plugins, handlers and how the ranks are divided
+options.py         plugins and handlers
+parallelism.py     how the ranks are divided
 precision.py       bf16 and fp16: autocast, the scaler, a prepared model's forward
 strategies/        how a model is spread over the ranks, one class for each way
 prepare/           one module for each kind of object that is prepared
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from rankbook.runtime.optimizer import AcceleratedOptimizer
     from rankbook.runtime.options import (
         AutocastKwargs,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DynamoBackend,
         FullyShardedDataParallelPlugin,
@@ -87,12 +89,11 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
         KwargsHandler,
-        ParallelismConfig,
         ProfileKwargs,
         ProjectConfiguration,
         TorchDynamoPlugin,
-        TorchTensorParallelConfig,
     )
+    from rankbook.runtime.parallelism import ParallelismConfig, TorchTensorParallelConfig
     from rankbook.runtime.process_state import DistributedType, PartialState
     from rankbook.runtime.progress import tqdm
     from rankbook.runtime.samplers import (
@@ -129,6 +130,7 @@ _NAMES = {
     "scheduler": ("AcceleratedScheduler",),
     "options": (
         "AutocastKwargs",
+        "DDPCommunicationHookType",
         "DistributedDataParallelKwargs",
         "DynamoBackend",
         "FullyShardedDataParallelPlugin",
@@ -136,12 +138,11 @@ _NAMES = {
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
         "KwargsHandler",
-        "ParallelismConfig",
         "ProfileKwargs",
         "ProjectConfiguration",
         "TorchDynamoPlugin",
-        "TorchTensorParallelConfig",
     ),
+    "parallelism": ("ParallelismConfig", "TorchTensorParallelConfig"),
     "dispatcher": ("DataLoaderDispatcher",),
     "loader_options": ("DataLoaderConfiguration",),
     "loaders": ("DataLoaderShard", "prepare_data_loader"),
@@ -183,6 +184,7 @@ __all__ = [
     "AcceleratorState",
     "AutocastKwargs",
     "BatchSamplerShard",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DataLoaderDispatcher",
     "DataLoaderShard",

@@ -22,10 +22,10 @@ from rankbook.runtime.options import (
     GradientAccumulationPlugin,
     Handlers,
     KwargsHandler,
-    ParallelismConfig,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from rankbook.runtime.parallelism import ParallelismConfig
 from rankbook.runtime.precision import check_precision, make_scaler
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState

@@ -44,9 +44,23 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How gradients travel under DDP: as they are, in a type of half the size, or as matrices of low rank."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of `torch.nn.parallel.DistributedDataParallel`. `comm_hook` may be "no", "fp16" or "bf16"."""
+    """Of `torch.nn.parallel.DistributedDataParallel`.
+
+    `comm_hook` is one of `DDPCommunicationHookType`, or its name; `comm_wrapper`, "fp16" or "bf16", has what the hook
+    sends travel in that type. `comm_state_option` are keywords of torch's `PowerSGDState`.
+    """
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -55,10 +69,29 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: str = "no"
+    comm_wrapper: str = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.comm_hook not in {"no", "fp16", "bf16"}:
-            raise BadRequest(f"comm_hook={self.comm_hook!r} is unknown: choose 'no', 'fp16' or 'bf16'")
+        self.comm_hook = _one_of("comm_hook", self.comm_hook, [each.value for each in DDPCommunicationHookType])
+        self.comm_wrapper = _one_of("comm_wrapper", self.comm_wrapper, ["no", "fp16", "bf16"])
+        if self.comm_hook == "batched_power_sgd":
+            raise BadRequest(
+                "comm_hook='batched_power_sgd' is not offered: torch's own raises in its first step (2.13); use "
+                "'power_sgd', which batches tensors of the same shape with "
+                'comm_state_option={"batch_tensors_with_same_shape": True}'
+            )
+        if self.comm_wrapper != "no" and self.comm_hook == "no":
+            raise BadRequest(f"comm_wrapper={self.comm_wrapper!r} is for what a comm_hook sends, and there is none")
+        if self.comm_state_option and "power_sgd" not in self.comm_hook:
+            raise BadRequest(f"comm_state_option is for power_sgd, and comm_hook={self.comm_hook!r} has no state")
+
+
+def _one_of(name: str, given: object, known: list[str]) -> str:
+    value = str(getattr(given, "value", given)).lower()
+    if value not in known:
+        raise BadRequest(f"{name}={given!r} is unknown: choose {', '.join(map(repr, known))}")
+    return value
 
 
 @dataclass
@@ -230,95 +263,6 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     def set_reshard_after_forward(self, value: bool | int) -> None:
         """As the field."""
         self.reshard_after_forward = value
-
-
-@dataclass
-class TorchTensorParallelConfig:
-    """The tensor-parallel plan: names of modules (with `*`) to "colwise", "rowwise", or a ParallelStyle of torch's.
-
-    Without a plan the model's own `tp_plan` is used.
-    """
-
-    plan: dict[str, Any] | None = None
-
-
-@dataclass
-class ParallelismConfig:
-    """How the ranks are divided: `dp_replicate_size * dp_shard_size * tp_size` must be the world size.
-
-    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`.
-    """
-
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    sp_size: int | None = None
-    tp_handler: TorchTensorParallelConfig | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
-            size = 1 if getattr(self, name) is None else getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise BadRequest(f"{name}={size!r}: the size of a mesh axis is a whole number from 1 on")
-            setattr(self, name, size)
-        for name in ("cp_size", "sp_size"):
-            if getattr(self, name) != 1:
-                raise BadRequest(
-                    f"{name}={getattr(self, name)}: this axis is not offered; dp_replicate, dp_shard, tp are"
-                )
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The mesh's axes, outermost first."""
-        return {
-            "dp_replicate": self.dp_replicate_size or 1,
-            "dp_shard": self.dp_shard_size or 1,
-            "tp": self.tp_size or 1,
-        }
-
-    @property
-    def total_size(self) -> int:
-        """How many ranks it is for."""
-        return self.data_parallel_size * self.non_data_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Over how many ranks the batches are divided."""
-        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """How many ranks get the same batches."""
-        return self.tp_size or 1
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
-        return self.sizes["dp_replicate"] > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether a copy is sharded over several ranks."""
-        return self.sizes["dp_shard"] > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
-        return self.sizes["tp"] > 1
-
-    def place_of(self, rank: int) -> dict[str, int]:
-        """The rank's number on each axis."""
-        place = {}
-        for name, size in reversed(self.sizes.items()):
-            rank, place[name] = divmod(rank, size)
-        return place
-
-    def check(self, world_size: int) -> None:
-        """Raise `BadRequest` with the arithmetic unless the axes multiply to `world_size`."""
-        if self.total_size != world_size:
-            product = " * ".join(f"{name}({size})" for name, size in self.sizes.items())
-            raise BadRequest(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")
 
 
 @dataclass

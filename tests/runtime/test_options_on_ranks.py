@@ -136,6 +136,7 @@ def copies():
     from rankbook.errors import BadRequest
     from rankbook.runtime import (
         Accelerator,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
@@ -165,8 +166,18 @@ def copies():
     grads = [each.grad for each in model.parameters()]
     found["hook"] = all(torch.equal(each, each.half().float()) for each in grads)
 
+    options = {"start_powerSGD_iter": 3, "matrix_approximation_rank": 1}
+    model = made(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_wrapper="fp16", comm_state_option=options)
+    for _ in range(2):
+        for each in model.parameters():
+            each.grad = None
+        model(torch.full((1, 6), 0.37 + rank)).sum().backward()
+    up = model.module.first.up.weight.grad
+    rows = Accelerator().gather(up[None])
+    found["low rank"] = (int(torch.linalg.matrix_rank(up)), torch.equal(rows[0], rows[1]))
+
     raw, _ = parts()
-    accelerator = Accelerator()
+    accelerator = Accelerator(kwargs_handlers=[])
     evaluated = accelerator.prepare_model(raw, evaluation_mode=True)
     found["evaluation"] = (evaluated is raw, isinstance(evaluated, DistributedDataParallel))
 
@@ -231,6 +242,7 @@ def test_gradients_are_shared_when_and_as_it_was_asked():
             "options": (True, True, 1 << 20),
             "static": True,
             "hook": True,
+            "low rank": (1, True),
             "evaluation": (True, False),
             "no_sync": (False, True, True),
             "triggered": True,

@@ -14,6 +14,8 @@ from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
     GradScalerKwargs,
     ParallelismConfig,
     TorchDynamoPlugin,
@@ -233,6 +235,21 @@ def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
     with pytest.raises(BadRequest, match="not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=plugin)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown: choose 'no', 'fp16', 'bf16', 'power_sgd'"),
+        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "comm_wrapper='power_sgd' is unknown"),
+        ({"comm_wrapper": "fp16"}, "and there is none"),
+        ({"comm_hook": DDPCommunicationHookType.BATCHED_POWER_SGD}, "'batched_power_sgd' is not offered"),
+        ({"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 1}}, "'fp16' has no state"),
+    ],
+)
+def test_a_hook_that_makes_no_sense_is_refused(options, words):
+    with pytest.raises(BadRequest, match=words):
+        DistributedDataParallelKwargs(**options)
 
 
 def test_a_rank_knows_its_place_in_the_mesh():

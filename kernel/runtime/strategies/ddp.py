@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.errors import BadRequest
+from rankbook.runtime.options import DistributedDataParallelKwargs
 from rankbook.runtime.strategies.strategy import Setup, Strategy
 
 _HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}
+_WRAPPERS = {"fp16": "fp16_compress_wrapper", "bf16": "bf16_compress_wrapper"}
 
 
 class DataParallel(Strategy):
@@ -31,22 +33,19 @@ class DataParallel(Strategy):
     @property
     def signature(self) -> tuple[Any, ...]:
         """See `Strategy`."""
-        return (*super().signature, *self.setup.handlers.ddp.to_dict().values())
+        return (*super().signature, *map(repr, self.setup.handlers.ddp.to_dict().values()))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """A model of which nothing is trained is left as it is: DDP would refuse it."""
         if not any(each.requires_grad for each in model.parameters()):
             return model
-        options = self.setup.handlers.ddp.to_kwargs()
-        hook = options.pop("comm_hook", "no")
+        handler = self.setup.handlers.ddp
+        options = {name: value for name, value in handler.to_kwargs().items() if not name.startswith("comm_")}
         device = self.setup.device
-        if hook == "bf16" and device.type == "cpu":
+        if handler.comm_hook == "bf16" and device.type == "cpu":
             raise BadRequest("comm_hook='bf16' needs a CUDA device, says torch, and this rank's is cpu: use 'fp16'")
         wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
-        if hook != "no":
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-            wrapped.register_comm_hook(state=None, hook=getattr(default_hooks, _HOOKS[hook]))
+        _register_hook(wrapped, handler)
         return wrapped
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
@@ -61,6 +60,20 @@ class DataParallel(Strategy):
         """See `Strategy`."""
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_backward_grad_sync = sync
+
+
+def _register_hook(wrapped: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
+    name = handler.comm_hook
+    if name == "no":
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    low_rank = name == "power_sgd"
+    state = powerSGD_hook.PowerSGDState(None, **handler.comm_state_option) if low_rank else None
+    hook: Any = powerSGD_hook.powerSGD_hook if low_rank else getattr(default_hooks, _HOOKS[name])
+    if handler.comm_wrapper != "no":
+        hook = getattr(default_hooks, _WRAPPERS[handler.comm_wrapper])(hook)
+    wrapped.register_comm_hook(state=state, hook=hook)
 
 
 def _released(*_: object, **__: object) -> NoReturn:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rankbook.runtime.options import FullyShardedDataParallelPlugin, Handlers, ParallelismConfig
+from rankbook.runtime.options import FullyShardedDataParallelPlugin, Handlers
+from rankbook.runtime.parallelism import ParallelismConfig
 
 
 @dataclass
