@@ -72,6 +72,13 @@ class Debugging:
         self._look()
         return await self.desk.handle(request)
 
+    def describe(self) -> str:
+        """Who debugs, and whom what a person presses is for."""
+        desk = self.desk
+        whom = "the rank whose frame is chosen in the call stack" if desk.single else "all paused ranks"
+        who = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
+        return f"{who}; continue and step are for {whom}"
+
     # The main thread
 
     def prepare(self, ranks: Iterable[int]) -> dict[int, str]:

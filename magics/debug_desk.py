@@ -295,11 +295,12 @@ class Desk:
         meant = {rank: self.pauses.threads[rank] for rank in self.pauses.meant(thread, single=single)}
         to_notebook = rank_of(thread) < 0 and (self._stock.paused or not meant)
         self._go_on(meant)  # first, for one may stop again before the last one has been told
+        reply = await self._stock.process(request) if to_notebook else None  # before them: it may be what hears them
         answers = await asyncio.gather(
             *(self._ask(rank, request["command"], {**arguments, "threadId": own}) for rank, own in meant.items())
         )
-        if to_notebook:
-            return await self._stock.process(request)
+        if reply is not None:
+            return reply
         trouble = next((str(each.get("message")) for each in answers if not each.get("success")), "")
         return _reply(request, {"allThreadsContinued": not self.pauses.threads}, trouble=trouble)
 

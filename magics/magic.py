@@ -234,6 +234,13 @@ class DistributedMagics(Magics):
         states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
         self._say(describe_stacks(stacks, states))
 
+    def _command_debug(self, command: argparse.Namespace) -> None:
+        debugging = debug.of(self._shell)
+        if debugging is None:
+            raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
+        debugging.desk.single = debugging.desk.single if command.moves is None else command.moves == "chosen"
+        self._say(debugging.describe())
+
     def _command_vars(self, command: argparse.Namespace) -> None:
         cluster = clusters.current()
         asked = cluster.select(command.ranks)

@@ -25,6 +25,7 @@ COMMANDS = (
     "restart",
     "stop",
     "stacks",
+    "debug",
     "vars",
     "peek",
     "push",
@@ -124,6 +125,11 @@ def _make_line_parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     heal.add_argument("--empty", action="store_true", help="without the variables")
     add("stop", "end the ranks")
     add("stacks", "where in the code each rank is, now")
+    debug = add("debug", "whether a front end debugs the ranks, and whom continue and step are for")
+    debug.add_argument(
+        "moves", nargs="?", choices=("all", "chosen"), metavar="all|chosen",
+        help="all paused ranks, or the one whose frame is chosen in the call stack",
+    )  # fmt: skip
     variables = add("vars", "each rank's variables, and where the ranks differ")
     variables.add_argument("names", nargs="*", metavar="NAME", help="only these; loss* is all that begin so")
     _ranks(variables)

@@ -67,7 +67,7 @@ class Pauses:
         """A rank's debugger tells that it has stopped: what the front end is told."""
         self.handles.forget(rank)
         self.threads[rank] = body["threadId"]
-        if self.chosen not in self.threads:
+        if self.chosen is None:
             self.chosen = rank
         own: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
         return [self._stopped(rank, {"reason": "breakpoint", **own})]

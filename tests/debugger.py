@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Notebook
+from tests.conftest import Notebook, Outcome
 
 
 class FrontEnd:
@@ -41,7 +41,12 @@ class FrontEnd:
         return dict(reply["body"])
 
     def start(self) -> None:
-        """The bug is clicked."""
+        """The bug is clicked. What was told before is forgotten."""
+        before = -1
+        while len(self.notebook.late) > before:
+            before = len(self.notebook.late)
+            self._next()
+        self.notebook.late = [each for each in self.notebook.late if each["msg_type"] != "debug_event"]
         self.ask("debugInfo")
         self.body("initialize", clientID="jupyterlab", clientName="JupyterLab", adapterID="", pathFormat="path",
                   linesStartAt1=True, columnsStartAt1=True, supportsVariableType=True, supportsVariablePaging=True,
@@ -75,6 +80,25 @@ class FrontEnd:
                     found.append(event["body"])
         return found
 
+    def wait_paused(self, count: int, *, timeout: float = 20) -> None:
+        """Wait until so many threads are paused, whatever was told of them."""
+        deadline = time.monotonic() + timeout
+        while len(threads := self.body("debugInfo")["stoppedThreads"]) < count:
+            if time.monotonic() > deadline:
+                pytest.fail(f"not {count} paused within {timeout} s: {self.events}")
+            self._next()
+        self.thread = threads[0]
+
+    def wait_text(self, text: str, *, timeout: float = 20) -> None:
+        """Wait until a cell has printed that."""
+        deadline = time.monotonic() + timeout
+        while not any(text in each["content"].get("text", "") for each in self.notebook.late):
+            if time.monotonic() > deadline:
+                pytest.fail(f"{text!r} was not printed within {timeout} s")
+            event = self._next()
+            if event is not None:
+                self.events.append(event)
+
     def _next(self) -> dict[str, Any] | None:
         """The next event; a cell's messages are left for whoever waits for it."""
         notebook = self.notebook
@@ -102,3 +126,18 @@ class FrontEnd:
     def move(self, command: str) -> dict[str, Any]:
         """A button is pressed; JupyterLab has forgotten the thread by then."""
         return self.body(command, threadId=1)
+
+
+def finish(front_end: FrontEnd, message: str) -> Outcome:
+    """The outcome of a cell of which some messages were taken already."""
+    outcome = Outcome()
+    notebook = front_end.notebook
+    notebook.follow(message, outcome, lambda seen: any(is_end(each) for each in seen.messages), timeout=30)
+    reply = notebook._reply(message, timeout=10)
+    outcome.status, outcome.ename, outcome.evalue = reply["status"], reply.get("ename", ""), reply.get("evalue", "")
+    return outcome
+
+
+def is_end(received: dict[str, Any]) -> bool:
+    """Whether a cell ends with this message."""
+    return received["msg_type"] == "status" and received["content"]["execution_state"] == "idle"

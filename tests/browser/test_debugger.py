@@ -1,0 +1,96 @@
+"""JupyterLab's own debugger, on the ranks: the bug, the gutter, the call stack, the variables, the buttons."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
+
+from tests.browser.test_looks import KEPT, differs
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+
+CELLS = [
+    "scale = 10",
+    """\
+def train(step):
+    loss = scale + step * (rank + 1)
+    return loss
+
+losses = []
+for step in range(3):
+    losses.append(train(step))""",
+    "print(losses)",
+]
+
+
+@pytest.fixture
+def notebook(browser, tmp_path, monkeypatch):
+    from tests.browser.jupyter import Notebook, Server, open_page
+
+    install = [sys.executable, "-m", "rankbook.jupyter", "install", "--prefix", str(tmp_path), "-n", "2"]
+    subprocess.run(install, check=True, capture_output=True, timeout=60)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    folder = tmp_path / "server"
+    folder.mkdir()
+    server = Server(folder)
+    server.theme("JupyterLab Light")
+    kernel = {"name": "rankbook-2", "display_name": "Rankbook", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(each) for each in CELLS]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "train.ipynb")
+    try:
+        with open_page(browser, tmp_path) as page:
+            opened = Notebook(page, server, "train.ipynb")
+            yield opened
+            opened.shut_down()
+    finally:
+        server.close()
+
+
+def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(notebook, shots):
+    page = notebook.page
+    notebook.run(0, timeout=60)
+    page.locator(".jp-DebuggerBugButton").click()
+    expect(page.locator(".jp-DebuggerBugButton")).to_have_attribute("aria-pressed", "true", timeout=30_000)
+    notebook.cell(1).locator(".cm-breakpoint-gutter .cm-gutterElement").nth(3).click()
+    expect(page.locator(".jp-DebuggerBreakpoint")).to_have_count(1)
+    notebook.start(1)
+
+    frames = page.locator(".jp-DebuggerCallstackFrame")
+    expect(frames).to_have_count(4, timeout=20_000)
+    highlighted = notebook.cell(1).locator(".jp-DebuggerEditor-highlight")
+    expect(highlighted).to_have_text("    return loss")
+    variables = page.locator(".jp-DebuggerVariables-body").first
+    proceed = page.locator("jp-button[data-command='debugger:continue']")
+    proceed.click()
+    expect(variables).to_contain_text(re.compile(r"step\W*1"), timeout=20_000)
+    expect(frames).to_have_count(4)
+    page.locator(".jp-DebuggerCallstackFrame", has_text="rank 1 · train").click()
+    expect(variables).to_contain_text(re.compile(r"loss\W*12"))
+    page.locator(".jp-DebuggerCallstackFrame", has_text="rank 0 · train").click()
+    expect(variables).to_contain_text(re.compile(r"loss\W*11"))
+    page.locator(".jp-DebuggerCallstackFrame", has_text="rank 1 · train").click()
+    expect(variables).to_contain_text(re.compile(r"loss\W*12"))
+
+    page.mouse.move(2, 2)
+    stack, panel = (
+        page.locator(".jp-DebuggerCallstack").bounding_box(),
+        page.locator(".jp-NotebookPanel").bounding_box(),
+    )
+    right, below = stack["x"] + stack["width"], stack["y"] + 130
+    clip = {"x": panel["x"], "y": panel["y"], "width": right - panel["x"], "height": below - panel["y"]}
+    page.screenshot(path=shots / "debugger-light.png", clip=clip)
+    wrong = differs(shots / "debugger-light.png", KEPT / "debugger-light.png")
+
+    proceed.click()
+    expect(variables).to_contain_text(re.compile(r"step\W*2"), timeout=20_000)
+    proceed.click()
+    expect(frames).to_have_count(0, timeout=20_000)
+    notebook.run(2, timeout=30)
+    expect(notebook.cell(2).locator(".jp-OutputArea").first).to_contain_text("[1] [10, 12, 14]")
+    assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps it as it is now"

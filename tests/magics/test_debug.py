@@ -1,0 +1,122 @@
+"""The debugger of a stock kernel, and `%%distributed` in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Notebook
+from tests.debugger import FrontEnd, finish
+
+CELL = """\
+%%distributed
+base = 10
+
+# with the magic's line above, and one that is empty
+value = base + rank
+print('value', value)"""
+LOCAL = "here = 1\nthere = here + 1"
+
+
+@pytest.fixture
+def front_end(notebook: Notebook) -> Iterator[FrontEnd]:
+    debugger = FrontEnd(notebook)
+    debugger.start()
+    yield debugger
+    debugger.stop()
+    notebook.ok("%distributed debug all")
+
+
+def test_lines_are_those_of_the_cell_as_it_is_written_and_errors_name_the_cell(notebook, front_end):
+    assert front_end.breakpoints(CELL, 5) == [5]
+    cell = notebook.send(CELL)
+    front_end.wait_paused(2)
+    frames = {each["name"]: each for each in front_end.frames()}
+    assert {name: each["line"] for name, each in frames.items()} == {"rank 0 · <module>": 5, "rank 1 · <module>": 5}
+    path = front_end.body("dumpCell", code=CELL)["sourcePath"]
+    assert all(each["source"]["path"] == path for each in frames.values()), "or the front end finds no cell for it"
+    assert front_end.variables(frames["rank 1 · <module>"])["base"] == "10"
+    front_end.move("continue")
+    assert sorted(finish(front_end, cell).stdout.splitlines()) == ["[0] value 10", "[1] value 11"]
+    failed = notebook.run("%%distributed\n\n1 / 0")
+    told = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback)
+    assert re.search(r"Cell In\[\d+\], line 3", told), told
+
+
+def test_the_notebooks_own_cells_are_debugged_as_ever(notebook, front_end):
+    front_end.breakpoints(LOCAL, 2)
+    cell = notebook.send(LOCAL)
+    front_end.wait_paused(1)
+    assert front_end.stack()[0] == ("<module>", 2)
+    front_end.move("continue")
+    assert finish(front_end, cell).status == "ok"
+    assert notebook.ok("there").displays == [{"text/plain": "2"}]
+
+
+def test_with_the_chosen_rank_alone_the_other_one_stays(notebook, front_end):
+    assert "the rank whose frame is chosen" in notebook.ok("%distributed debug chosen").stdout
+    front_end.breakpoints(CELL, 5)
+    cell = notebook.send(CELL)
+    front_end.wait_paused(2)
+    frames = {each["name"]: each for each in front_end.frames()}
+    front_end.variables(frames["rank 1 · <module>"])
+    front_end.move("next")
+    front_end.wait_paused(2)
+    assert front_end.stack() == [("rank 1 · <module>", 6), ("rank 0 · <module>", 5)]
+    front_end.move("continue")
+    front_end.wait_paused(1)
+    assert front_end.stack() == [("rank 0 · <module>", 5)]
+    front_end.move("continue")
+    assert finish(front_end, cell).status == "ok"
+
+
+def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(notebook, front_end):
+    front_end.ask("setExceptionBreakpoints", filters=["raised"])
+    cell = notebook.send("%%distributed --ranks 1\nlist(map(int, '1x'))")
+    (event,) = front_end.wait("stopped")
+    assert event["reason"] == "exception" and event["description"] == "rank 1"
+    front_end.ask("setExceptionBreakpoints", filters=[])
+    front_end.move("continue")
+    assert finish(front_end, cell).ename == "ValueError"
+    code = "%%distributed\nimport time\nrunning = True\nprint('go')\nwhile running:\n    time.sleep(0.01)"
+    cell = notebook.send(code)
+    front_end.wait_text("[0-1] go")
+    front_end.move("pause")
+    front_end.wait_paused(2)
+    for frame in front_end.frames():
+        front_end.body("evaluate", expression="globals().update(running=False)", frameId=frame["id"], context="repl")
+    front_end.move("continue")
+    assert finish(front_end, cell).status == "ok"
+
+
+def test_a_fork_is_not_debugged_for_nobody_could_let_it_go_on(notebook, front_end):
+    code = """\
+%%distributed --ranks 0
+import multiprocessing
+def work(queue):
+    queue.put(sum(range(5)))
+queue = multiprocessing.get_context('fork').SimpleQueue()
+process = multiprocessing.get_context('fork').Process(target=work, args=(queue,))
+process.start(); process.join(10)
+queue.get(), process.exitcode"""
+    front_end.breakpoints(code, 4)
+    assert notebook.ok(code, timeout=20).text == "[0] (10, 0)\n"
+
+
+def test_a_rank_that_dies_is_paused_no_more_and_its_successor_stops_too(notebook, front_end):
+    front_end.breakpoints(CELL, 5)
+    cell = notebook.send(CELL)
+    front_end.wait_paused(2)
+    frames = {each["name"]: each for each in front_end.frames()}
+    kill = "__import__('os').kill(__import__('os').getpid(), 9)"
+    front_end.ask("evaluate", expression=kill, frameId=frames["rank 1 · <module>"]["id"], context="repl")
+    front_end.wait("continued")
+    outcome = finish(front_end, cell)
+    assert outcome.status == "error" and "rank 1" in outcome.evalue
+    notebook.ok("%distributed restart")
+    cell = notebook.send(CELL)
+    front_end.wait_paused(2)
+    front_end.move("continue")
+    assert sorted(finish(front_end, cell).stdout.splitlines()) == ["[0] value 10", "[1] value 11"]

@@ -1,0 +1,335 @@
+"""Who answers what a front end's debugger asks: with ranks that are made up, and no process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from rankbook.magics import debug_desk
+from rankbook.magics.debug_desk import Desk
+from rankbook.magics.pauses import HANDLES, THREADS
+
+CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
+
+
+class FakeStock:
+    """The notebook's own debugger."""
+
+    def __init__(self):
+        self.asked, self.paused = [], False
+
+    async def process(self, request):
+        self.asked.append(request["command"])
+        body = {
+            "debugInfo": {"breakpoints": [], "stoppedThreads": [], "hashSeed": 7},
+            "threads": {"threads": [{"id": 1, "name": "MainThread"}]},
+            "stackTrace": {"stackFrames": [{"id": 3, "name": "local", "line": 1}]},
+        }.get(request["command"], {"own": True})
+        return {"type": "response", "command": request["command"], "success": True, "body": body}
+
+    def accepts(self, name):
+        return not name.startswith("_i")
+
+
+class FakeRanks:
+    """Ranks whose debuggers answer at once, but for those in `mute`; the way to them and to the front end."""
+
+    def __init__(self, count):
+        self.count, self.mute, self.gone, self.running = count, set(), set(), ()
+        self.heard, self.events, self.notes = [], [], {}
+        self.desk = None
+
+    def ranks(self):
+        return tuple(range(self.count))
+
+    def busy(self):
+        return self.running
+
+    def tell(self, rank, content):
+        request = json.loads(content)
+        command, arguments = request["command"], request["arguments"]
+        self.heard.append((rank, command, arguments))
+        if rank in self.gone:
+            return False
+        if rank not in self.mute:
+            body = {
+                "setBreakpoints": {"breakpoints": [dict(each) for each in arguments.get("breakpoints", ())]},
+                "stackTrace": {"stackFrames": [{"id": 5, "name": "f", "line": 4, "source": {"path": CELL}}]},
+                "scopes": {"scopes": [{"name": "Locals", "variablesReference": 6}]},
+                "variables": {"variables": [{"name": n, "variablesReference": 0} for n in ("a", "_i1")]},
+                "threads": {"threads": [{"id": 8, "name": "other"}, {"id": 9, "name": "MainThread"}]},
+                "evaluate": {
+                    "result": "({'text/plain': '1', 'image/png': b'x'}, {'gone': {}})",
+                    "variablesReference": 0,
+                },
+            }.get(command, {})
+            answer = {"type": "response", "request_seq": request["seq"], "success": True, "body": body}
+            self.say(rank, answer)
+        return True
+
+    def say(self, rank, message):
+        asyncio.get_running_loop().call_soon(self.desk.hear, rank, json.dumps(message) if message else "")
+
+    def stop(self, *ranks):
+        for rank in ranks:
+            body = {"threadId": rank + 40, "reason": "breakpoint"}
+            self.say(rank, {"type": "event", "event": "stopped", "body": body})
+
+    def publish(self, event):
+        self.events.append((event["event"], event["body"]["threadId"] - THREADS))
+
+    def note(self, rank, path, line):
+        self.notes[rank] = (path, line)
+
+    def is_for_ranks(self, path):
+        return path == CELL
+
+    def commands(self, rank):
+        return [command for whose, command, _ in self.heard if whose == rank]
+
+
+def scene(play, *, count=2, client="jupyterlab"):
+    """Run `play(desk, ranks, stock, ask)` with a desk that has started."""
+
+    async def run():
+        stock, ranks = FakeStock(), FakeRanks(count)
+        desk = ranks.desk = Desk(stock, ranks)
+
+        async def ask(command, **arguments):
+            request = {"type": "request", "seq": 99, "command": command, "arguments": arguments}
+            reply = await desk.handle(request)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return reply
+
+        await ask("initialize", clientID=client)
+        await ask("attach")
+        ranks.heard.clear()
+        await play(desk, ranks, stock, ask)
+
+    asyncio.run(run())
+
+
+async def settle():
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+def test_before_it_is_on_the_notebooks_own_debugger_answers_all():
+    async def run():
+        stock, ranks = FakeStock(), FakeRanks(2)
+        desk = ranks.desk = Desk(stock, ranks)
+        reply = await desk.handle({"type": "request", "seq": 1, "command": "inspectVariables", "arguments": {}})
+        assert reply["body"] == {"own": True} and not ranks.heard
+        reply = await desk.handle({"type": "request", "seq": 2, "command": "debugInfo"})
+        assert reply["body"] == {"breakpoints": [], "stoppedThreads": [], "hashSeed": 7}
+
+    asyncio.run(run())
+
+
+def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_that_come_later():
+    async def play(desk, ranks, stock, ask):
+        stock.asked.clear()
+        reply = await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
+        assert reply["body"]["breakpoints"] == [{"verified": True, "line": 3, "source": {"path": CELL}}]
+        assert stock.asked == [], "in the notebook the cell is a single call, which nobody wants to stop at"
+        await ask("setBreakpoints", source={"path": MODULE}, breakpoints=[{"line": 8}])
+        await ask("setExceptionBreakpoints", filters=["raised"])
+        assert stock.asked == ["setBreakpoints", "setExceptionBreakpoints"], "a module may be imported anywhere"
+        assert ranks.commands(1) == ["setBreakpoints", "setBreakpoints", "setExceptionBreakpoints"]
+        info = (await ask("debugInfo"))["body"]
+        assert {"source": CELL, "breakpoints": [{"line": 3}]} in info["breakpoints"] and info["hashSeed"] == 7
+        ranks.count = 3
+        assert await desk.attach((0, 1, 2)) == {}
+        placed = [arguments for rank, command, arguments in ranks.heard if (rank, command) == (2, "setBreakpoints")]
+        assert [each["source"]["path"] for each in placed] == [CELL, MODULE]
+        assert [each["breakpoints"] for each in placed] == [[{"line": 3}], [{"line": 8}]]
+        last = [
+            "initialize",
+            "attach",
+            "setBreakpoints",
+            "setBreakpoints",
+            "setExceptionBreakpoints",
+            "configurationDone",
+        ]
+        assert ranks.commands(2) == last
+
+    scene(play)
+
+
+def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_chooses_it():
+    async def play(desk, ranks, stock, ask):
+        ranks.stop(1, 0)
+        await settle()
+        assert ranks.events == [("stopped", 1), ("stopped", 0)]
+        assert ranks.notes == {0: (CELL, 4), 1: (CELL, 4)}
+        assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS + 1, THREADS]
+        frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"]
+        scopes = (await ask("scopes", frameId=frames[1]["id"]))["body"]["scopes"]
+        assert ranks.heard[-1] == (0, "scopes", {"frameId": 5})
+        found = await ask("variables", variablesReference=scopes[0]["variablesReference"])
+        assert ranks.heard[-1] == (0, "variables", {"variablesReference": 6})
+        assert [each["name"] for each in found["body"]["variables"]] == ["a"], "as in the notebook"
+        frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 0 · f", "rank 1 · f"]
+        rich = await ask("richInspectVariables", variableName="a", frameId=frames[0]["id"])
+        assert rich["body"] == {"data": {"text/plain": "1", "image/png": b"x"}, "metadata": {}}
+        await ask("copyToGlobals", srcVariableName="a", dstVariableName="b", srcFrameId=frames[0]["id"])
+        assert ranks.heard[-1] == (0, "setExpression", {"expression": "globals()['b']", "value": "a", "frameId": 5})
+        refused = await ask("copyToGlobals", srcVariableName="a.b", dstVariableName="b", srcFrameId=frames[0]["id"])
+        assert not refused["success"]
+
+    scene(play)
+
+
+def test_a_client_that_knows_threads_has_one_for_each_rank():
+    async def play(desk, ranks, stock, ask):
+        ranks.stop(0, 1)
+        await settle()
+        threads = (await ask("threads"))["body"]["threads"]
+        assert [each["name"] for each in threads] == ["rank 0", "rank 1", "MainThread"]
+        frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 1 · f"]
+        frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["local"]
+        await ask("next", threadId=THREADS + 1, singleThread=True)
+        assert ranks.heard[-1] == (1, "next", {"threadId": 41, "singleThread": True})
+        assert desk.pauses.order == (0,)
+
+    scene(play, client="vscode")
+
+
+def test_what_moves_all_is_told_before_any_of_them_stops_again_and_what_they_tell_of_it_is_not():
+    async def play(desk, ranks, stock, ask):
+        ranks.stop(0, 1)
+        await settle()
+        ranks.events.clear()
+        reply = await ask("next", threadId=1)
+        assert reply["success"] and ranks.events == [("continued", 0), ("continued", 1)]
+        moved = [(rank, arguments) for rank, command, arguments in ranks.heard if command == "next"]
+        assert moved == [(0, {"threadId": 40}), (1, {"threadId": 41})]
+        assert ranks.notes == {0: ("", 0), 1: ("", 0)}
+        ranks.say(0, {"type": "event", "event": "continued", "body": {"threadId": 40}})
+        ranks.stop(0)
+        ranks.say(1, {"type": "event", "event": "continued", "body": {"threadId": 41}})
+        await settle()
+        assert ranks.events[2:] == [("stopped", 0)], "or what is shown of rank 0 would be cleared"
+
+    scene(play)
+
+
+def test_with_the_chosen_one_alone_the_others_stay_and_are_shown():
+    async def play(desk, ranks, stock, ask):
+        desk.single = True
+        ranks.stop(0, 1)
+        await settle()
+        frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
+        await ask("scopes", frameId=frames[1]["id"])
+        ranks.events.clear()
+        reply = await ask("continue", threadId=1)
+        assert ranks.heard[-1] == (1, "continue", {"threadId": 41})
+        assert not reply["body"]["allThreadsContinued"]
+        assert ranks.events == [("continued", 1), ("stopped", 0)]
+        late = await ask("variables", variablesReference=frames[1]["id"])
+        assert not late["success"] and late["body"] == {"variables": []}
+
+    scene(play)
+
+
+def test_pause_is_for_the_ranks_that_run_and_else_for_the_notebook():
+    async def play(desk, ranks, stock, ask):
+        stock.asked.clear()
+        await ask("pause", threadId=1)
+        assert stock.asked == ["pause"]
+        ranks.running = (0, 1)
+        await ask("pause", threadId=1)
+        assert [each for each in ranks.heard if each[1] == "pause"] == [
+            (0, "pause", {"threadId": 9}), (1, "pause", {"threadId": 9}),
+        ]  # fmt: skip
+        assert stock.asked == ["pause"]
+
+    scene(play)
+
+
+def test_the_notebook_may_be_paused_itself():
+    async def play(desk, ranks, stock, ask):
+        stock.asked.clear()
+        assert [each["name"] for each in (await ask("stackTrace", threadId=1))["body"]["stackFrames"]] == ["local"]
+        await ask("continue", threadId=1)
+        assert stock.asked == ["stackTrace", "continue"]
+        stock.paused = True
+        ranks.stop(1)
+        await settle()
+        frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["local", "rank 1 · f"]
+        await ask("scopes", frameId=3)
+        assert stock.asked[-1] == "scopes"
+        await ask("next", threadId=1)
+        assert stock.asked[-1] == "next" and (1, "next", {"threadId": 41}) in ranks.heard
+
+    scene(play)
+
+
+def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_back():
+    async def play(desk, ranks, stock, ask):
+        ranks.stop(0, 1)
+        await settle()
+        ranks.events.clear()
+        ranks.mute.add(1)
+        asked = asyncio.ensure_future(ask("stackTrace", threadId=1))
+        await settle()
+        desk.lose(1)
+        frames = (await asked)["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 0 · f"], "and nobody waits for it"
+        assert ranks.events == [("continued", 1), ("stopped", 0)] and ranks.notes[1] == ("", 0)
+        ranks.mute.clear()
+        ranks.heard.clear()
+        assert await desk.attach((0, 1)) == {}
+        assert ranks.commands(0) == [] and "configurationDone" in ranks.commands(1)
+
+    scene(play)
+
+
+def test_a_rank_without_a_debugger_is_told_of_and_asked_for_nothing(monkeypatch):
+    monkeypatch.setattr(debug_desk, "_START_SECONDS", 0.05)
+
+    async def play(desk, ranks, stock, ask):
+        ranks.count = 4
+        ranks.gone, ranks.mute = {2}, {3}
+        told = await desk.attach((0, 1, 2, 3))
+        assert told == {2: "rank 2 is gone", 3: "rank 3 has not answered within 0.05 s"}
+        ranks.heard.clear()
+        await ask("setBreakpoints", source={"path": CELL}, breakpoints=[])
+        assert {rank for rank, _, _ in ranks.heard} == {0, 1}
+
+    scene(play)
+
+
+def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
+    async def play(desk, ranks, stock, ask):
+        await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
+        ranks.stop(0)
+        await settle()
+        await ask("disconnect")
+        assert not desk.on and stock.asked[-1] == "disconnect"
+        assert ranks.commands(0)[-1] == ranks.commands(1)[-1] == "disconnect"
+        assert ranks.events[-1] == ("continued", 0)
+        ranks.heard.clear()
+        await ask("initialize", clientID="jupyterlab")
+        await ask("attach")
+        assert ranks.commands(0) == ["initialize", "attach", "configurationDone"]
+
+    scene(play)
+
+
+@pytest.mark.parametrize("handle", [HANDLES, HANDLES + 1000])
+def test_a_frame_of_long_ago_is_nobodys(handle):
+    async def play(desk, ranks, stock, ask):
+        stock.asked.clear()
+        reply = await ask("scopes", frameId=handle)
+        assert reply["body"] == {"scopes": []} and not reply["success"] and not stock.asked
+
+    scene(play)
