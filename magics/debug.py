@@ -107,6 +107,11 @@ class Debugging:
 
         return str(get_file_name(written))
 
+    def move_in(self) -> None:
+        """Plain cells run elsewhere from now on."""
+        if self.desk.on and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.desk.move_in(), self._loop).result(_START_SECONDS)
+
     # The loop: see `debug_desk.Office`
 
     def ranks(self) -> tuple[int, ...]:
@@ -142,6 +147,23 @@ class Debugging:
             return False
         text = Path(path).read_text(encoding="utf-8")
         return text.startswith("%%distributed") or (auto.is_on(self._shell) and not auto.stays_local(text))
+
+    async def variables(self, rank: int) -> list[Message] | None:
+        """From its own list, which asks no variable anything."""
+        cluster = self._cluster
+        if cluster is None or not auto.is_on(self._shell) or rank >= cluster.world_size:
+            return None
+        told = await asyncio.get_running_loop().run_in_executor(None, cluster.variables, (rank,))
+        return [
+            {
+                "name": each.name,
+                "evaluateName": each.name,
+                "type": each.type,
+                "value": each.preview or " ".join(map(str, filter(None, (each.type, each.dtype, each.shape)))),
+                "variablesReference": 0,
+            }
+            for each in told.get(rank, ())
+        ]
 
     def _look(self) -> None:
         """Whether there are other ranks than before."""

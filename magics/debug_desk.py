@@ -63,6 +63,9 @@ class Office(Protocol):
     def is_for_ranks(self, path: str) -> bool:
         """Whether it is a cell that runs on the ranks and nowhere else."""
 
+    async def variables(self, rank: int) -> list[Message] | None:
+        """A rank's variables, while it is not paused; None where plain cells run in the notebook."""
+
 
 class _Line:
     """The way to one rank's debugger."""
@@ -169,6 +172,13 @@ class Desk:
         finally:
             line.waiting.pop(seq, None)
 
+    async def move_in(self) -> None:
+        """Plain cells run elsewhere from now on, and so do their breakpoints in the notebook."""
+        for path, lines in self._breakpoints.items():
+            there = [] if self._office.is_for_ranks(path) else lines
+            request = {"type": "request", "seq": 0, "command": "setBreakpoints", "arguments": _at(path, there)}
+            await self._stock.process(request)
+
     async def _ask_all(self, command: str, arguments: Message) -> dict[int, Message]:
         ready = [rank for rank, line in sorted(self._lines.items()) if line.ready]
         answers = await asyncio.gather(*(self._ask(rank, command, arguments) for rank in ready))
@@ -264,6 +274,11 @@ class Desk:
         self._filters = arguments
         await self._ask_all("setExceptionBreakpoints", arguments)
         return await self._stock.process(request)
+
+    async def _on_inspectvariables(self, request: Message, _arguments: Message) -> Message:
+        """What a front end shows while nothing is paused."""
+        found = None if self.pauses.threads else await self._office.variables(self.pauses.chosen or 0)
+        return await self._stock.process(request) if found is None else _reply(request, {"variables": found})
 
     async def _on_threads(self, request: Message, _arguments: Message) -> Message:
         reply = await self._stock.process(request)

@@ -282,6 +282,8 @@ class DistributedMagics(Magics):
 
     def _command_auto(self, command: argparse.Namespace) -> None:
         auto.set_auto(self._shell, on=command.state == "on")
+        if (debugging := debug.of(self._shell)) is not None:
+            debugging.move_in()
         self._say(
             "plain cells run on the ranks now; %%local keeps one in the notebook"
             if command.state == "on"

@@ -40,7 +40,7 @@ class FrontEnd:
         assert reply["success"], reply
         return dict(reply["body"])
 
-    def start(self) -> None:
+    def start(self, client: str = "jupyterlab") -> None:
         """The bug is clicked. What was told before is forgotten."""
         before = -1
         while len(self.notebook.late) > before:
@@ -48,7 +48,7 @@ class FrontEnd:
             self._next()
         self.notebook.late = [each for each in self.notebook.late if each["msg_type"] != "debug_event"]
         self.ask("debugInfo")
-        self.body("initialize", clientID="jupyterlab", clientName="JupyterLab", adapterID="", pathFormat="path",
+        self.body("initialize", clientID=client, clientName=client, adapterID="", pathFormat="path",
                   linesStartAt1=True, columnsStartAt1=True, supportsVariableType=True, supportsVariablePaging=True,
                   supportsRunInTerminalRequest=True, locale="en")  # fmt: skip
         assert self.ask("attach")["success"]

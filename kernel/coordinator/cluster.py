@@ -65,6 +65,7 @@ class Cluster(Sight):
         crew = AdoptedCrew(record, sink=sink)
         self._move_in(crew)
         self.missed = tuple(crew.missed)
+        self.debugs.let_go(self._everyone)
         return self
 
     def __enter__(self) -> Self:

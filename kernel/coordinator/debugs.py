@@ -6,7 +6,8 @@ passed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 
 from rankbook.debugging import DebugHeard, DebugSaid
 
@@ -31,6 +32,12 @@ class Debugs:
     def tell(self, rank: int, content: str) -> bool:
         """Tell a rank's debugger. False where the rank is gone."""
         return self._send(rank, DebugHeard(content))
+
+    def let_go(self, ranks: Iterable[int]) -> None:
+        """Whoever debugged these is gone: what is paused there goes on, freely."""
+        content = json.dumps({"type": "request", "seq": 0, "command": "disconnect", "arguments": {}})
+        for rank in ranks:
+            self.tell(rank, content)
 
     def forget(self, rank: int) -> None:
         """The rank's process is gone."""

@@ -23,6 +23,8 @@ from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, unpack
 
+_WHILE_PAUSED = 1.0
+"""Seconds that a cell's timeout is put off at a time, while a person looks at it."""
 RankSelection = str | int | Sequence[int] | None
 
 
@@ -73,11 +75,14 @@ class Workplace:
             held.take()
 
     def interrupt_after(self, cell: Cell, seconds: float) -> None:
-        """Interrupt `cell` `seconds` after its start, unless it has ended by then."""
-        driver = self._crew.driver
+        """Interrupt `cell` `seconds` after its start, unless it has ended by then; not while it is in a debugger."""
+        driver, paused = self._crew.driver, 0.0
 
         def look() -> None:
-            left = seconds if cell.started is None else cell.started + seconds - time.monotonic()
+            nonlocal paused
+            if not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks):
+                paused += _WHILE_PAUSED
+            left = seconds if cell.started is None else cell.started + seconds + paused - time.monotonic()
             if cell.result is not None:
                 return
             if left > 0:

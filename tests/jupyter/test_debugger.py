@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -9,6 +12,7 @@ import pytest
 
 from tests.conftest import Notebook, wait_until
 from tests.debugger import FrontEnd, finish
+from tests.jupyter.conftest import spec_folder
 from tests.jupyter.test_kernel import started
 
 CELL = """\
@@ -78,6 +82,7 @@ def test_steps_go_on_to_the_cells_last_line_and_the_next_cell_runs_freely(kernel
     assert kernel.ok("print(first + second)").stdout == "[0-1] 3\n"
 
 
+@pytest.mark.slow
 def test_ranks_wait_in_a_collective_for_one_that_is_paused_for_as_long_as_it_takes(kernel, front_end):
     kernel.ok("from datetime import timedelta\ngroup = dist.new_group(timeout=timedelta(seconds=2))")
     code = "if rank == 1:\n    seen = 5\ntotal = torch.ones(1)\ndist.all_reduce(total, group=group)\ntotal.item()"
@@ -108,6 +113,20 @@ def test_status_and_stacks_tell_of_the_pause_and_an_interrupt_ends_it(kernel, fr
     assert "paused" not in kernel.ok("%distributed status").text
 
 
+def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks(kernel, front_end):
+    code = "%%distributed --timeout 1.5\nhere = torch.ones(2)\nname = 'seen'\nimport time; time.sleep(0.2)"
+    front_end.breakpoints(code, 3)
+    cell = kernel.send(code)
+    front_end.wait_paused(2)
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > 3, timeout=20, what="a pause that is longer than the timeout")
+    front_end.move("continue")
+    assert finish(front_end, cell).status == "ok"
+    found = {each["name"]: each for each in front_end.body("inspectVariables")["variables"]}
+    assert found["name"]["value"] == "'seen'" and "float32" in found["here"]["value"]
+    assert "world_size" not in found
+
+
 def test_an_interrupt_ends_a_pause_and_the_next_cell_is_not_paused(kernel, front_end):
     code = "import time\nif rank == 0:\n    here = 1\nelse:\n    time.sleep(60)"
     front_end.breakpoints(code, 3)
@@ -119,3 +138,40 @@ def test_an_interrupt_ends_a_pause_and_the_next_cell_is_not_paused(kernel, front
     assert "pydevd" not in outcome.text + outcome.traceback and "threading.py" not in outcome.text + outcome.traceback
     assert front_end.ask("debugInfo")["body"]["stoppedThreads"] == []
     assert kernel.ok("print(here := rank)").stdout == "[0] 0\n[1] 1\n"
+
+
+@pytest.mark.slow
+def test_a_kernel_that_ends_while_its_ranks_are_paused_leaves_nothing(kernel):
+    with started("rankbook-debug") as other:
+        debugger = FrontEnd(other)
+        other.ok("x = rank")
+        debugger.start()
+        debugger.breakpoints("x = 1\ny = 2", 2)
+        other.send("x = 1\ny = 2")
+        debugger.wait_paused(2)
+
+
+@pytest.mark.slow
+def test_kept_ranks_that_a_kernel_left_paused_go_on_for_the_next_one(kernel):
+    folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # pytest's are too long for a socket
+    code = "%%distributed --background\nbefore = 1\nafter = 2\nprint('after the pause')"
+    try:
+        with started("rankbook-debug", RANKBOOK_RUNTIME_DIR=folder) as other:
+            other.ok("%distributed start --keep 60")
+            debugger = FrontEnd(other)
+            debugger.start()
+            debugger.breakpoints(code, 3)
+            finish(debugger, other.send(code))
+            debugger.wait_paused(2)
+            other.manager.restart_kernel(now=True)
+            other.client.wait_for_ready(timeout=60)
+            other.ok("%distributed attach")
+            assert other.ok("print(after)").stdout == "[0-1] 2\n"
+            other.ok("%distributed stop")
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_the_kernelspec_tells_front_ends_that_there_is_a_debugger(kernel):
+    spec = json.loads((spec_folder("rankbook-debug") / "kernel.json").read_text())
+    assert spec["metadata"] == {"debugger": True}

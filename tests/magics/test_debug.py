@@ -72,6 +72,41 @@ def test_with_the_chosen_rank_alone_the_other_one_stays(notebook, front_end):
     assert finish(front_end, cell).status == "ok"
 
 
+def test_a_step_into_a_library_stays_in_the_cell(notebook, front_end):
+    code = "%%distributed\nones = torch.nn.Linear(2, 2)\ntotal = ones(torch.ones(2)).sum()"
+    front_end.breakpoints(code, 2)
+    cell = notebook.send(code)
+    front_end.wait_paused(2)
+    front_end.move("stepIn")
+    front_end.wait_paused(2)
+    assert sorted(front_end.stack()) == [("rank 0 · <module>", 3), ("rank 1 · <module>", 3)]
+    front_end.move("stepIn")
+    assert finish(front_end, cell).status == "ok"
+
+
+def test_a_client_that_knows_threads_moves_one_rank_by_its_thread(notebook):
+    client = FrontEnd(notebook)
+    client.start("vscode")
+    try:
+        client.breakpoints(CELL, 5)
+        cell = notebook.send(CELL)
+        client.wait_paused(2)
+        threads = {each["name"]: each["id"] for each in client.body("threads")["threads"]}
+        for rank in (0, 1):
+            (frame,) = client.body("stackTrace", threadId=threads[f"rank {rank}"])["stackFrames"]
+            assert frame["name"] == f"rank {rank} · <module>"
+        client.body("next", threadId=threads["rank 1"], singleThread=True)
+        client.wait_paused(2)
+        lines = [
+            client.body("stackTrace", threadId=threads[f"rank {rank}"])["stackFrames"][0]["line"] for rank in (0, 1)
+        ]
+        assert lines == [5, 6]
+        client.body("continue", threadId=threads["rank 0"])
+        assert finish(client, cell).status == "ok"
+    finally:
+        client.stop()
+
+
 def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(notebook, front_end):
     front_end.ask("setExceptionBreakpoints", filters=["raised"])
     cell = notebook.send("%%distributed --ranks 1\nlist(map(int, '1x'))")

@@ -18,10 +18,12 @@ class FakeStock:
     """The notebook's own debugger."""
 
     def __init__(self):
-        self.asked, self.paused = [], False
+        self.asked, self.paused, self.placed = [], False, {}
 
     async def process(self, request):
         self.asked.append(request["command"])
+        if request["command"] == "setBreakpoints":
+            self.placed[request["arguments"]["source"]["path"]] = request["arguments"]["breakpoints"]
         body = {
             "debugInfo": {"breakpoints": [], "stoppedThreads": [], "hashSeed": 7},
             "threads": {"threads": [{"id": 1, "name": "MainThread"}]},
@@ -39,7 +41,7 @@ class FakeRanks:
     def __init__(self, count):
         self.count, self.mute, self.gone, self.running = count, set(), set(), ()
         self.heard, self.events, self.notes = [], [], {}
-        self.desk = None
+        self.desk, self.auto = None, True
 
     def ranks(self):
         return tuple(range(self.count))
@@ -84,7 +86,10 @@ class FakeRanks:
         self.notes[rank] = (path, line)
 
     def is_for_ranks(self, path):
-        return path == CELL
+        return path == CELL and self.auto
+
+    async def variables(self, rank):
+        return [{"name": f"of_{rank}"}] if self.auto else None
 
     def commands(self, rank):
         return [command for whose, command, _ in self.heard if whose == rank]
@@ -155,6 +160,25 @@ def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_th
             "configurationDone",
         ]
         assert ranks.commands(2) == last
+
+    scene(play)
+
+
+def test_where_plain_cells_run_there_are_their_breakpoints_and_their_variables():
+    async def play(desk, ranks, stock, ask):
+        await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
+        assert stock.placed == {}
+        assert (await ask("inspectVariables"))["body"] == {"variables": [{"name": "of_0"}]}
+        ranks.auto = False
+        await desk.move_in()
+        assert stock.placed == {CELL: [{"line": 3}]}
+        assert (await ask("inspectVariables"))["body"] == {"own": True}
+        ranks.auto = True
+        await desk.move_in()
+        assert stock.placed == {CELL: []}
+        ranks.stop(1)
+        await settle()
+        assert (await ask("inspectVariables"))["body"] == {"own": True}, "it would not say which frame's"
 
     scene(play)
 
