@@ -26,7 +26,9 @@ class DataLoaderConfiguration:
     `use_stateful_dataloader`: batches come from torchdata's StatefulDataLoader. A dataset with a `state_dict` and a
     `load_state_dict` is resumed with its own state, in each worker: a map-style one on as many ranks with as many
     workers; an iterable one, or its iterators, on any, within a pass, and no sample before is read again but a round's.
-    One that rank 0 reads for all is not. Raises `BadRequest` where torchdata is not installed.
+    What such a state leaves out is lost, a shuffle buffer for instance; without the option a stream is read again up to
+    there, which takes longer and loses nothing. One that rank 0 reads for all is not resumed so. Raises `BadRequest`
+    where torchdata is not installed.
     """
 
     split_batches: bool = False

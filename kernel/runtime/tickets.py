@@ -214,6 +214,9 @@ class StreamTickets:
     def begin(self, a_pass: Pass) -> None:
         """What the next `__iter__` gives tickets for."""
         self.current = a_pass
+        # Here too, ahead of the workers: a dataset may keep its epoch in memory that they share, and a change by all of
+        # them at once would be none that anybody meant.
+        self.shard.set_epoch(a_pass.epoch)
 
     def __iter__(self) -> Iterator[Ticket]:
         run, seed, epoch = self.current.run, self.current.seed, self.current.epoch

@@ -273,6 +273,32 @@ class Unaware(Stream):
         return iter(range(self.n))
 
 
+class SharedEpoch(Unaware):
+    """Keeps its epoch in memory that its copies in workers share, as the datasets of Hugging Face do."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.epoch, self.late = torch.tensor(0).share_memory_(), 0
+
+    def set_epoch(self, epoch):
+        self.late += get_worker_info() is not None and self.epoch.item() != epoch
+        self.epoch += epoch - self.epoch
+
+    def __iter__(self):
+        return iter([(100 * self.epoch.item() + i, self.late) for i in range(self.n)])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_find_the_epoch_set_where_they_share_it(persistent):
+    source = DataLoader(SharedEpoch(4), batch_size=2, num_workers=2, persistent_workers=persistent)
+    loader = prepare_data_loader(source)
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        loader.parts.source.dataset.epoch.fill_(epoch and epoch - 1)  # as if nobody but the pass had said it
+        found = [[row.tolist() for row in batch] for batch in loader]
+        assert found == [[[100 * epoch + i, 100 * epoch + i + 1], [0, 0]] for i in (0, 2)]
+
+
 def test_a_worker_start_that_splits_the_stream_finds_the_dataset_and_one_worker():
     source = DataLoader(Cut(8), batch_size=2, num_workers=2, worker_init_fn=cut)
     assert metrics(for_ranks(source, 1)) == list(range(8))
