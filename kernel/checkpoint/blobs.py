@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+NEVER = frozenset({"collections.defaultdict", "collections.deque"})
+"""What torch's restricted unpickler cannot fill, whatever is allowed."""
+
 _RECORD = b"archive/data/0"
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"

@@ -305,12 +305,15 @@ def _tell_unsafe(what: str, blob: bytes) -> None:
         return
     if names := blobs.unsafe(blob):
         _told_unsafe.add(what)
+        asked = f"a load takes it with allow={names} only"
+        if never := blobs.NEVER.intersection(names):
+            asked = f"torch cannot load {' and '.join(sorted(never))} again, allowed or not: make it a list or a dict"
         logger.warning(
-            "%s holds %s. It is stored, and a load takes it with allow=%s only; numbers, strings, tensors, and dicts, "
-            "lists and tuples of them are loaded unasked",
+            "%s holds %s. It is stored, and %s; numbers, strings, tensors, and dicts, lists and tuples of them are "
+            "loaded unasked",
             what,
             ", ".join(names),
-            names,
+            asked,
         )
 
 

@@ -128,6 +128,9 @@ def test_what_a_load_asks_about_is_told_as_it_is_saved_and_all_at_once(tmp_path,
     said = [each.getMessage() for each in caplog.records if each.name.startswith("rankbook")]
     assert [each.partition(" holds ")[0] for each in said] == ["object 'o/shard_0_1'", "the common part"]
     assert all(f"allow={names}" in each for each in said)
+    rc.save({"more": rc.ShardedObject("more", deque([1]), (1,), (0,))}, tmp_path, step=9)
+    assert "torch cannot load collections.deque again, allowed or not: make it a list" in caplog.text
+    rc.remove(tmp_path, 9)
     with pytest.raises(CheckpointingException, match="is whole, and not all of it is loaded unasked") as told:
         rc.load(held(None), tmp_path)
     assert str(told.value).count(f"allow={names}") == 2

@@ -79,3 +79,38 @@ def test_a_load_needs_little_beside_what_it_fills(tmp_path):
     print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
     assert len(measured) == 10
     assert max(measured.values()) <= MOST, measured
+
+
+def trainings(folder):
+    """The extra memory of a training's save and of its load into the state that is there."""
+    import torch
+
+    from rankbook.runtime import Accelerator
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 4096, bias=False) for _ in range(6)])  # of 17 MB each
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        return model, optimizer
+
+    accelerator = Accelerator(cpu=True)
+    first = made(1)
+    accelerator.save_state(f"{folder}/state")  # what is imported at the first time is no part of the others
+    accelerator.load_state(f"{folder}/state")
+    found = {"save": extra(lambda: accelerator.save_state(f"{folder}/state"))}
+    expected = [each.clone() for each in first[0].parameters()]
+    accelerator.free_memory()
+    model, optimizer = made(2)
+    found["load"] = extra(lambda: accelerator.load_state(f"{folder}/state"))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+    return found, len(optimizer.state)
+
+
+def test_a_training_s_state_is_saved_and_loaded_with_little_beside_it(tmp_path):
+    ((measured, parameters),) = run_ranks(trainings, 1, str(tmp_path), group=False)
+    print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
+    assert parameters == 6 and max(measured.values()) <= MOST, measured
