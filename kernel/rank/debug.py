@@ -61,6 +61,8 @@ class Debuggee:
         self._own = _OWN
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._leaving: int | None = None
+        self._gone = threading.Event()
+        self._gone.set()
 
     # Any thread
 
@@ -157,15 +159,14 @@ class Debuggee:
         hook = sys.breakpointhook
         os.environ[_SILENT] = "1"
         try:
-            import debugpy.server  # noqa: F401 - it makes the engine below its own
+            import debugpy.server  # it makes the engine below its own
             import pydevd
-            from _pydevd_bundle.pydevd_constants import get_global_debugger
         finally:
             del os.environ[_SILENT]
             its, sys.breakpointhook = sys.breakpointhook, hook
         self._own_hook, self._its_hook = hook, self._its_hook or its
-        _wait_until(lambda: get_global_debugger() is None)
-        if get_global_debugger() is not None:
+        self._gone.wait(_SECONDS)
+        if _engine() is not None:
             raise ConnectionError("this rank has another debugger")
         word = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -177,12 +178,15 @@ class Debuggee:
                 trace_only_current_thread=True,  # which is this one, and not for long
                 patch_multiprocessing=False,
                 wait_for_ready_to_run=False,
+                dont_trace_start_patterns=(str(Path(debugpy.__file__).parent),),  # or breakpoint() would stop in there
                 client_access_token=word,
                 notify_stdin=False,
             )
-            engine = get_global_debugger()
+            pydevd.SetupHolder.setup = None  # or a debugpy.listen() in a later cell would listen at this port
+            engine = _engine()
             engine.disable_tracing()
             self._socket, self._stream = _wait_for_engine(listener, word)
+        self._gone.clear()
         self._engine, self._leaving, self.attached = engine, None, True
         sys.breakpointhook = self._its_hook
         self._be_patient(True)
@@ -204,6 +208,8 @@ class Debuggee:
             self._be_patient(False)
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has it open too
+        _wait_until(lambda: _engine() is None)
+        self._gone.set()
         self._send(DebugSaid(""))
 
     def _note(self, message: Message) -> bool:
@@ -257,6 +263,12 @@ def _wait_for_engine(listener: socket.socket, word: str) -> tuple[socket.socket,
                     break
         stream.close()
         connection.close()
+
+
+def _engine() -> Any:  # noqa: ANN401 - it has no types
+    from _pydevd_bundle.pydevd_constants import get_global_debugger
+
+    return get_global_debugger()
 
 
 def _failure(request: Message, words: str) -> Message:

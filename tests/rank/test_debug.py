@@ -1,0 +1,137 @@
+"""A rank's debugger: when it is there, whom it trusts, and what is left of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+import socket
+import threading
+import time
+
+import pytest
+
+from rankbook import Cluster
+from rankbook.rank import debug
+from rankbook.rank.debug import read_message
+
+
+class Client:
+    """Speaks to the debugger of a cluster's only rank."""
+
+    def __init__(self, cluster):
+        self.cluster, self.seq, self.heard = cluster, 0, queue.SimpleQueue()
+        cluster.debugs.listener = lambda _, content: self.heard.put(content)
+
+    def ask(self, command, **arguments):
+        self.seq += 1
+        request = {"type": "request", "seq": self.seq, "command": command, "arguments": arguments}
+        self.cluster.debugs.tell(0, json.dumps(request))
+        return self.wait(lambda message: message.get("request_seq") == self.seq)
+
+    def wait(self, is_it):
+        while True:
+            content = self.heard.get(timeout=20)
+            message = json.loads(content) if content else {"event": "ended"}
+            if is_it(message):
+                return message
+
+    def start(self):
+        assert self.ask("initialize", clientID="test", adapterID="test")["success"]
+        assert self.ask("attach")["success"]
+        assert self.ask("configurationDone")["success"]
+
+    def stop(self):
+        assert self.ask("disconnect")["success"]
+        self.wait(lambda message: message.get("event") == "ended")
+
+
+STATE = """import sys
+print('debugpy' in sys.modules, sys.gettrace() is not None, sys.breakpointhook is sys.__breakpointhook__)"""
+
+
+def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
+    with Cluster(1) as cluster:
+        client = Client(cluster)
+        assert cluster.run(STATE).outcomes[0].stdout == "False False True\n"
+        client.start()
+        assert cluster.run(STATE).outcomes[0].stdout == "True True False\n", "breakpoint() opens it now"
+        client.stop()
+        assert cluster.run(STATE).outcomes[0].stdout == "True False True\n"
+        refused = client.ask("disconnect")
+        assert not refused["success"] and "ended" in refused["message"]
+        client.start()
+        cell = cluster.submit_code("x = 1\nbreakpoint()\ny = 2", number=1, ranks=None, sink=None)
+        told = client.wait(lambda message: message.get("event") == "stopped")
+        stack = cluster.stacks()[0]
+        assert stack.paused and stack.frames[-1].line == 3, "as ipykernel's: at the line behind it"
+        client.ask("continue", threadId=told["body"]["threadId"])
+        cluster.wait(cell)
+        assert cell.result.ok
+        client.stop()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        listen = f"import debugpy\nprint(debugpy.listen(('127.0.0.1', {port}), in_process_debug_adapter=True)[1])"
+        assert cluster.run(listen).outcomes[0].stdout == f"{port}\n"
+        refused = client.ask("initialize", clientID="test", adapterID="test")
+        assert "this rank has another debugger" in refused["message"]
+
+
+def test_messages_are_read_whole_or_not_at_all():
+    content = json.dumps({"type": "event", "event": "é"}).encode()
+    head = b"Content-Length: %d\r\nContent-Type: x\r\n\r\n" % len(content)
+    stream = io.BytesIO(head + content + head + content[:-1])
+    assert read_message(stream) == {"type": "event", "event": "é"}
+    assert read_message(stream) is None
+    assert read_message(stream) is None
+
+
+def test_whoever_connects_without_the_word_is_sent_away():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        said = []
+
+        def connect(answer):
+            with socket.create_connection(address) as connection, connection.makefile("rb") as stream:
+                said.append(read_message(stream)["command"])
+                content = json.dumps(answer).encode()
+                connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+                said.append(stream.read(1))
+
+        def answer(word):
+            return {"type": "response", "request_seq": debug._OWN, "body": {"clientAccessToken": word}}
+
+        threads = []
+        for each in ({"type": "event", "event": "x", "body": None}, answer(None), answer("wrong"), answer("right")):
+            threads.append(threading.Thread(target=connect, args=(each,)))
+            threads[-1].start()
+            if each == answer("right"):
+                break
+            time.sleep(0)
+        began = time.monotonic()
+        debug_seconds, debug._SECONDS = debug._SECONDS, 0.5
+        try:
+            connection, stream = debug._wait_for_engine(listener, "right")
+        finally:
+            debug._SECONDS = debug_seconds
+        assert time.monotonic() - began < 5
+        assert connection.getpeername()[0] == "127.0.0.1"
+        stream.close()
+        connection.close()
+        for thread in threads:
+            thread.join(timeout=5)
+        assert said.count("pydevdAuthorize") == 4
+
+
+@pytest.mark.parametrize("words", ["ImportError: no debugpy here"])
+def test_a_rank_that_cannot_have_one_says_why(words, monkeypatch):
+    told: queue.SimpleQueue = queue.SimpleQueue()
+    debuggee = debug.Debuggee(told.put, lambda _: None)
+
+    def fail():
+        raise ImportError(words.removeprefix("ImportError: "))
+
+    monkeypatch.setattr(debuggee, "_start", fail)
+    debuggee.hear(debug.DebugHeard(json.dumps({"type": "request", "seq": 3, "command": "initialize"})))
+    answer = json.loads(told.get(timeout=10).content)
+    assert (answer["success"], answer["request_seq"], answer["message"]) == (False, 3, words)
