@@ -93,6 +93,7 @@ class Capture:
     def _become_child(self) -> None:
         """A DataLoader worker writes into the pipes; to read them and to send stays the rank's business."""
         self.forked = True
+        self.elsewhere.clear()  # the widgets that capture are the rank's
 
     def begin(self, cell: int) -> None:
         """What is written from now on belongs to `cell`."""

@@ -130,6 +130,12 @@ def test_a_subprocess_prints_into_the_widget_and_has_none_of_its_own(notebook):
         "        process.start(); process.join()\n    print(process.exitcode)"
     )
     assert outcome.stdout == "[0] 0\n" and texts(outputs_of(outcome)) == ["of the child\n"]
+    heard = notebook.ok(
+        "%%distributed --ranks 0\nimport threading\ndef run():\n    with out:\n"
+        "        process = multiprocessing.get_context('fork').Process(target=print, args=('of its child',))\n"
+        "        process.start(); process.join()\nthread = threading.Thread(target=run)\nthread.start(); thread.join()"
+    )
+    assert heard.stdout == "[0] of its child\n", "which writes where the process writes"
 
 
 def test_where_there_is_no_front_end_it_is_printed_as_in_any_script(tmp_path):
