@@ -21,6 +21,17 @@ from rankbook.magics.pauses import Message
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+_HERE, _COORDINATOR = Path(__file__), Path(clusters.__file__).parent
+_OURS = [
+    str(folder / "**")
+    for folder in (
+        _HERE.parent,
+        _HERE.resolve().parent,
+        _COORDINATOR.parent,
+        Path(clusters.__file__).resolve().parent.parent,
+    )
+]
+"""Files in which the notebook's own debugger is not to stop: an exception in there is no person's."""
 _START_SECONDS = 60.0
 """For the debuggers of all ranks to start."""
 
@@ -31,9 +42,14 @@ class _Stock:
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self._kernel = kernel
         self._process = kernel.do_debug_request
+        if hasattr(kernel.debugger, "kernel_modules"):  # it makes its own rules of these
+            kernel.debugger.kernel_modules = [*kernel.debugger.kernel_modules, *_OURS]
 
     async def process(self, request: Message) -> Message:
         """See `debug_desk.Stock`."""
+        if request["command"] == "attach":
+            rules = [{"path": folder, "include": False} for folder in _OURS]
+            request = {**request, "arguments": {**(request.get("arguments") or {}), "rules": rules}}
         return dict(await self._process(request) or {})
 
     @property

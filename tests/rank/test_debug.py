@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import queue
@@ -14,6 +15,13 @@ import pytest
 from rankbook import Cluster
 from rankbook.rank import debug
 from rankbook.rank.debug import read_message
+from tests.conftest import wait_until
+
+
+def listens(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 class Client:
@@ -71,8 +79,8 @@ def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
         client.stop()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        listen = f"import debugpy\nprint(debugpy.listen(('127.0.0.1', {port}), in_process_debug_adapter=True)[1])"
-        assert cluster.run(listen).outcomes[0].stdout == f"{port}\n"
+        cluster.run(f"import debugpy\ndebugpy.listen(('127.0.0.1', {port}), in_process_debug_adapter=True)")
+        wait_until(lambda: listens(port), timeout=10, what="a debugger of one's own, where it was told to be")
         refused = client.ask("initialize", clientID="test", adapterID="test")
         assert "this rank has another debugger" in refused["message"]
 
