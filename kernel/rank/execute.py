@@ -45,7 +45,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import heal, out_of_memory, tracebacks
+from rankbook.rank import heal, host, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.debug import Debuggee
@@ -189,6 +189,7 @@ class Executor:
                     self._group.join(message.generation)
                 except (RuntimeError, OSError) as error:
                     raise StartError(f"the process group could not be formed: {error}") from error
+                host.give_memory_back()  # a group's threads leave theirs scattered over the allocator's arenas
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None

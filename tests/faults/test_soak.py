@@ -68,9 +68,12 @@ def _of(path: Path, scene: Stage) -> bool:
 
 
 def memory(process: psutil.Process) -> float:
-    """The proportional set size in MB."""
+    """What it has of its own and of its parent's, in MB, without files.
+
+    A proportional size would grow as others, who share some of it, go.
+    """
     rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-    (kilobytes,) = re.findall(r"^Pss:\s+(\d+) kB$", rollup, re.MULTILINE)
+    (kilobytes,) = re.findall(r"^Anonymous:\s+(\d+) kB$", rollup, re.MULTILINE)
     return int(kilobytes) / 1024
 
 
