@@ -105,12 +105,13 @@ class Notebook:
 
     def send(self, code: str) -> str:
         """Send a cell; its message id for `finish`."""
+        if self._may_abort:  # ipykernel 6 drops cells until its loop has turned once more, in stock notebooks too
+            self._reply(self.client.kernel_info(), 60)
+            self._may_abort = False
         return str(self.client.execute(code, allow_stdin=True))
 
     def run(self, code: str, *, timeout: float = 60, answers: Answers | None = None) -> Outcome:
         """Run a cell and wait for its end. `answers` are typed at its prompts, or say what to type at which."""
-        if self._may_abort:  # ipykernel 6 drops cells until its loop has turned once more, in stock notebooks too
-            self._reply(self.client.kernel_info(), timeout)
         return self.finish(self.send(code), timeout=timeout, answers=answers)
 
     def ok(self, code: str, *, timeout: float = 60) -> Outcome:
