@@ -64,7 +64,7 @@ class StatefulStream(IterableFetch):
     def _restart(self, ticket: Ticket) -> None:
         self._states = ()
         if self._fresh is None:
-            self._fresh = self._dataset_state()
+            self._fresh = self._state_before()
         told, shard = self.resume, self._shard
         if told is None or told["run"] != ticket.run:
             self._start = self._begin_anew(self._fresh)
@@ -89,7 +89,7 @@ class StatefulStream(IterableFetch):
         Some datasets show a state that was loaded only once they are read, and begin each later pass with it too, or
         with that of a new one: those are told to begin as they did first. All others go on where they are.
         """
-        now = self._dataset_state()
+        now = self._state_before()
         if not now or (self._sticks is None and _same(now, fresh)):
             return now
         if self._sticks is not False:
@@ -113,7 +113,7 @@ class StatefulStream(IterableFetch):
                 close()
 
     def _open_at(self, ticket: Ticket, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
-        before = self._dataset_state()
+        before = self._state_before()
         self._load(state)
         if "dataset" in state and not _same(before, {"dataset": state["dataset"]}):
             self._sticks = _same(before, self._dataset_state())
@@ -129,6 +129,12 @@ class StatefulStream(IterableFetch):
 
     def _dataset_state(self) -> dict[str, Any]:
         return {"dataset": copy.deepcopy(self.dataset.state_dict())} if has_state(self.dataset) else {}
+
+    def _state_before(self) -> dict[str, Any]:
+        try:
+            return self._dataset_state()
+        except AttributeError:  # its `__iter__` makes what it tells
+            return {}
 
     def _state(self) -> dict[str, Any]:
         state = {} if self._stream is self.dataset else self._dataset_state()

@@ -208,6 +208,14 @@ class Itself(Iterator):
         return self
 
 
+class Late(Itself):
+    """Has a state once it is read, and not before."""
+
+    def __init__(self):
+        super().__init__()
+        del self.at
+
+
 class Stateless(IterableDataset):
     read = 0
 
@@ -236,8 +244,17 @@ def with_states(loader):
     return batches, states
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Stream, StartingPoint, Iterated, Itself, Stateless])
+KINDS = [Stream, StartingPoint, Iterated, Itself, Late, Stateless]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *[(each, 0) for each in KINDS],
+        (Stream, 2),
+        *[pytest.param(each, 2, marks=pytest.mark.slow) for each in KINDS[1:]],
+    ],
+)
 def test_a_stream_goes_on_where_it_was(kind, workers):
     first = streaming(kind, workers)
     for epoch in range(2):
