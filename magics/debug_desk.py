@@ -200,7 +200,9 @@ class Desk:
         task.add_done_callback(self._errands.discard)
 
     async def _locate(self, rank: int) -> None:
-        thread = self.pauses.threads[rank]
+        thread = self.pauses.threads.get(rank)
+        if thread is None:  # it has gone on already
+            return
         self._office.note(rank, "", -1)
         answer = await self._ask(rank, "stackTrace", {"threadId": thread, "levels": 1})
         frames = (answer.get("body") or {}).get("stackFrames")

@@ -5,6 +5,7 @@ Owns: the words, and what of the output was still on its way. Refuses: to decide
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from rankbook.coordinator.cell import Cell
 from rankbook.forking import RankExited
 from rankbook.messages import Done, Text
 from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
+
+_OF_A_CELL = re.compile(r'"<ipython-input-|/ipykernel_\d+/\d+\.py"')
+"""What the rank calls the file of a cell, and what ipykernel's debugger does."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def describe_crash(text: str) -> str:
     blocks = rest.partition("\n\nExtension modules:")[0].split("\n\n")
     for block in blocks:
         head, *frames = block.splitlines() or [""]
-        cells = [number for number, frame in enumerate(frames) if '"<ipython-input-' in frame]
+        cells = [number for number, frame in enumerate(frames) if _OF_A_CELL.search(frame)]
         if head.startswith("Current thread") and cells:
             return "\n".join([f"{what}, innermost call first:", *frames[: cells[-1] + 1]]) + "\n"
     return "\n".join([what, *blocks]).strip() + "\n"

@@ -62,6 +62,11 @@ def test_a_crash_is_told_down_to_the_line_of_the_cell():
     ]
 
 
+def test_a_crash_of_a_cell_in_the_debugger_is_told_so_too():
+    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", "/tmp/ipykernel_812/3634047808.py"))
+    assert told.splitlines()[-1] == '  File "/tmp/ipykernel_812/3634047808.py", line 3 in <module>'
+
+
 def test_a_crash_of_another_thread_is_told_with_all_of_them():
     text = describe_crash(
         CRASH.replace("Current thread", "Thread").replace("Thread 0x00007f4cb36936c0", "Current thread 0x1")

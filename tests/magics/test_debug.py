@@ -55,6 +55,25 @@ def test_the_notebooks_own_cells_are_debugged_as_ever(notebook, front_end):
     assert notebook.ok("there").displays == [{"text/plain": "2"}]
 
 
+def test_breakpoints_go_where_plain_cells_run(notebook, front_end):
+    code = "first = 1\nsecond = 2"
+    front_end.breakpoints(code, 2)
+    notebook.ok("%distributed auto on")
+    try:
+        cell = notebook.send(code)
+        front_end.wait_paused(2)
+        assert sorted(front_end.stack()) == [("rank 0 · <module>", 2), ("rank 1 · <module>", 2)]
+        front_end.move("continue")
+        assert finish(front_end, cell).status == "ok"
+    finally:
+        notebook.ok("%distributed auto off")
+    cell = notebook.send(code)
+    front_end.wait_paused(1)
+    assert front_end.stack()[0] == ("<module>", 2)
+    front_end.move("continue")
+    assert finish(front_end, cell).status == "ok"
+
+
 def test_with_the_chosen_rank_alone_the_other_one_stays(notebook, front_end):
     assert "the rank whose frame is chosen" in notebook.ok("%distributed debug chosen").stdout
     front_end.breakpoints(CELL, 5)

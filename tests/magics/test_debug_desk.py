@@ -245,6 +245,17 @@ def test_what_moves_all_is_told_before_any_of_them_stops_again_and_what_they_tel
     scene(play)
 
 
+def test_a_rank_that_stops_and_goes_on_at_once_is_looked_for_no_more():
+    async def play(desk, ranks, stock, ask):
+        event = {"type": "event", "event": "stopped", "body": {"threadId": 40, "reason": "breakpoint"}}
+        desk.hear(0, json.dumps(event))
+        desk.hear(0, json.dumps({"type": "event", "event": "continued", "body": {"threadId": 40}}))
+        await settle()
+        assert ranks.commands(0) == [] and ranks.notes == {0: ("", 0)}
+
+    scene(play)
+
+
 def test_with_the_chosen_one_alone_the_others_stay_and_are_shown():
     async def play(desk, ranks, stock, ask):
         desk.single = True

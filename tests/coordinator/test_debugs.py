@@ -1,0 +1,28 @@
+"""Whoever debugs ranks hears them, and hears of their end."""
+
+from __future__ import annotations
+
+import json
+
+from rankbook.coordinator.debugs import Debugs
+from rankbook.debugging import DebugHeard, DebugSaid
+
+
+def test_what_is_said_reaches_the_listener_and_a_rank_that_is_gone_is_paused_no_more():
+    sent, heard = [], []
+    debugs = Debugs(lambda rank, message: bool(sent.append((rank, message)) or rank < 2))
+    debugs.said(0, DebugSaid("{}"))  # nobody listens
+    debugs.listener = lambda rank, content: heard.append((rank, content))
+    debugs.said(1, DebugSaid('{"a": 1}'))
+    debugs.paused[1] = "paused at line 3"
+    debugs.forget(1)
+    assert heard == [(1, '{"a": 1}'), (1, None)] and debugs.paused == {}
+    assert debugs.tell(1, "{}") and not debugs.tell(2, "{}")
+    assert sent == [(1, DebugHeard("{}")), (2, DebugHeard("{}"))]
+
+
+def test_ranks_are_let_go_by_a_disconnect():
+    sent = []
+    Debugs(lambda rank, message: bool(sent.append((rank, message)) or True)).let_go((0, 3))
+    assert [rank for rank, _ in sent] == [0, 3]
+    assert json.loads(sent[0][1].content)["command"] == "disconnect"
