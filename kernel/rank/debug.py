@@ -156,13 +156,15 @@ class Debuggee:
 
     def _start(self) -> None:
         """Start the engine, connected to us. Raises OSError, and ImportError where there is no debugpy."""
-        hook = sys.breakpointhook
+        hook, before = sys.breakpointhook, os.environ.get(_SILENT)
         os.environ[_SILENT] = "1"
         try:
             import debugpy.server  # it makes the engine below its own
             import pydevd
         finally:
             del os.environ[_SILENT]
+            if before is not None:
+                os.environ[_SILENT] = before
             its, sys.breakpointhook = sys.breakpointhook, hook
         self._own_hook, self._its_hook = hook, self._its_hook or its
         self._gone.wait(_SECONDS)
