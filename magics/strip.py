@@ -24,13 +24,14 @@ class Strip:
 
     def __init__(self, cluster: Cluster, cell: Cell) -> None:
         self._cell = cell
+        self._paused = cluster.debugs.paused
         self._glance = cluster.glance()
 
     def now(self) -> Mapping[str, str]:
         """See `Head`."""
         cell = self._cell
         seconds = time.monotonic() - (cell.started or 0.0)
-        return StripView(cell.number, cell.ranks, seconds, self._glance.placement().ranks).bundle()
+        return StripView(cell.number, cell.ranks, seconds, self._glance.placement().ranks, self._paused).bundle()
 
     def end(self, result: CellResult) -> Mapping[str, str]:
         """See `Head`."""

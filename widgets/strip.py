@@ -6,8 +6,8 @@ Owns: its words. Refuses: to know when it is shown, and of cells that have ended
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import RankPlacement
@@ -19,19 +19,23 @@ _WORDS = {"unresponsive": "not answering", "starting": "starting", "dead": "dead
 
 @dataclass(frozen=True)
 class StripView:
-    """One moment of cell `number` on `ranks`, `seconds` after its start; `rows` may tell of other ranks too."""
+    """One moment of cell `number` on `ranks`, `seconds` after its start; `rows` may tell of other ranks too.
+
+    `paused`: what is said of ranks that stand still in a debugger.
+    """
 
     number: int
     ranks: tuple[int, ...]
     seconds: float
     rows: Sequence[RankPlacement]
+    paused: Mapping[int, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """The line: who, for how long, where each rank is, optimizer steps per second."""
         rows = [row for row in self.rows if row.rank in self.ranks]
         groups: dict[str, list[int]] = {}
         for row in rows:
-            groups.setdefault(_doing(row), []).append(row.rank)
+            groups.setdefault(self.paused.get(row.rank) or _doing(row), []).append(row.rank)
         words = [each if len(groups) == 1 else f"{name_ranks(ranks)} {each}" for each, ranks in groups.items()]
         rates = [row.rate for row in rows if row.rate]
         if rates:

@@ -57,7 +57,9 @@ def held(scene: Stage) -> Held:
         for role, each in roles(scene).items()
     }
     pattern = f"*rankbook-*-{scene.notebook.pid}-*"
-    files = sum(1 for folder in Path("/dev/shm").glob(pattern) for _ in folder.rglob("*"))
+    paths = (path for folder in Path("/dev/shm").glob(pattern) for path in folder.rglob("*"))
+    # a rank has one file for each stream that it has ever written to, and may write to one for the first time
+    files = len({re.sub(r"(words-[\d.]+)\.\w+$", r"\1", str(path)) for path in paths})
     torch_files = sum(1 for path in Path("/dev/shm").glob("torch_*") if _of(path, scene))
     return {**counted, "processes and files": (len(scene.notebook.processes()), files + torch_files)}
 

@@ -139,4 +139,7 @@ def test_the_line_says_who_does_what():
     assert StripView(3, (0, 1), 1.25, rows).text() == (
         "cell [3] on ranks 0-1 · 1.2 s · rank 0 waiting in all_reduce #41 · rank 1 at line 2, the others wait for it"
     )
+    assert StripView(3, (0, 1), 2.0, [row(0), row(1, line=2)], {0: "paused at line 4"}).text() == (
+        "cell [3] on ranks 0-1 · 2.0 s · rank 0 paused at line 4 · rank 1 at line 2"
+    )
     assert "&lt;" in StripView(3, (0, 1), 1.0, [row(0, "waiting", waits_for="<")]).bundle()["text/html"]
