@@ -155,12 +155,8 @@ class Notebook:
             idle = self._note(received, outcome)
             if seen is not None:
                 seen(outcome)
-        reply = self._reply(message, timeout)
+        self.take_reply(message, outcome, timeout=timeout)
         outcome.seconds = time.monotonic() - began
-        outcome.status = reply["status"]
-        self._may_abort = outcome.status == "error" and ipykernel.version_info[0] < 7
-        outcome.ename, outcome.evalue = reply.get("ename", ""), reply.get("evalue", "")
-        outcome.payload, outcome.count = reply.get("payload", []), reply.get("execution_count", 0)
         if prompts:
             outcome.outputs.append({"type": "prompts", "data": {}, "prompts": prompts})
         return outcome
@@ -177,6 +173,14 @@ class Notebook:
                 pytest.fail(f"not within {timeout} s after the cell; so far: {outcome.text[-2000:]}")
             with contextlib.suppress(queue.Empty):
                 self._sort(self.client.get_iopub_msg(timeout=left), message, outcome)
+
+    def take_reply(self, message: str, outcome: Outcome, *, timeout: float) -> None:
+        """Wait for what the kernel says of a cell whose outputs were read."""
+        reply = self._reply(message, timeout)
+        outcome.status = reply["status"]
+        self._may_abort = outcome.status == "error" and ipykernel.version_info[0] < 7
+        outcome.ename, outcome.evalue = reply.get("ename", ""), reply.get("evalue", "")
+        outcome.payload, outcome.count = reply.get("payload", []), reply.get("execution_count", 0)
 
     def _sort(self, received: dict[str, Any], message: str, outcome: Outcome) -> None:
         if received["parent_header"].get("msg_id") == message:

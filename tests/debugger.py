@@ -133,8 +133,7 @@ def finish(front_end: FrontEnd, message: str) -> Outcome:
     outcome = Outcome()
     notebook = front_end.notebook
     notebook.follow(message, outcome, lambda seen: any(is_end(each) for each in seen.messages), timeout=30)
-    reply = notebook._reply(message, timeout=10)
-    outcome.status, outcome.ename, outcome.evalue = reply["status"], reply.get("ename", ""), reply.get("evalue", "")
+    notebook.take_reply(message, outcome, timeout=10)
     return outcome
 
 
