@@ -349,6 +349,7 @@ def test_a_reader_that_goes_away_ends_the_run(run: Run) -> None:
 LOAD = "%load_ext rankbook"
 
 
+@pytest.mark.slow
 def test_ranks_print_behind_their_numbers_also_when_their_cell_is_over(run: Run, tmp_path: Path) -> None:
     background = "%%distributed --background\nprint('from all')\nprint('from', rank)"
     command = run([LOAD, background, "%%distributed\nprint('next')"], "--output", "out.ipynb", "-n", "3")

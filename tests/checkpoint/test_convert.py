@@ -104,6 +104,7 @@ def test_a_tensor_with_a_hole_is_not_written(tmp_path):
         read_tensor(storage_of(tmp_path / "run"), "step-3", manifest, key)
 
 
+@pytest.mark.slow
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(storages, "_MOST_BYTES", 1000)
     write_checkpoint(tmp_path / "run", 3, tensors=9, rows=100)

@@ -334,6 +334,7 @@ def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
         feed.ask("statistic", name="ddp", key="x", rank=9)
 
 
+@pytest.mark.slow
 def test_looks_beside_a_training_loop_neither_end_it_nor_tell_half_of_it(cluster):
     """Whoever reads a gradient while a backward pass writes it ends the process: 30 steps are enough for that."""
     cluster.run("deep = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(24)]))")

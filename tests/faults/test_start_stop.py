@@ -248,6 +248,7 @@ def test_a_runtime_folder_without_room_for_a_value_costs_no_rank(loaded, mounted
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
 
 
+@pytest.mark.slow
 def test_files_with_the_names_of_modules_break_nothing(tmp_path):
     names = ("random", "queue", "socket", "heapq", "magics", "widgets", "kernel", "rank", "transport", "messages")
     before = leftovers()

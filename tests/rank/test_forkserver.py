@@ -372,6 +372,7 @@ def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["torch", "matplotlib_inline.backend_inline"])
+@pytest.mark.slow
 def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_it_first(tmp_path, module):
     *packages, name = module.split(".")
     for package in packages:

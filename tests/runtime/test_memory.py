@@ -134,6 +134,7 @@ def _on_rank():
     return result, tried, str(caught.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_agree_on_the_size_and_an_error_of_one_is_an_error_of_all():
     results = run_ranks(_on_rank, 3)
     sizes = [100, 90, 81, 72, 64, 57, 51, 45]

@@ -89,6 +89,7 @@ def prepare_again_and_again(strategy, cells, models):
 
 @pytest.mark.parametrize(("cells", "models"), [(100, 20), pytest.param(1000, 200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_cells_that_prepare_again_and_again_leave_nothing_behind(strategy, cells, models):
     for found in run_ranks(prepare_again_and_again, 2, strategy, cells, models, timeout=110):
         for what, (before, after, hooks_before, hooks_after) in found.items():

@@ -55,6 +55,7 @@ def numbers(folder):
     return sorted(each.name for each in (folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_who_never_saves_pays_nothing():
     code = (
         "import sys\nfrom rankbook.runtime import Accelerator\nAccelerator().prepare()\n"
