@@ -140,3 +140,12 @@ def finish(front_end: FrontEnd, message: str) -> Outcome:
 def is_end(received: dict[str, Any]) -> bool:
     """Whether a cell ends with this message."""
     return received["msg_type"] == "status" and received["content"]["execution_state"] == "idle"
+
+
+def said_by_both(outcome: Outcome) -> str:
+    """The one line that both ranks have printed; one that was held up for long has it to itself."""
+    lines = sorted(outcome.stdout.splitlines())
+    texts = {line.split("] ", 1)[1] for line in lines}
+    assert [line.split("] ", 1)[0] for line in lines] in (["[0-1"], ["[0", "[1"]), outcome.stdout
+    (text,) = texts
+    return text

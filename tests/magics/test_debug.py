@@ -134,9 +134,10 @@ def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(noteboo
     front_end.ask("setExceptionBreakpoints", filters=[])
     front_end.move("continue")
     assert finish(front_end, cell).ename == "ValueError"
-    code = "%%distributed\nimport time\nrunning = True\nprint('go')\nwhile running:\n    time.sleep(0.01)"
+    code = "%%distributed\nimport time\nrunning = True\nprint('go', rank)\nwhile running:\n    time.sleep(0.01)"
     cell = notebook.send(code)
-    front_end.wait_text("[0-1] go")
+    for rank in (0, 1):
+        front_end.wait_text(f"[{rank}] go {rank}")
     front_end.move("pause")
     front_end.wait_paused(2)
     for frame in front_end.frames():
