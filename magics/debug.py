@@ -1,4 +1,4 @@
-"""JupyterLab's and VS Code's debugger for cells of the ranks, in any Jupyter kernel.
+"""A front end's debugger for cells of the ranks, JupyterLab's for one, in any Jupyter kernel.
 
 Owns: the kernel's method that answers a front end's debugger, the loop that this runs on, and what a debugger knows a
 cell as. Refuses: to decide who answers, which is the desk's; and a debugger on ranks that nobody debugs.
