@@ -44,13 +44,14 @@ class Panel:
         with self._lock:
             if self._ended:
                 self._late(changes)
-            elif self._widget is not None:
+                return
+            if self._widget is not None:
                 self._widget.tell(changes)
             else:
                 self._widget = self._make()
                 self._widget.tell(changes)
                 self._sink.emit([Rich(self._widget.bundle(), {}, self._name)])
-            for change in () if self._ended else changes:
+            for change in changes:
                 if isinstance(change, Put) and change.piece.data is not None and is_live(change.piece.data):
                     self._show_below(change.piece.key, change.piece.ranks, change.piece.data)
 

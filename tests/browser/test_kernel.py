@@ -8,7 +8,6 @@ import sys
 import nbformat
 import pytest
 
-from tests.conftest import wait_until
 from tests.jupyter.test_runners import CELLS, EXPECTED, shown, write_notebook
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -41,7 +40,6 @@ def test_a_notebook_gives_the_outputs_that_it_gives_everywhere_and_tab_knows_the
         notebook.run(number, timeout=60)
     notebook.save()
     file = notebook.server.folder / notebook.name
-    wait_until(lambda: file.read_text().rstrip().endswith("}"), timeout=10, what="the file is written to its end")
     assert shown(nbformat.read(file, as_version=4)) == EXPECTED
 
     page = notebook.page

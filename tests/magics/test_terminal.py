@@ -83,6 +83,14 @@ def opened(tmp_path) -> Iterator:
         check_nothing_left(terminal.mark, before, timeout=5)
 
 
+def interrupt(terminal):
+    """Ctrl-C ends a cell of both ranks."""
+    terminal.process.send("import time; print('begun'); time.sleep(600)\r")
+    terminal.wait_for("[0-1] begun")
+    terminal.process.sendcontrol("c")
+    assert "KeyboardInterrupt" in terminal.wait_prompt()
+
+
 def ask_each(terminal: Terminal) -> None:
     """Each rank asks, whichever is first, and shows what it was told."""
     terminal.seen.seek(0)
@@ -118,10 +126,7 @@ def test_ipython_with_the_extension(opened):
     terminal.process.send("c\r")
     terminal.wait_prompt()
 
-    terminal.process.send("import time; print('begun'); time.sleep(600)\r")
-    terminal.wait_for("[0-1] begun")
-    terminal.process.sendcontrol("c")
-    assert "KeyboardInterrupt" in terminal.wait_prompt()
+    interrupt(terminal)
     assert "[0-1] 7" in terminal.run("unique_name_on_ranks")
 
 
@@ -145,8 +150,5 @@ def test_jupyter_console_on_our_kernel(opened, install):
     terminal.process.send("q\r")
     terminal.wait_prompt()
 
-    terminal.process.send("import time; print('begun'); time.sleep(600)\r")
-    terminal.wait_for("[0-1] begun")
-    terminal.process.sendcontrol("c")
-    assert "KeyboardInterrupt" in terminal.wait_prompt()
+    interrupt(terminal)
     assert "[0-1] 7" in terminal.run("unique_name_on_ranks")
