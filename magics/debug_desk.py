@@ -18,6 +18,8 @@ from rankbook.magics.pauses import HANDLES, THREADS, Message, Pauses, rank_of, s
 _SECONDS = 5.0
 """For a rank's debugger to answer: C code that keeps the interpreter to itself keeps it from the debugger too."""
 _START_SECONDS = 20.0
+_PATIENCE_SECONDS = 0.2
+"""For the chosen rank to pause, before a front end with one view for all shows another one."""
 _MOVES = frozenset({"continue", "next", "stepIn", "stepOut"})
 _FRAMES = ("frameId", "variablesReference", "srcFrameId")
 _EMPTY: dict[str, Message] = {
@@ -108,7 +110,8 @@ class Desk:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif message["event"] == "stopped":
-            self._publish(self.pauses.stop(rank, message["body"]))
+            self.pauses.stop(rank, message["body"])
+            self._tell()
             self._errand(rank)
         elif message["event"] == "continued" and rank in self.pauses.threads:
             self._go_on((rank,))
@@ -188,10 +191,21 @@ class Desk:
         for event in events:
             self._office.publish(event)
 
+    def _tell(self) -> None:
+        """Of pauses, some of them a moment later."""
+        if self.pauses.waits(self._running()):
+            asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, lambda: self._publish(self.pauses.tell()))
+        else:
+            self._publish(self.pauses.tell())
+
+    def _running(self) -> set[int]:
+        return set(self._office.busy()) & self._lines.keys()
+
     def _go_on(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             self._office.note(rank, "", 0)
         self._publish(self.pauses.go_on(ranks))
+        self._tell()
 
     def _errand(self, rank: int) -> None:
         """Find out where it has stopped."""
@@ -289,11 +303,11 @@ class Desk:
         return {**reply, "success": True, "body": {**body, "threads": [*ranks, *body.get("threads", ())]}}
 
     async def _on_stacktrace(self, request: Message, arguments: Message) -> Message:
-        """Of one rank; where the front end has one view for all, of all that are paused, the chosen one's first."""
+        """Of one rank; where the front end has one view for all, of all that are paused."""
         pauses, rank = self.pauses, rank_of(arguments.get("threadId"))
         if not pauses.threads or (rank < 0 and not pauses.one_view):
             return await self._stock.process(request)
-        ranks = pauses.order if pauses.one_view else (rank,)
+        ranks = pauses.show() if pauses.one_view else (rank,)
         answers = await asyncio.gather(
             *(self._ask(each, "stackTrace", {**arguments, "threadId": pauses.threads.get(each)}) for each in ranks)
         )
@@ -324,8 +338,8 @@ class Desk:
     _on_continue = _on_next = _on_stepin = _on_stepout = _move
 
     async def _on_pause(self, request: Message, arguments: Message) -> Message:
-        rank, running = rank_of(arguments.get("threadId")), set(self._office.busy()) & self._lines.keys()
-        meant = [rank] if rank >= 0 and (self.single or not self.pauses.one_view) else sorted(running)
+        rank = rank_of(arguments.get("threadId"))
+        meant = [rank] if rank >= 0 and (self.single or not self.pauses.one_view) else sorted(self._running())
         if not meant:
             return await self._stock.process(request)
         for each in meant:

@@ -4,12 +4,15 @@ Owns: the numbers of the ranks' threads, frames and variables in the notebook, t
 a pause. Refuses: to ask anybody; it is told.
 
 To a front end a rank is a thread. JupyterLab knows one thread at a time, that of the last event, and forgets it all
-when one goes on; so where some go on and others do not, it is told once more of one that still stands.
+when one goes on; so where some go on and others do not, it is told once more of one that still stands. Of the frames
+that it is shown after that it chooses the first, and keeps to it as long as it is among them. So that what a person
+looks at does not jump from rank to rank with each step, the others' pauses are held back a moment until the chosen
+rank has paused too, and it is shown first once; after that the ranks stand in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 Message = dict[str, Any]
@@ -56,6 +59,8 @@ class Pauses:
         self.handles = Handles()
         self.one_view = False
         self.chosen: int | None = None
+        self._held: list[Message] = []
+        self._shown = False
         self._seq = 0
 
     @property
@@ -63,25 +68,44 @@ class Pauses:
         """The paused ranks, the chosen one first."""
         return tuple(sorted(self.threads, key=lambda rank: (rank != self.chosen, rank)))
 
-    def stop(self, rank: int, body: Message) -> list[Message]:
-        """A rank's debugger tells that it has stopped: what the front end is told."""
+    def stop(self, rank: int, body: Message) -> None:
+        """A rank's debugger tells that it has stopped. See `tell`."""
         self.handles.forget(rank)
         self.threads[rank] = body["threadId"]
-        if self.chosen is None:
-            self.chosen = rank
         own: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
-        return [self._stopped(rank, {"reason": "breakpoint", **own})]
+        self._held.append(self._stopped(rank, {"reason": "breakpoint", **own}))
+
+    def waits(self, running: Collection[int]) -> bool:
+        """Whether what there is to tell is told better a moment later: the rank to be shown first may stop yet."""
+        if not (self.one_view and self._held) or self._shown:
+            return False
+        first = min((*running, *self.threads)) if self.chosen is None else self.chosen
+        return first in running and first not in self.threads
+
+    def tell(self) -> list[Message]:
+        """What the front end has not been told yet."""
+        told, self._held = self._held, []
+        return told
+
+    def show(self) -> tuple[int, ...]:
+        """The paused ranks as one view for all shows them, from now on."""
+        ranks = tuple(sorted(self.threads)) if self._shown and self.chosen in self.threads else self.order
+        self._shown = bool(ranks)
+        return ranks
 
     def go_on(self, ranks: Iterable[int]) -> list[Message]:
-        """These go on, as they were told to or by themselves: what the front end is told. Others change nothing."""
-        gone = [rank for rank in ranks if rank in self.threads]
+        """These go on, as they were told to or by themselves: what the front end is told at once. See `tell`."""
+        gone = [rank for rank in ranks if rank in self.threads]  # the others were not paused
         events = []
         for rank in gone:
             self.handles.forget(rank)
             del self.threads[rank]
             events.append(self._event("continued", {"threadId": THREADS + rank, "allThreadsContinued": False}))
-        if gone and self.threads and self.one_view:
-            events.append(self._stopped(self.order[0], {"reason": "pause", "preserveFocusHint": True}))
+        if gone:
+            self._shown = False
+            self._held = [each for each in self._held if rank_of(each["body"]["threadId"]) in self.threads]
+        if gone and self.threads and self.one_view and not self._held:
+            self._held.append(self._stopped(self.order[0], {"reason": "pause", "preserveFocusHint": True}))
         return events
 
     def meant(self, thread: int | None, *, single: bool) -> tuple[int, ...]:

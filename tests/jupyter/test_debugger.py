@@ -61,10 +61,13 @@ def test_a_breakpoint_stops_every_rank_and_each_shows_its_own(kernel, front_end)
     frame = frames["rank 1 · train"]["id"]
     evaluated = front_end.body("evaluate", expression="loss * 100", frameId=frame, context="repl")
     assert evaluated["result"] == "1200"
-    assert front_end.stack()[0] == ("rank 1 · train", 5), "the rank that was looked at stands first"
+    assert front_end.stack()[0] == ("rank 0 · train", 5)
     front_end.move("next")
     front_end.wait_paused(2)
-    assert {name for name, line in front_end.stack()} == {"rank 0 · <module>", "rank 1 · <module>"}
+    stack = [name for name, line in front_end.stack()]
+    assert stack == ["rank 1 · <module>", "rank 0 · <module>"], "the rank that was looked at is shown first"
+    stack = [name for name, line in front_end.stack()]
+    assert stack == ["rank 0 · <module>", "rank 1 · <module>"], "and after that they stand in their order"
     front_end.move("continue")
     outcome = finish(front_end, cell)
     assert outcome.status == "ok" and sorted(outcome.stdout.splitlines()) == ["[0] loss 11", "[1] loss 12"]

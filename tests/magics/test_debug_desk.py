@@ -42,6 +42,7 @@ class FakeRanks:
         self.count, self.mute, self.gone, self.running = count, set(), set(), ()
         self.heard, self.events, self.notes = [], [], {}
         self.desk, self.auto = None, True
+        self.told = asyncio.Event()
 
     def ranks(self):
         return tuple(range(self.count))
@@ -81,6 +82,7 @@ class FakeRanks:
 
     def publish(self, event):
         self.events.append((event["event"], event["body"]["threadId"] - THREADS))
+        self.told.set()
 
     def note(self, rank, path, line):
         self.notes[rank] = (path, line)
@@ -189,10 +191,10 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         await settle()
         assert ranks.events == [("stopped", 1), ("stopped", 0)]
         assert ranks.notes == {0: (CELL, 4), 1: (CELL, 4)}
-        assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS + 1, THREADS]
+        assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS, THREADS + 1]
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"]
-        scopes = (await ask("scopes", frameId=frames[1]["id"]))["body"]["scopes"]
+        assert [each["name"] for each in frames] == ["rank 0 · f", "rank 1 · f"]
+        scopes = (await ask("scopes", frameId=frames[0]["id"]))["body"]["scopes"]
         assert ranks.heard[-1] == (0, "scopes", {"frameId": 5})
         found = await ask("variables", variablesReference=scopes[0]["variablesReference"])
         assert ranks.heard[-1] == (0, "variables", {"variablesReference": 6})
@@ -205,6 +207,29 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         assert ranks.heard[-1] == (0, "setExpression", {"expression": "globals()['b']", "value": "a", "frameId": 5})
         refused = await ask("copyToGlobals", srcVariableName="a.b", dstVariableName="b", srcFrameId=frames[0]["id"])
         assert not refused["success"]
+        await ask("scopes", frameId=frames[1]["id"])
+        assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS + 1, THREADS]
+
+    scene(play)
+
+
+def test_a_pause_is_held_back_until_the_chosen_rank_has_paused_too_or_a_moment_has_passed(monkeypatch):
+    async def play(desk, ranks, stock, ask):
+        ranks.running = (0, 1)
+        monkeypatch.setattr("rankbook.magics.debug_desk._PATIENCE_SECONDS", 3600)
+        ranks.stop(1)
+        await settle()
+        assert ranks.events == []
+        ranks.stop(0)
+        await settle()
+        assert ranks.events == [("stopped", 1), ("stopped", 0)]
+        await ask("continue", threadId=1)
+        ranks.events.clear()
+        ranks.told.clear()
+        monkeypatch.setattr("rankbook.magics.debug_desk._PATIENCE_SECONDS", 0.01)
+        ranks.stop(1)
+        await asyncio.wait_for(ranks.told.wait(), 20)
+        assert ranks.events == [("stopped", 1)]
 
     scene(play)
 

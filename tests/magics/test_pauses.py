@@ -10,7 +10,13 @@ def told(events):
 
 
 def stop(pauses, *ranks):
-    return [event for rank in ranks for event in pauses.stop(rank, {"threadId": rank + 7, "reason": "step"})]
+    for rank in ranks:
+        pauses.stop(rank, {"threadId": rank + 7, "reason": "step"})
+    return pauses.tell()
+
+
+def move(pauses, *ranks):
+    return [*pauses.go_on(ranks), *pauses.tell()]
 
 
 def test_a_number_leads_to_its_rank_until_that_goes_on():
@@ -26,11 +32,12 @@ def test_a_number_leads_to_its_rank_until_that_goes_on():
 def test_each_rank_that_stops_is_a_thread_that_stops_and_the_chosen_one_stands_first():
     pauses = Pauses()
     assert told(stop(pauses, 2, 0)) == [("stopped", 2), ("stopped", 0)]
-    assert pauses.order == (2, 0), "the first one to stop, as long as nobody has chosen"
-    pauses.chosen = 0
-    assert pauses.order == (0, 2)
-    assert told(stop(pauses, 1)) == [("stopped", 1)] and pauses.order == (0, 1, 2)
-    (event,) = pauses.stop(1, {"threadId": 3, "reason": "exception", "text": "ValueError", "allThreadsStopped": True})
+    assert pauses.order == (0, 2), "whoever was the first to stop, as long as nobody has chosen"
+    pauses.chosen = 2
+    assert pauses.order == (2, 0)
+    assert told(stop(pauses, 1)) == [("stopped", 1)] and pauses.order == (2, 0, 1)
+    pauses.stop(1, {"threadId": 3, "reason": "exception", "text": "ValueError", "allThreadsStopped": True})
+    (event,) = pauses.tell()
     body = {"reason": "exception", "text": "ValueError", "threadId": THREADS + 1, "allThreadsStopped": False}
     assert event["body"] == {**body, "description": "rank 1"} and pauses.threads[1] == 3
 
@@ -39,8 +46,8 @@ def test_ranks_that_go_on_are_told_once_and_the_choice_is_kept_for_their_next_st
     pauses = Pauses()
     stop(pauses, 0, 1)
     pauses.chosen = 1
-    assert told(pauses.go_on((0, 1))) == [("continued", 0), ("continued", 1)]
-    assert pauses.go_on((0, 1)) == [], "what a rank itself tells of it comes after this, and is nothing new"
+    assert told(move(pauses, 0, 1)) == [("continued", 0), ("continued", 1)]
+    assert move(pauses, 0, 1) == [], "what a rank itself tells of it comes after this, and is nothing new"
     stop(pauses, 0, 1)
     assert pauses.order == (1, 0)
 
@@ -49,11 +56,41 @@ def test_a_front_end_that_forgets_all_as_one_goes_on_is_told_of_one_that_still_s
     pauses = Pauses()
     pauses.one_view = True
     stop(pauses, 0, 1, 2)
-    assert told(pauses.go_on((0,))) == [("continued", 0), ("stopped", 1)]
-    assert told(pauses.go_on((1, 2))) == [("continued", 1), ("continued", 2)]
+    assert told(move(pauses, 0)) == [("continued", 0), ("stopped", 1)]
+    assert told(move(pauses, 1, 2)) == [("continued", 1), ("continued", 2)]
     pauses.one_view = False
     stop(pauses, 0, 1)
-    assert told(pauses.go_on((0,))) == [("continued", 0)]
+    assert told(move(pauses, 0)) == [("continued", 0)]
+
+
+def test_what_is_looked_at_does_not_jump_to_whichever_rank_stops_first():
+    pauses = Pauses()
+    pauses.one_view = True
+    pauses.stop(1, {"threadId": 8})
+    assert pauses.waits({0, 1}), "nothing is chosen: the front end is to show rank 0"
+    assert not pauses.waits({1}), "which does not run"
+    pauses.stop(0, {"threadId": 7})
+    assert not pauses.waits({0, 1}) and told(pauses.tell()) == [("stopped", 1), ("stopped", 0)]
+    assert pauses.show() == (0, 1)
+    pauses.chosen = 1
+    assert pauses.show() == (0, 1), "it is shown, and stays chosen: the rows need not move"
+    pauses.go_on((0, 1))
+    pauses.stop(0, {"threadId": 7})
+    assert pauses.waits({0, 1})
+    pauses.stop(1, {"threadId": 8})
+    assert not pauses.waits({0, 1})
+    assert (pauses.show(), pauses.show()) == ((1, 0), (0, 1)), "first once, and in order from then on"
+
+
+def test_where_one_moves_alone_the_others_are_shown_after_it_or_after_a_moment():
+    pauses = Pauses()
+    pauses.one_view, pauses.chosen = True, 1
+    stop(pauses, 0, 1)
+    assert told(pauses.go_on((1,))) == [("continued", 1)] and pauses.waits({0, 1})
+    pauses.stop(1, {"threadId": 8})
+    assert not pauses.waits({0, 1}) and told(pauses.tell()) == [("stopped", 0), ("stopped", 1)]
+    pauses.go_on((1,))
+    assert pauses.go_on((0,)) and pauses.tell() == [], "of one that goes on before it was told of nothing is told"
 
 
 def test_continue_and_step_are_for_all_paused_ranks_or_for_one():
