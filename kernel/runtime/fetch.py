@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +161,11 @@ class IterableFetch(Dataset[Any]):
         return self._current
 
     def _restart(self, ticket: Ticket) -> None:
-        self._rounds = with_last(self._read(ticket, self._shard.dealt(self._open(ticket))))
+        self._rounds = with_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
+
+    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        """`rounds`, from number `first` on, each under its own streams."""
+        return self._streams.over(rounds, (ticket.seed, ticket.epoch, "round"), first)
 
     def _open(self, ticket: Ticket) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
         saved = self._streams.begin((ticket.seed, ticket.epoch, "start"))
@@ -170,19 +173,6 @@ class IterableFetch(Dataset[Any]):
             return iter(self.dataset)
         finally:
             self._streams.end(saved)
-
-    def _read(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        """`rounds`, from number `first` on, each read under its own streams, however far ahead of its ticket."""
-        streams = self._streams
-        for number in count(first):
-            saved = streams.begin((ticket.seed, ticket.epoch, "round", number))
-            try:
-                each = next(rounds, None)
-            finally:
-                streams.end(saved)
-            if each is None:
-                return
-            yield each
 
 
 def whole_share(share: Share | None) -> Share | None:

@@ -69,17 +69,17 @@ class StatefulStream(IterableFetch):
         if told is None or told["run"] != ticket.run:
             self._start = self._begin_anew(self._fresh)
             self._stream = self._open(ticket)
-            self._rounds = with_last(self._read(ticket, shard.dealt(self._stream)))
+            self._rounds = with_last(self._each(ticket, shard.dealt(self._stream)))
             return
         self._start, first = told["start"], told["first"]
         filled_up = shard.even_batches and not shard.drop_last
         initial = self._first_samples(ticket, told["start"]) if filled_up else []
         self._stream = self._open_at(ticket, told["state"])
         self._at = first - 1
-        self._rounds = with_last(self._read(ticket, shard.dealt(self._stream, first, initial), first))
+        self._rounds = with_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
 
-    def _read(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        for each in super()._read(ticket, rounds, first):
+    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        for each in super()._each(ticket, rounds, first):
             self._states = (*self._states[-1:], (each[0], self._state()))
             yield each
 

@@ -16,7 +16,8 @@ import random
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from rankbook.runtime.global_streams import Saved, global_streams
 from rankbook.runtime.passive import cannot_draw
 
 Key = tuple[int | str, ...]
+T = TypeVar("T")
 
 MOST_ITEMS = 256
 """A list or dict that is longer is data, and is not searched for generators."""
@@ -156,6 +158,18 @@ class Streams:
             global_streams().end(saved[0])
             for stream, state in saved[1]:
                 stream.end(state)
+
+    def over(self, items: Iterator[T], key: Key, first: int = 0) -> Iterator[T]:
+        """`items`, each read with the streams at `key` and its number, which counts from `first`, however far ahead."""
+        for number in count(first):
+            saved = self.begin((*key, number))
+            try:
+                each = next(items, None)
+            finally:
+                self.end(saved)
+            if each is None:
+                return
+            yield each
 
     def look_again(self) -> None:
         """What held the generators may hold others by now."""

@@ -95,18 +95,7 @@ class Shuffle:
         """`rounds`, each read under the shuffle's streams where the sampler may draw from any."""
         if self._streams is None:
             return rounds
-        return self._draw(rounds, a_pass, self._streams)
-
-    def _draw(self, rounds: Iterator[Round], a_pass: Pass, streams: Streams) -> Iterator[Round]:
-        for number in count():
-            saved = streams.begin((a_pass.seed, a_pass.epoch, "shuffle", number))
-            try:
-                each = next(rounds, None)
-            finally:
-                streams.end(saved)
-            if each is None:
-                return
-            yield each
+        return self._streams.over(rounds, (a_pass.seed, a_pass.epoch, "shuffle"))
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +66,33 @@ def opened(browser, server, tmp_path, request) -> Iterator[Callable]:
         yield make
         for notebook in made:
             notebook.shut_down()
+
+
+@pytest.fixture
+def own_kernel(browser, tmp_path, monkeypatch) -> Iterator[Callable]:
+    """`own_kernel(sources)`: a notebook of these cells in JupyterLab, with Rankbook's own kernel and two ranks."""
+    from contextlib import ExitStack
+
+    from tests.browser.jupyter import Notebook, Server, open_page
+    from tests.jupyter.test_runners import write_notebook
+
+    install = [sys.executable, "-m", "rankbook.jupyter", "install", "--prefix", str(tmp_path), "-n", "2"]
+    subprocess.run(install, check=True, capture_output=True, timeout=60)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with ExitStack() as stack:
+
+        def make(sources: list[str]) -> Notebook:
+            server = Server(folder)
+            stack.callback(server.close)
+            server.theme("JupyterLab Light")
+            write_notebook(folder / "own.ipynb", sources)
+            opened = Notebook(stack.enter_context(open_page(browser, tmp_path)), server, "own.ipynb")
+            stack.callback(opened.shut_down)
+            return opened
+
+        yield make
 
 
 @pytest.fixture(scope="session")

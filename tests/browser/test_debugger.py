@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
-import nbformat
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -29,30 +26,8 @@ for step in range(3):
 ]
 
 
-@pytest.fixture
-def notebook(browser, tmp_path, monkeypatch):
-    from tests.browser.jupyter import Notebook, Server, open_page
-
-    install = [sys.executable, "-m", "rankbook.jupyter", "install", "--prefix", str(tmp_path), "-n", "2"]
-    subprocess.run(install, check=True, capture_output=True, timeout=60)
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    folder = tmp_path / "server"
-    folder.mkdir()
-    server = Server(folder)
-    server.theme("JupyterLab Light")
-    kernel = {"name": "rankbook-2", "display_name": "Rankbook", "language": "python"}
-    cells = [nbformat.v4.new_code_cell(each) for each in CELLS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "train.ipynb")
-    try:
-        with open_page(browser, tmp_path) as page:
-            opened = Notebook(page, server, "train.ipynb")
-            yield opened
-            opened.shut_down()
-    finally:
-        server.close()
-
-
-def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(notebook, shots):
+def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(own_kernel, shots):
+    notebook = own_kernel(CELLS)
     page = notebook.page
     notebook.run(0, timeout=60)
     page.locator(".jp-DebuggerBugButton").click()

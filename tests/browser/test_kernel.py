@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import nbformat
 import pytest
 
-from tests.jupyter.test_runners import CELLS, EXPECTED, shown, write_notebook
+from tests.jupyter.test_runners import CELLS, EXPECTED, shown
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 
 
-@pytest.fixture
-def notebook(browser, tmp_path, monkeypatch):
-    from tests.browser.jupyter import Notebook, Server, open_page
-
-    install = [sys.executable, "-m", "rankbook.jupyter", "install", "--prefix", str(tmp_path), "-n", "2"]
-    subprocess.run(install, check=True, capture_output=True, timeout=60)
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    folder = tmp_path / "server"
-    folder.mkdir()
-    server = Server(folder)
-    try:
-        write_notebook(folder / "kernel.ipynb")
-        with open_page(browser, tmp_path) as page:
-            opened = Notebook(page, server, "kernel.ipynb")
-            yield opened
-            opened.shut_down()
-    finally:
-        server.close()
-
-
-def test_a_notebook_gives_the_outputs_that_it_gives_everywhere_and_tab_knows_the_ranks(notebook):
+def test_a_notebook_gives_the_outputs_that_it_gives_everywhere_and_tab_knows_the_ranks(own_kernel):
+    notebook = own_kernel(CELLS)
     for number in range(len(CELLS)):
         notebook.run(number, timeout=60)
     notebook.save()

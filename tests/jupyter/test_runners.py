@@ -38,8 +38,8 @@ RUNNERS = {
 _PACKAGE = {"jupyter execute": "nbclient", "rankbook run": "nbclient"}
 
 
-def write_notebook(file: Path) -> None:
-    cells = [nbformat.v4.new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(CELLS)]
+def write_notebook(file: Path, sources: list[str] = CELLS) -> None:
+    cells = [nbformat.v4.new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(sources)]
     kernel = {"name": "rankbook-2", "display_name": "Rankbook", "language": "python"}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), file)
 
