@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from rankbook.magics.panel import Panel
+CELL_MAGICS = ("distributed", "local")
 _TO_THE_CELL = 2
 """Frames from IPython's expansion of `$name` and `{name}` to those whose variables are meant."""
 
@@ -339,6 +340,15 @@ def short_errors() -> Iterator[None]:
         raise
 
 
+def _misplaced(name: str) -> Callable[[str], None]:
+    """What IPython takes `%%name` for below a cell's first line: a line magic, which it would not know."""
+
+    def refuse(_line: str) -> None:
+        raise UsageError(f"%%{name} has to be the first line of its cell; not even a comment may stand above it")
+
+    return refuse
+
+
 def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
     DistributedMagics.distributed.__doc__ = options.help_text()
@@ -346,6 +356,8 @@ def install(shell: InteractiveShell) -> None:
     debug.install(shell)
     hints.install(shell)
     shell.register_magics(DistributedMagics(shell))
+    for name in CELL_MAGICS:
+        shell.register_magic_function(_misplaced(name), "line", f"%{name}")
     name_cells(shell.compile._filename_map)
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
         auto.set_auto(shell, on=True)
@@ -357,6 +369,8 @@ def uninstall(shell: InteractiveShell) -> None:
     debug.uninstall(shell)
     hints.uninstall(shell)
     manager = shell.magics_manager
-    for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "local")):
-        manager.magics[kind].pop(name, None)
+    manager.magics["line"].pop("distributed", None)
+    for name in CELL_MAGICS:
+        manager.magics["cell"].pop(name, None)
+        manager.magics["line"].pop(f"%{name}", None)
     manager.registry.pop("DistributedMagics", None)

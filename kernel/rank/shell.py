@@ -18,7 +18,7 @@ import traceback
 import warnings
 from base64 import b64encode
 from bdb import BdbQuit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -41,6 +41,13 @@ from rankbook.wire import RESULT
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
 _EMPTY_LINES = re.compile(r"(?:[^\S\n]*\n)+")
+_FIRST = "has to be the first line of its cell; not even a comment may stand above it"
+_NOT_HERE = {
+    "distributed": "is for the notebook's own process: give it a cell of its own",
+    "%distributed": _FIRST,
+    "%local": _FIRST,
+}
+"""Line magics that stand in a rank's cell by mistake; IPython would say that there are none."""
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -330,6 +337,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _refuse(name: str, why: str) -> Callable[[str], None]:
+    def refuse(_line: str) -> None:
+        raise UsageError(f"%{name} {why}")
+
+    return refuse
+
+
 def make_shell() -> RankShell:
     """The shell, made in the forkserver, so that each rank has it at once."""
     config = Config()
@@ -340,6 +354,8 @@ def make_shell() -> RankShell:
     load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # not in older versions of IPython
     if load_magics is not None:
         load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good
+    for name, why in _NOT_HERE.items():
+        shell.register_magic_function(_refuse(name, why), "line", name)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
         namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's ask the terminal
     # IPython would change `builtins` before and after each cell, and with it void what the interpreter has learnt about

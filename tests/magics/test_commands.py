@@ -51,6 +51,14 @@ def test_a_wrong_option_is_one_line_that_names_the_valid_ones(notebook, line, va
     assert refused(notebook, f"%distributed {line}").rstrip().endswith(f"valid here: {valid}")
 
 
+def test_a_magic_in_the_wrong_place_is_one_line_that_says_where_it_belongs(notebook):
+    for cell in ("# a note\n%%distributed --ranks 0\nx = 1", "%%distributed\nx = 1\n%%distributed --ranks 0\nx = 2"):
+        told = refused(notebook, cell)
+        assert "%%distributed has to be the first line of its cell" in told and "not found" not in told
+    assert "%%local has to be the first line" in refused(notebook, "x = 1\n%%local\ny = 1")
+    assert "give it a cell of its own" in refused(notebook, "%%distributed\nx = 1\n%distributed pull x")
+
+
 # Start, status, stop -------------------------------------------------------------------------------------------------
 
 
