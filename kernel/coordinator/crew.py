@@ -285,4 +285,5 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_all.clear)  # the ranks are not the child's to stop
+if hasattr(os, "register_at_fork"):  # as in launch/local.py
+    os.register_at_fork(after_in_child=_all.clear)  # the ranks are not the child's to stop

@@ -28,6 +28,7 @@ from rankbook.transport.stream import MessageStream
 _T = TypeVar("_T")
 _IMPORT_TIMEOUT = 300.0
 _CLOSE_TIMEOUT = 10.0
+_NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
 
 
 class Process(Protocol):
@@ -162,7 +163,10 @@ class LocalLauncher:
                     return message
         if self.alive:
             raise StartError(f"the forkserver did not answer within {timeout:.0f} s; %distributed start tries again")
-        raise StartError(f"the forkserver ended before it could start ranks:\n{self._last_words()}")
+        words = self._last_words()
+        if words.endswith(_NO_TORCH):
+            raise StartError(f"there is no torch for {sys.executable}: install it there, then %distributed start")
+        raise StartError(f"the forkserver ended before it could start ranks:\n{words}")
 
     def _last_words(self) -> str:
         self._process.wait(timeout=_CLOSE_TIMEOUT)
@@ -214,4 +218,5 @@ def cool_down() -> None:
 
 
 atexit.register(cool_down)
-os.register_at_fork(after_in_child=_warm.clear)  # a child of the notebook's has no forkserver to end
+if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says what that means
+    os.register_at_fork(after_in_child=_warm.clear)  # a child of the notebook's has no forkserver to end
