@@ -236,7 +236,7 @@ def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
     notebook.ok("%distributed stop")
 
 
-def test_a_rank_that_died_meanwhile_is_named_and_can_be_restarted(notebook, place):
+def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, place):
     pids = ranks_of(notebook)
     notebook.ok("%%distributed\nx = 5")
     kill(notebook)
@@ -245,10 +245,10 @@ def test_a_rank_that_died_meanwhile_is_named_and_can_be_restarted(notebook, plac
     settle(notebook)
     outcome = notebook.ok("%distributed attach")
     assert "rank 0 attached" in outcome.stdout
-    assert "rank 1 was killed by signal 9 (out of memory?): %distributed restart 1" in outcome.stdout
+    assert "rank 1 was killed by signal 9 (out of memory?): %distributed heal brings it back" in outcome.stdout
     assert "dead" in notebook.ok("%distributed status").text
-    assert "all ranks are in one process group" in notebook.ok("%distributed restart 1").stdout
-    assert "[0] True" in notebook.ok("%%distributed\ndist.barrier()\nprint('x' in globals())").stdout
+    assert "rank 1 is back with the state of rank 0" in notebook.ok("%distributed heal").stdout
+    assert "[0-1] 5" in notebook.ok("%%distributed\ndist.barrier()\nprint(x)").stdout
     notebook.ok("%distributed stop")
 
 
