@@ -35,7 +35,7 @@ def rows_of(variables: Variables, names: Sequence[str] = ()) -> list[tuple[str, 
         if not any(fnmatchcase(each, name) for each in found):
             near = get_close_matches(name, found, n=3)
             hint = f"; near: {', '.join(near)}" if near else ""
-            raise BadRequest(f"{name_ranks(tuple(variables))} have no variable {name!r}{hint}")
+            raise BadRequest(f"there is no variable {name!r} on {name_ranks(tuple(variables))}{hint}")
     wanted = [each for each in found if not names or any(fnmatchcase(each, name) for name in names)]
     return [row for name in wanted for row in _rows(name, found[name], tuple(variables))]
 

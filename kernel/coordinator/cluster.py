@@ -269,7 +269,8 @@ class Cluster(Sight):
         chosen = dead if ranks is None else self.select(ranks)
         living = [rank for rank in chosen if rank not in dead]
         if living:
-            raise BadRequest(f"{name_ranks(living)} is not dead; %distributed restart gives it a fresh process")
+            verb = "is" if len(living) == 1 else "are"
+            raise BadRequest(f"{name_ranks(living)} {verb} not dead; %distributed restart gives a fresh process")
         if not chosen:
             return None
         healthy = [rank for rank, each in self._state.ranks.items() if each.state in (RankState.IDLE, RankState.BUSY)]

@@ -54,7 +54,7 @@ def test_names_and_patterns_choose():
     variables = {0: (plain("loss", 1), plain("loss_sum", 2), plain("n", 3))}
     assert [row["name"] for row in told(variables, "loss*")] == ["loss", "loss_sum"]
     assert [row["name"] for row in told(variables, "n", "loss")] == ["loss", "n"]
-    with pytest.raises(BadRequest, match="no variable 'los'; near: loss"):
+    with pytest.raises(BadRequest, match="no variable 'los' on rank 0; near: loss"):
         told(variables, "los")
 
 
