@@ -6,36 +6,36 @@ The rooms, from the wire up; imports point upwards in this list, never down:
 
 telemetry.py      what a rank can tell about itself
 wire.py           what a message is
+words.py          numbers as people read them
 keeping.py        the vocabulary of ranks that outlive the notebook
 looking.py        the vocabulary of looks at the ranks while they work
 comms.py          the vocabulary of widgets that live on ranks
 debugging.py      the vocabulary of ranks under a debugger
 measuring.py      the vocabulary of cells that are measured
 forking.py        the vocabulary of the forkserver
-messages.py       the rest of the wire's vocabulary
-words.py          numbers as people read them
 errors.py         one tree; the class names the culprit
+messages.py       the rest of the wire's vocabulary
 sources.py        the cells that functions were defined in, which travel with them
 ranks.py          rank selections, "0,2-3"
-output.py         merges what the ranks print into what the notebook shows
-record.py         what stands there, to be shown again without some ranks' part
-pieces.py         the same kept apart by rank
 lines.py          bytes to lines and progress bars
 queues.py         lines the ranks up: which of their outputs are the same
+record.py         what stands in the notebook, to be shown again without some ranks' part
+output.py         merges what the ranks print into what the notebook shows
+pieces.py         the same kept apart by rank
 results.py        folds what the ranks send into one CellResult
 transport/        links, pickles, shared memory
 launch/           how ranks come to be
 coordinator/      the notebook side: decisions (pure), their driver, the public Cluster
-rank/             the rank side: forkserver, the process that runs cells
 checkpoint/       sharded checkpoints: saved on any number of ranks, loaded on any other
 runtime/          training code for one device and for many, with or without a notebook
+rank/             the rank side: forkserver, the process that runs cells
 launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it: live views, HTML, text
 magics/           %%distributed and %distributed
 jupyter/          the kernel whose plain cells run on the ranks
+console.py        prints what such a run shows
 notebook_file.py  reads and writes the notebook that is run
 notebook_run.py   runs a notebook without a browser
-console.py        prints what such a run shows
 cli.py            the `rankbook` command
 
 Coordinator and rank never import each other: they share messages.py and meet on the wire. tests/test_layers.py holds

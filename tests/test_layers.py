@@ -403,7 +403,19 @@ def stale_maps(sources: Sources) -> Iterator[str]:
         yield from (f"{module} names {name}, which is not there" for name in sorted(named - there))
 
 
+def downward_imports(sources: Sources) -> Iterator[str]:
+    """Imports, at run time, of a room that stands further down in the front door's map."""
+    front = ast.get_docstring(ast.parse(sources.get("rankbook.__init__", ""))) or ""
+    order = re.findall(r"^(\w+)(?:\.py|/)(?:\s|$)", front, flags=re.MULTILINE)
+    for each in imports_of(sources):
+        room, target = room_of(each.module), room_of(each.target)
+        known = each.target.startswith("rankbook.") and {room, target} <= set(order)
+        if known and not each.types_only and order.index(target) > order.index(room):
+            yield f"{each}: the front door's map has {target} below {room}"
+
+
 CHECKS = [
+    downward_imports,
     wrong_layers,
     wrong_packages,
     dynamic_imports,
@@ -423,6 +435,14 @@ def test_the_package_keeps_to_its_layers(check):
 
 OWNS = '"""Owns: it. Refuses: all else."""\n'
 VIOLATIONS = [
+    (
+        downward_imports,
+        {
+            "__init__": '"""Rooms.\n\nrank/  ranks\nerrors.py  one\n"""',
+            "rank.a": "import rankbook.errors",
+            "errors": "",
+        },
+    ),
     (wrong_layers, {"coordinator.a": "from rankbook.rank import main"}),
     (wrong_layers, {"rank.a": "def f():\n  import rankbook.coordinator.state"}),
     (wrong_layers, {"launch.a": "from rankbook.rank.forkserver import main"}),

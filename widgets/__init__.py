@@ -22,5 +22,5 @@ strip.py              a running cell's ranks in a line
 panel.py              a cell's output by rank, live
 panel_picture.py      the same as HTML and text
 ansi.py               a terminal's colours as HTML
-dashboard.py          the three as tabs, one for a notebook
+dashboard.py          placement, shards and checkpoints as tabs, one for a notebook
 """

@@ -18,7 +18,7 @@ lookout.py  asks them while somebody looks, and on demand
 hints.py    asks one of them while a person types
 peek.py     an expression, evaluated on the ranks while they run
 feed.py     what views see of a cluster, and do to it
-silence.py  what it means when one does not, in words
+silence.py  what it means when a rank does not answer, in words
 timers.py   what is to be done later
 comms.py      widgets that live on ranks: whose they are
 debugs.py     ranks under a debugger: who hears theirs, which are paused

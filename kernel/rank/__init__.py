@@ -35,7 +35,7 @@ measure.py        the times of a cell, and its profile, where they were asked fo
 wait_clock.py     how long it stood still for other ranks
 profiling.py      what torch's profiler sees of it
 trace.py          that, as a piece of one trace of all ranks
-look.py           what it answers
+look.py           what the rank tells of itself to whoever looks
 peek.py           expressions, evaluated beside the cell that runs
 belongings.py     the models, optimizers and loaders that live here
 parts.py          their tensors, by metadata
