@@ -60,6 +60,7 @@ class Board:
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: dict[int, _Known] = {}
+        self._due: tuple[int, ...] = ()
 
     def to_ask(self, views: Iterable[RankView]) -> dict[int, int]:
         """The ranks that can answer and owe no answer, each with the version of its holdings that is known here."""
@@ -68,6 +69,7 @@ class Board:
             known = self._of(view)
             if view.state in (RankState.IDLE, RankState.BUSY) and known.asked is None:
                 asked[view.rank] = known.version
+        self._due = tuple(asked)
         return asked
 
     def asked(self, rank: int, now: float) -> None:
@@ -93,9 +95,9 @@ class Board:
         if known is not None:
             known.asked = None
 
-    def owed(self, ranks: Iterable[int]) -> bool:
-        """Whether one of them has not answered yet."""
-        return any(self._known[rank].asked is not None for rank in ranks if rank in self._known)
+    def owed(self) -> bool:
+        """Whether one of the last ranks to ask has not answered yet."""
+        return any(self._known[rank].asked is not None for rank in self._due)
 
     def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
         """All ranks, at `now` on the monotonic and `wall` on the wall clock."""

@@ -169,7 +169,8 @@ class Lookout:
                     board.told(rank, answer)
                 elif isinstance(answer, NothingTold):
                     board.refused(rank)
-                self._changed.notify_all()
+                if not board.owed():  # each wake-up of the thread that looks costs who trains
+                    self._changed.notify_all()
 
         return deliver
 
@@ -203,7 +204,7 @@ class Lookout:
                 with self._changed:
                     board.refused(rank)
         with self._changed:
-            self._changed.wait_for(lambda: not board.owed(due), timeout)
+            self._changed.wait_for(lambda: not board.owed(), timeout)
 
     def _show(self, board: Board, watchers: list[Watcher]) -> None:
         with self._changed:

@@ -1,7 +1,8 @@
 """The threads that look: a rank's third and fourth, each made by the first question of its kind; a peek has its own.
 
 Owns: questions in their order, and that each gets an answer. Refuses: to hold up the control thread, which must be free
-for interrupts, and the main thread, which takes what arrives between two cells.
+for interrupts, by more than an answer that is there already takes; and the main thread, which takes what arrives
+between two cells.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import queue
 import signal
 import traceback
 from collections.abc import Callable
+from threading import current_thread, main_thread
 from typing import Generic, Protocol, TypeVar
 
 from rankbook.looking import Answer, AskPeek, Hint, Look, NothingTold
@@ -26,32 +28,55 @@ class Answers(Protocol[_Q_contra]):
         """The answer, or why there is none."""
 
 
+class Looks(Answers[_Q_contra], Protocol[_Q_contra]):
+    """What is asked again and again."""
+
+    def at_once(self, question: _Q_contra) -> Answer | None:
+        """The answer, if it takes next to nothing; else None."""
+
+
 class Inquiries(Generic[_Q]):
     """Answers with `send`. `make` makes what looks, once; it imports what a rank needs for nothing else."""
 
-    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Answers[_Q]]) -> None:
+    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Looks[_Q]]) -> None:
         self._send = send
         self._make = make
         self._questions: queue.SimpleQueue[_Q] = queue.SimpleQueue()
         self._started = _thread.allocate_lock()
+        self._looks: Looks[_Q] | None = None
+        self._asked = self._answered = 0
 
     def put(self, question: _Q) -> None:
-        """Have it answered. Any thread."""
+        """Have it answered. One thread at a time: the control thread, or the main one between two cells."""
+        looks = self._looks
+        if looks is not None and self._asked == self._answered and current_thread() is not main_thread():
+            answer = self._try(looks.at_once, question)  # a thread less that wakes up beside a cell that computes
+            if answer is not None:
+                self._send(answer)
+                return
+        self._asked += 1
         self._questions.put(question)
         if self._started.acquire(blocking=False):
             _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
-        looks: Answers[_Q] | None = None
         while True:
             question = self._questions.get()
-            try:
-                looks = looks or self._make()
-                answer = looks.answer(question)
-            except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
-                answer = _failed("look", question, error)
+            answer = self._try(self._answer, question)
+            assert answer is not None
             self._send(answer)
+            self._answered += 1
+
+    def _answer(self, question: _Q) -> Answer:
+        self._looks = self._looks or self._make()
+        return self._looks.answer(question)
+
+    def _try(self, answer: Callable[[_Q], Answer | None], question: _Q) -> Answer | None:
+        try:
+            return answer(question)
+        except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
+            return _failed("look", question, error)
 
 
 def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskPeek]], question: AskPeek) -> None:

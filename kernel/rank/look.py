@@ -43,6 +43,8 @@ _AT_MOST = {True: 1 / 200, False: 1 / 50}
 """The share of a processor that the search for what lives here may take while a cell runs, and while none does."""
 _SOONEST = 0.5
 """Seconds until the device's memory is read again. What only counts is read at each look."""
+_PAUSES = 1.0, 4.0
+"""Seconds between two searches while a cell runs: the fewest, and the most, after some that found nothing new."""
 _LAST_SAVES = 16
 
 
@@ -81,6 +83,8 @@ class Lookout:
         self._memory: MemoryUse | None = None
         self._gradients = 0
         self._due = self._searched = self._cost = 0.0
+        self._pause = _PAUSES[0]
+        self._cell: int | None = None
         self._version = 0
         self._holdings: tuple[Holding, ...] = ()
         self._ended: deque[CheckpointSave] = deque(maxlen=_LAST_SAVES)
@@ -108,22 +112,37 @@ class Lookout:
         except RankbookError as error:
             return NothingTold(question.token, str(error))
 
+    def at_once(self, question: Look) -> Answer | None:
+        """A look for which nothing has to be searched or measured: it counts and tells."""
+        if not isinstance(question, AskLook) or question.fresh:
+            return None
+        now = time.monotonic()
+        if question.holdings and (now >= self._due or self._search_is_due(now)):
+            return None
+        return self._told(question)
+
     # A look
 
     def _look(self, question: AskLook) -> Looked:
+        if question.holdings:
+            now = time.monotonic()
+            if question.fresh or self._search_is_due(now):
+                self._search()
+            if question.fresh or now >= self._due:
+                self._measure()
+        return self._told(question)
+
+    def _search_is_due(self, now: float) -> bool:
+        running = self._work.running
+        if running != self._cell:
+            self._cell, self._pause = running, _PAUSES[0]
+        pause = _SOONEST if running is None else self._pause
+        wait = max(pause, self._cost / _AT_MOST[running is not None])
+        return self._inventory is None or now >= self._searched + wait
+
+    def _told(self, question: AskLook) -> Looked:
         if question.saves:
             self._listen()
-        if question.holdings:
-            began = time.monotonic()
-            busy = self._work.running is not None
-            if (
-                question.fresh
-                or self._inventory is None
-                or began >= self._searched + max(_SOONEST, self._cost / _AT_MOST[busy])
-            ):
-                self._search()
-            if question.fresh or began >= self._due:
-                self._measure()
         changed = question.holdings and question.known != self._version
         saves = (*telemetry.snapshot("checkpoint "), *self._ended) if question.saves else ()
         return Looked(
@@ -169,6 +188,9 @@ class Lookout:
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
             self._holdings = inventory.holdings
+            self._pause = _PAUSES[0]
+        else:
+            self._pause = min(2 * self._pause, _PAUSES[1])
         self._inventory = inventory
         self._searched, self._cost = time.monotonic(), time.thread_time() - began
         self._due = 0.0

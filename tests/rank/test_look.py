@@ -171,6 +171,27 @@ def test_a_second_look_tells_holdings_only_where_they_changed():
     assert isinstance(lookout.answer(AskStatistic(1, "model", "nothing")), NothingTold)
 
 
+def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while_a_cell_finds_nothing_new(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("rankbook.rank.look.time.monotonic", lambda: now[0])
+    work = _Work({"model": torch.nn.Linear(2, 2)})
+    lookout, ask = Lookout(work, 0, torch.device("cpu")), AskLook(1, True, -1, False, False)
+    assert lookout.at_once(ask) is None, "nothing was searched for yet"
+    assert lookout.at_once(AskLook(1, True, -1, True, False)) is None, "a fresh one searches"
+    work.running, searched = 7, []
+    for tenth in range(160):
+        now[0] = 100.0 + tenth / 10
+        if (told := lookout.at_once(ask)) is None:
+            told, before = lookout.answer(ask), lookout._searched
+            searched += [tenth] if before == now[0] else []
+        assert [each.name for each in told.holdings] == ["model"]
+    assert searched == [0, 10, 30, 70, 110, 150]
+    work.running = 8
+    now[0] += 1.0
+    lookout.answer(ask)
+    assert lookout._searched == now[0], "another cell may have made anything"
+
+
 def test_a_look_survives_what_changes_meanwhile():
     model, ended, failures = torch.nn.Sequential(), threading.Event(), []
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
