@@ -198,13 +198,15 @@ class Debuggee:
 
     def _read(self, connection: socket.socket, stream: IO[bytes]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        last: Message | None = None
         with connection, stream:
             with contextlib.suppress(OSError):
                 while (message := read_message(stream)) is not None:
+                    if self._leaving is not None and message.get("request_seq") == self._leaving:
+                        last = message
+                        break
                     if self._note(message):
                         self._tell(message)
-                    if self._leaving is not None and message.get("request_seq") == self._leaving:
-                        break
             self.attached, self._engine, self._socket, self._paused = False, None, None, None
             sys.breakpointhook = self._own_hook
             self._be_patient(False)
@@ -212,6 +214,8 @@ class Debuggee:
                 connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has it open too
         _wait_until(lambda: _engine() is None)
         self._gone.set()
+        if last is not None:  # not before: whoever then starts another one would take the end of this one for its end
+            self._tell(last)
         self._send(DebugSaid(""))
 
     def _note(self, message: Message) -> bool:

@@ -7,6 +7,7 @@ import io
 import json
 import queue
 import socket
+import sys
 import threading
 import time
 
@@ -129,6 +130,25 @@ def test_whoever_connects_without_the_word_is_sent_away():
         for thread in threads:
             thread.join(timeout=5)
         assert said.count("pydevdAuthorize") == 4
+
+
+def test_its_end_is_told_once_there_may_be_another_one(monkeypatch):
+    told: queue.SimpleQueue = queue.SimpleQueue()
+    debuggee, gone = debug.Debuggee(told.put, lambda _: None), threading.Event()
+    monkeypatch.setattr(debug, "_engine", lambda: None if gone.is_set() else object())
+    debuggee._leaving, debuggee._own_hook = 7, sys.breakpointhook
+    ours, its = socket.socketpair()
+    reader = threading.Thread(target=debuggee._read, args=(ours, ours.makefile("rb")))
+    reader.start()
+    content = json.dumps({"type": "response", "request_seq": 7, "success": True}).encode()
+    with its:
+        its.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+        with pytest.raises(queue.Empty):
+            told.get(timeout=0.2)
+        gone.set()
+        assert json.loads(told.get(timeout=10).content)["request_seq"] == 7
+        assert told.get(timeout=10).content == ""
+    reader.join(timeout=10)
 
 
 @pytest.mark.parametrize("words", ["ImportError: no debugpy here"])
