@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,8 +167,8 @@ class Debugging:
 
     async def variables(self, rank: int) -> list[Message] | None:
         """From its own list, which asks no variable anything."""
-        cluster = self._cluster
-        if cluster is None or not auto.is_on(self._shell) or rank >= cluster.world_size:
+        cluster = self._of_cells(rank)
+        if cluster is None:
             return None
         told = await asyncio.get_running_loop().run_in_executor(None, cluster.variables, (rank,))
         return [
@@ -180,6 +181,24 @@ class Debugging:
             }
             for each in told.get(rank, ())
         ]
+
+    async def show(self, rank: int, name: str) -> Message | None:
+        """As a peek tells of it, in plain text: its own code may take long, or never end."""
+        cluster = self._of_cells(rank)
+        if cluster is None:
+            return None
+        text = ""
+        if name.isidentifier():
+            ask = functools.partial(cluster.peek, name, ranks=(rank,))
+            (told,) = await asyncio.get_running_loop().run_in_executor(None, ask)
+            text = told.text or told.trouble
+        return {"data": {"text/plain": text} if text else {}, "metadata": {}}
+
+    def _of_cells(self, rank: int) -> Cluster | None:
+        """The cluster of that rank, where plain cells run."""
+        cluster = self._cluster
+        there = cluster is not None and auto.is_on(self._shell) and rank < cluster.world_size
+        return cluster if there else None
 
     def _look(self) -> None:
         """Whether there are other ranks than before."""

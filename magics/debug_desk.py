@@ -6,13 +6,12 @@ Refuses: sockets and threads; it is given a `Stock` and an `Office`, and runs on
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import contextlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
+from rankbook.magics.debug_answers import EMPTY, as_bundle, placed_at, respond, trouble_of
 from rankbook.magics.pauses import HANDLES, THREADS, Message, Pauses, rank_of, shown
 
 _SECONDS = 5.0
@@ -20,14 +19,7 @@ _SECONDS = 5.0
 _START_SECONDS = 20.0
 _PATIENCE_SECONDS = 0.2
 """For the chosen rank to pause, before a front end with one view for all shows another one."""
-_MOVES = frozenset({"continue", "next", "stepIn", "stepOut"})
 _FRAMES = ("frameId", "variablesReference", "srcFrameId")
-_EMPTY: dict[str, Message] = {
-    # what a front end finds where there is nothing any more; it would stumble over a body without it
-    "stackTrace": {"stackFrames": [], "totalFrames": 0},
-    "scopes": {"scopes": []},
-    "variables": {"variables": []},
-}
 
 
 class Stock(Protocol):
@@ -67,6 +59,9 @@ class Office(Protocol):
 
     async def variables(self, rank: int) -> list[Message] | None:
         """A rank's variables, while it is not paused; None where plain cells run in the notebook."""
+
+    async def show(self, rank: int, name: str) -> Message | None:
+        """One of them, as a mime bundle with its metadata; None as above."""
 
 
 class _Line:
@@ -129,6 +124,7 @@ class Desk:
         """There are other ranks now."""
         for rank in tuple(self._lines):
             self.lose(rank)
+        self.pauses.chosen = None
 
     async def attach(self, ranks: Iterable[int]) -> dict[int, str]:
         """Have a debugger on each of these that has none yet; for those that cannot, why."""
@@ -139,21 +135,24 @@ class Desk:
 
     async def _attach(self, rank: int) -> str:
         line = self._lines[rank] = _Line()
-        steps = [
-            ("initialize", {"clientID": "rankbook", "adapterID": "rankbook", "supportsVariableType": True}),
-            ("attach", {}),
-            *(("setBreakpoints", _at(path, lines)) for path, lines in self._breakpoints.items()),
-            *([] if self._filters is None else [("setExceptionBreakpoints", self._filters)]),
-            ("configurationDone", {}),
-        ]
-        for command, arguments in steps:
+        for command, arguments in self._opening(line):
             answer = await self._ask(rank, command, arguments, timeout=_START_SECONDS)
             if not answer.get("success"):
                 if self._lines.get(rank) is line:
                     del self._lines[rank]
                 return str(answer.get("message") or f"{command} failed")
-        line.ready = True
         return ""
+
+    def _opening(self, line: _Line) -> Iterator[tuple[str, Message]]:
+        """What a rank's debugger is told first, each as it is by then: a person clicks into a gutter meanwhile."""
+        yield "initialize", {"clientID": "rankbook", "adapterID": "rankbook", "supportsVariableType": True}
+        yield "attach", {}
+        line.ready = True  # what changes from here on it is told with all others
+        for path in tuple(self._breakpoints):
+            yield "setBreakpoints", placed_at(path, self._breakpoints.get(path, []))
+        if self._filters is not None:
+            yield "setExceptionBreakpoints", self._filters
+        yield "configurationDone", {}
 
     async def _ask(self, rank: int, command: str, arguments: Message, *, timeout: float = _SECONDS) -> Message:  # noqa: ASYNC109 - a rank's
         """A rank's answer, or an unsuccessful one of ours."""
@@ -179,7 +178,7 @@ class Desk:
         """Plain cells run elsewhere from now on, and so do their breakpoints in the notebook."""
         for path, lines in self._breakpoints.items():
             there = [] if self._office.is_for_ranks(path) else lines
-            request = {"type": "request", "seq": 0, "command": "setBreakpoints", "arguments": _at(path, there)}
+            request = {"type": "request", "seq": 0, "command": "setBreakpoints", "arguments": placed_at(path, there)}
             await self._stock.process(request)
 
     async def _ask_all(self, command: str, arguments: Message) -> dict[int, Message]:
@@ -228,13 +227,17 @@ class Desk:
     async def handle(self, request: Message) -> Message:
         """The answer to a request."""
         command, arguments = request["command"], request.get("arguments") or {}
+        handle = next((arguments[key] for key in _FRAMES if (arguments.get(key) or 0) >= HANDLES), None)
+        if self.on and handle is not None:
+            return await self._on_rank(request, arguments, handle)
         handler = getattr(self, f"_on_{command.lower()}", None)
         if handler is not None and (self.on or command in {"initialize", "debugInfo"}):
             reply: Message = await handler(request, arguments)
             return reply
-        handle = next((arguments[key] for key in _FRAMES if (arguments.get(key) or 0) >= HANDLES), None)
-        if self.on and handle is not None:
-            return await self._on_rank(request, arguments, handle)
+        rank = rank_of(arguments.get("threadId"))
+        if self.on and rank in self.pauses.threads:  # exceptionInfo, and what else there is about a thread
+            answer = await self._ask(rank, command, {**arguments, "threadId": self.pauses.threads[rank]})
+            return respond(request, answer.get("body") or {}, trouble=trouble_of(answer))
         return await self._stock.process(request)
 
     async def _on_initialize(self, request: Message, arguments: Message) -> Message:
@@ -276,7 +279,7 @@ class Desk:
     async def _on_setbreakpoints(self, request: Message, arguments: Message) -> Message:
         path, lines = arguments["source"]["path"], arguments.get("breakpoints") or []
         self._breakpoints[path] = lines
-        answers = await self._ask_all("setBreakpoints", _at(path, lines))
+        answers = await self._ask_all("setBreakpoints", placed_at(path, lines))
         if not self._office.is_for_ranks(path):
             return await self._stock.process(request)
         told = next((each["body"]["breakpoints"] for each in answers.values() if each.get("success")), lines)
@@ -284,7 +287,7 @@ class Desk:
             {"verified": True, "line": after.get("line", before["line"]), "source": arguments["source"]}
             for before, after in zip(lines, told, strict=True)
         ]
-        return _reply(request, {"breakpoints": placed})
+        return respond(request, {"breakpoints": placed})
 
     async def _on_setexceptionbreakpoints(self, request: Message, arguments: Message) -> Message:
         self._filters = arguments
@@ -294,7 +297,13 @@ class Desk:
     async def _on_inspectvariables(self, request: Message, _arguments: Message) -> Message:
         """What a front end shows while nothing is paused."""
         found = None if self.pauses.threads else await self._office.variables(self.pauses.chosen or 0)
-        return await self._stock.process(request) if found is None else _reply(request, {"variables": found})
+        return await self._stock.process(request) if found is None else respond(request, {"variables": found})
+
+    async def _on_richinspectvariables(self, request: Message, arguments: Message) -> Message:
+        """One of these; that of a frame is asked for with the frame."""
+        name, rank = str(arguments["variableName"]), self.pauses.chosen or 0
+        found = None if self.pauses.threads else await self._office.show(rank, name)
+        return await self._stock.process(request) if found is None else respond(request, found)
 
     async def _on_threads(self, request: Message, _arguments: Message) -> Message:
         reply = await self._stock.process(request)
@@ -311,14 +320,15 @@ class Desk:
         answers = await asyncio.gather(
             *(self._ask(each, "stackTrace", {**arguments, "threadId": pauses.threads.get(each)}) for each in ranks)
         )
-        frames = []
+        frames, total = [], 0
         for each, answer in zip(ranks, answers, strict=True):
             body = (answer.get("body") or {}) if answer.get("success") and each in pauses.threads else {}
             frames += shown(each, "stackTrace", body, pauses.handles).get("stackFrames", [])
+            total += body.get("totalFrames", 0)  # of which some may have been asked for
         if rank < 0 and self._stock.paused:
-            own = await self._stock.process(request)
-            frames = [*(own.get("body") or {}).get("stackFrames", ()), *frames]
-        return _reply(request, {"stackFrames": frames, "totalFrames": len(frames)})
+            own = (await self._stock.process(request)).get("body") or {}
+            frames, total = [*own.get("stackFrames", ()), *frames], total + own.get("totalFrames", 0)
+        return respond(request, {"stackFrames": frames, "totalFrames": max(total, len(frames))})
 
     async def _move(self, request: Message, arguments: Message) -> Message:
         thread = arguments.get("threadId")
@@ -332,8 +342,8 @@ class Desk:
         )
         if reply is not None:
             return reply
-        trouble = next((str(each.get("message")) for each in answers if not each.get("success")), "")
-        return _reply(request, {"allThreadsContinued": not self.pauses.threads}, trouble=trouble)
+        trouble = next(filter(None, map(trouble_of, answers)), "")
+        return respond(request, {"allThreadsContinued": not self.pauses.threads}, trouble=trouble)
 
     _on_continue = _on_next = _on_stepin = _on_stepout = _move
 
@@ -342,19 +352,21 @@ class Desk:
         meant = [rank] if rank >= 0 and (self.single or not self.pauses.one_view) else sorted(self._running())
         if not meant:
             return await self._stock.process(request)
+        troubles: dict[int, str] = {}
         for each in meant:
             answer = await self._ask(each, "threads", {})
             threads = (answer.get("body") or {}).get("threads", ())
             main = next((one["id"] for one in threads if one["name"] == "MainThread"), None)
             if main is not None:
-                await self._ask(each, "pause", {"threadId": main})
-        return _reply(request, {})
+                troubles[each] = trouble_of(await self._ask(each, "pause", {"threadId": main}))
+        told = "; ".join(f"rank {each}: {trouble}" for each, trouble in troubles.items())
+        return respond(request, {}, trouble="" if "" in troubles.values() else told)
 
     async def _on_rank(self, request: Message, arguments: Message, handle: int) -> Message:
         """About a frame or a variable of a rank."""
         command, found = request["command"], self.pauses.handles.whose(handle)
         if found is None:
-            return _reply(request, _EMPTY.get(command, {}), trouble="the rank has gone on since then")
+            return respond(request, EMPTY.get(command, {}), trouble="the rank has gone on since then")
         rank, number = found
         self.pauses.chosen = rank
         if command == "richInspectVariables":
@@ -362,7 +374,7 @@ class Desk:
         if command == "copyToGlobals":
             source, target = str(arguments["srcVariableName"]), str(arguments["dstVariableName"])
             if not (source.isidentifier() and target.isidentifier()):  # it is evaluated on the rank
-                return _reply(request, {}, trouble="only what has a name of its own can be copied")
+                return respond(request, {}, trouble="only what has a name of its own can be copied")
             asked, own = "setExpression", {"expression": f"globals()['{target}']", "value": source, "frameId": number}
         else:
             own = {key: number if value == handle and key in _FRAMES else value for key, value in arguments.items()}
@@ -371,26 +383,13 @@ class Desk:
         body = shown(rank, asked, answer.get("body") or {}, self.pauses.handles)
         if command == "variables":
             body["variables"] = [each for each in body.get("variables", ()) if self._stock.accepts(each["name"])]
-        trouble = "" if answer.get("success") else str(answer.get("message"))
-        return _reply(request, body or _EMPTY.get(command, {}), trouble=trouble)
+        return respond(request, body or EMPTY.get(command, {}), trouble=trouble_of(answer))
 
     async def _show_richly(self, request: Message, rank: int, frame: int) -> Message:
         """A variable as its last expression would show it, as ipykernel's debugger does."""
-        name, shows = request["arguments"]["variableName"], Message(data={}, metadata={})
+        name = request["arguments"]["variableName"]
         if not name.isidentifier():
-            return _reply(request, shows)
+            return respond(request, {"data": {}, "metadata": {}})
         expression = f"get_ipython().display_formatter.format({name})"
-        answer = await self._ask(rank, "evaluate", {"expression": expression, "frameId": frame, "context": "clipboard"})
-        with contextlib.suppress(ValueError, SyntaxError, KeyError):
-            data, metadata = ast.literal_eval(answer["body"]["result"])
-            shows = {"data": data, "metadata": {key: value for key, value in metadata.items() if key in data}}
-        return _reply(request, shows)
-
-
-def _at(path: str, lines: list[Message]) -> Message:
-    return {"source": {"path": path}, "breakpoints": lines}
-
-
-def _reply(request: Message, body: Message, *, trouble: str = "") -> Message:
-    told = {"type": "response", "seq": request["seq"], "request_seq": request["seq"], "command": request["command"]}
-    return {**told, "success": not trouble, **({"message": trouble} if trouble else {}), "body": body}
+        asked = {"expression": expression, "frameId": frame, "context": "clipboard"}
+        return respond(request, as_bundle(await self._ask(rank, "evaluate", asked)))

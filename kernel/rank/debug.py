@@ -130,7 +130,12 @@ class Debuggee:
             options = {"justMyCode": True, "rules": rules, "stopAllThreadsOnSuspend": False, "subProcess": False}
             request["arguments"] = {**request.get("arguments", {}), **options}
         if command in _STEPS:
-            self._moving = True
+            self._moving, self._last = True, request["arguments"]["threadId"]
+            if command == "pause" and self._traced is None:  # it would stop the next task, at its first line
+                self._moving = False
+                words = "it runs nothing, or what began before it was debugged"
+                self._send(DebugSaid(json.dumps(_failure(request, words))))
+                return
         if command == "disconnect":
             self._leaving = request["seq"]
         self._write(request)

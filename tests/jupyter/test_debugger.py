@@ -129,6 +129,7 @@ def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks
     found = {each["name"]: each for each in front_end.body("inspectVariables")["variables"]}
     assert found["name"]["value"] == "'seen'" and "float32" in found["here"]["value"]
     assert "world_size" not in found
+    assert front_end.body("richInspectVariables", variableName="name")["data"] == {"text/plain": "'seen'"}
 
 
 def test_an_interrupt_ends_a_pause_and_the_next_cell_is_not_paused(kernel, front_end):

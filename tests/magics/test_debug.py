@@ -131,6 +131,7 @@ def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(noteboo
     cell = notebook.send("%%distributed --ranks 1\nlist(map(int, '1x'))")
     (event,) = front_end.wait("stopped")
     assert event["reason"] == "exception" and event["description"] == "rank 1"
+    assert "'x'" in front_end.body("exceptionInfo", threadId=event["threadId"])["description"]
     front_end.ask("setExceptionBreakpoints", filters=[])
     front_end.move("continue")
     assert finish(front_end, cell).ename == "ValueError"

@@ -41,7 +41,7 @@ class FakeRanks:
     def __init__(self, count):
         self.count, self.mute, self.gone, self.running = count, set(), set(), ()
         self.heard, self.events, self.notes = [], [], {}
-        self.desk, self.auto = None, True
+        self.desk, self.auto, self.refused = None, True, {}
         self.told = asyncio.Event()
 
     def ranks(self):
@@ -59,7 +59,10 @@ class FakeRanks:
         if rank not in self.mute:
             body = {
                 "setBreakpoints": {"breakpoints": [dict(each) for each in arguments.get("breakpoints", ())]},
-                "stackTrace": {"stackFrames": [{"id": 5, "name": "f", "line": 4, "source": {"path": CELL}}]},
+                "stackTrace": {
+                    "stackFrames": [{"id": 5, "name": "f", "line": 4, "source": {"path": CELL}}],
+                    "totalFrames": 30,
+                },
                 "scopes": {"scopes": [{"name": "Locals", "variablesReference": 6}]},
                 "variables": {"variables": [{"name": n, "variablesReference": 0} for n in ("a", "_i1")]},
                 "threads": {"threads": [{"id": 8, "name": "other"}, {"id": 9, "name": "MainThread"}]},
@@ -69,6 +72,8 @@ class FakeRanks:
                 },
             }.get(command, {})
             answer = {"type": "response", "request_seq": request["seq"], "success": True, "body": body}
+            if command in self.refused:
+                answer |= {"success": False, "message": self.refused[command]}
             self.say(rank, answer)
         return True
 
@@ -92,6 +97,9 @@ class FakeRanks:
 
     async def variables(self, rank):
         return [{"name": f"of_{rank}"}] if self.auto else None
+
+    async def show(self, rank, name):
+        return {"data": {"text/plain": f"{name} of {rank}"}, "metadata": {}} if self.auto else None
 
     def commands(self, rank):
         return [command for whose, command, _ in self.heard if whose == rank]
@@ -166,12 +174,31 @@ def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_th
     scene(play)
 
 
+def test_a_breakpoint_that_is_set_while_a_rank_gets_its_debugger_reaches_it():
+    async def play(desk, ranks, stock, ask):
+        await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
+        ranks.mute.add(2)
+        attached = asyncio.ensure_future(desk.attach((2,)))
+        await settle()
+        await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 4}])
+        await ask("setBreakpoints", source={"path": MODULE}, breakpoints=[{"line": 8}])
+        ranks.mute.clear()
+        ranks.say(2, {"type": "response", "request_seq": 1, "success": True})
+        assert await attached == {}
+        placed = {a["source"]["path"]: a["breakpoints"] for r, c, a in ranks.heard if (r, c) == (2, "setBreakpoints")}
+        assert placed == {CELL: [{"line": 4}], MODULE: [{"line": 8}]}
+
+    scene(play)
+
+
 def test_where_plain_cells_run_there_are_their_breakpoints_and_their_variables():
     async def play(desk, ranks, stock, ask):
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
         assert stock.placed == {}
         assert (await ask("inspectVariables"))["body"] == {"variables": [{"name": "of_0"}]}
+        assert (await ask("richInspectVariables", variableName="x"))["body"]["data"] == {"text/plain": "x of 0"}
         ranks.auto = False
+        assert (await ask("richInspectVariables", variableName="x"))["body"] == {"own": True}
         await desk.move_in()
         assert stock.placed == {CELL: [{"line": 3}]}
         assert (await ask("inspectVariables"))["body"] == {"own": True}
@@ -240,8 +267,11 @@ def test_a_client_that_knows_threads_has_one_for_each_rank():
         await settle()
         threads = (await ask("threads"))["body"]["threads"]
         assert [each["name"] for each in threads] == ["rank 0", "rank 1", "MainThread"]
-        frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 1 · f"]
+        stack = (await ask("stackTrace", threadId=THREADS + 1, levels=1))["body"]
+        assert [each["name"] for each in stack["stackFrames"]] == ["rank 1 · f"]
+        assert stack["totalFrames"] == 30, "or nobody would ask for the others"
+        assert (await ask("exceptionInfo", threadId=THREADS + 1))["success"]
+        assert ranks.heard[-1] == (1, "exceptionInfo", {"threadId": 41})
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
         assert [each["name"] for each in frames] == ["local"]
         await ask("next", threadId=THREADS + 1, singleThread=True)
@@ -310,6 +340,9 @@ def test_pause_is_for_the_ranks_that_run_and_else_for_the_notebook():
             (0, "pause", {"threadId": 9}), (1, "pause", {"threadId": 9}),
         ]  # fmt: skip
         assert stock.asked == ["pause"]
+        ranks.refused = {"pause": "it runs nothing"}
+        reply = await ask("pause", threadId=1)
+        assert reply["message"] == "rank 0: it runs nothing; rank 1: it runs nothing" and not reply["success"]
 
     scene(play)
 

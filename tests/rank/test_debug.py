@@ -64,6 +64,8 @@ def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
         client = Client(cluster)
         assert cluster.run(STATE).outcomes[0].stdout == "False False True\n"
         client.start()
+        refused = client.ask("pause", threadId=1)
+        assert not refused["success"] and "runs nothing" in refused["message"], "the next cell would stop at its start"
         assert cluster.run(STATE).outcomes[0].stdout == "True True False\n", "breakpoint() opens it now"
         client.stop()
         assert cluster.run(STATE).outcomes[0].stdout == "True False True\n"
