@@ -19,6 +19,11 @@ def name_cells(numbers: dict[str, int]) -> None:
     _numbers[:] = [numbers]
 
 
+def number_of(file: str) -> int | None:
+    """The number of the cell that is this file; None for any other file."""
+    return _numbers[0].get(file) if _numbers else None
+
+
 class Sources:
     """Of one pickle: each cell goes into it once."""
 

@@ -112,17 +112,19 @@ class Debugging:
     def file_of(self, source: str) -> str:
         """What a front end's debugger knows the running cell as, which is sent to the ranks as `source`.
 
-        "" if nobody debugs, or if the two differ in their lines.
+        That is so before anybody debugs: a breakpoint may be set later in a function that this cell defines. "" if the
+        two differ in their lines.
         """
         running = self._shell.displayhook.exec_result
-        if not self.desk.on or running is None or running.info is None:
+        if running is None or running.info is None:
             return ""
-        written = str(running.info.raw_cell)
-        if written.rstrip().count("\n") != source.rstrip().count("\n"):
+        cell = str(running.info.raw_cell)
+        written, sent = cell.rstrip().split("\n"), source.rstrip().split("\n")
+        if len(written) != len(sent) or written[-1].strip() != sent[-1].strip():
             return ""
         from ipykernel.compiler import get_file_name
 
-        return str(get_file_name(written))
+        return str(get_file_name(cell))
 
     def move_in(self) -> None:
         """Plain cells run elsewhere from now on."""

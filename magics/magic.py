@@ -139,9 +139,9 @@ class DistributedMagics(Magics):
         return keep
 
     def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
-        """What a front end's debugger knows the cell as, once it is on these ranks too; "" if nobody debugs."""
+        """What a front end's debugger knows the cell as; while one debugs, it is on these ranks too by then."""
         debugging = debug.of(self._shell)
-        if debugging is None or not debugging.desk.on:
+        if debugging is None:
             return ""
         for rank, trouble in sorted(debugging.prepare(ranks).items()):
             self._say(f"rank {rank} runs without a debugger: {trouble}")

@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "comms",
         "debugging",
         "launch",
+        "sources",
         "transport",
         "results",
         "output",

@@ -14,9 +14,10 @@ from pathlib import Path
 from rankbook.coordinator.cell import Cell
 from rankbook.forking import RankExited
 from rankbook.messages import Done, Text
+from rankbook.sources import number_of
 from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
 
-_OF_A_CELL = re.compile(r'"<ipython-input-|/ipykernel_\d+/\d+\.py"')
+_OF_A_CELL = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
 """What the rank calls the file of a cell, and what ipykernel's debugger does."""
 
 
@@ -62,8 +63,15 @@ def describe_crash(text: str) -> str:
         head, *frames = block.splitlines() or [""]
         cells = [number for number, frame in enumerate(frames) if _OF_A_CELL.search(frame)]
         if head.startswith("Current thread") and cells:
-            return "\n".join([f"{what}, innermost call first:", *frames[: cells[-1] + 1]]) + "\n"
+            told = [_OF_A_CELL.sub(_name_cell, frame) for frame in frames[: cells[-1] + 1]]
+            return "\n".join([f"{what}, innermost call first:", *told]) + "\n"
     return "\n".join([what, *blocks]).strip() + "\n"
+
+
+def _name_cell(file: re.Match[str]) -> str:
+    """As tracebacks do; a cell of another notebook keeps its file."""
+    number = number_of(file[1])
+    return file[0] if number is None else f"Cell In[{number}]"
 
 
 def describe_exit(message: RankExited) -> str:

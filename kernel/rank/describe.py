@@ -16,6 +16,7 @@ from typing import Any
 from rankbook.rank import members, variables
 from rankbook.rank.members import Instance, Known
 from rankbook.rank.parts import Breath, is_a
+from rankbook.sources import number_of
 
 _LONGEST = 20_000
 """Characters of a docstring or a source."""
@@ -193,7 +194,7 @@ def _file(value: object) -> str:
         file = inspect.getfile(code)
     except (TypeError, OSError):  # of C, or of a cell
         return ""
-    return "" if file.startswith("<") else file
+    return "" if file.startswith("<") or number_of(file) is not None else file
 
 
 def _source(value: object) -> str:

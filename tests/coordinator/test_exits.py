@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rankbook import sources
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.exits import describe_crash, describe_failure
 from rankbook.messages import Done, ErrorReport
@@ -62,9 +63,13 @@ def test_a_crash_is_told_down_to_the_line_of_the_cell():
     ]
 
 
-def test_a_crash_of_a_cell_in_the_debugger_is_told_so_too():
-    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", "/tmp/ipykernel_812/3634047808.py"))
-    assert told.splitlines()[-1] == '  File "/tmp/ipykernel_812/3634047808.py", line 3 in <module>'
+def test_a_crash_of_a_cell_that_a_debugger_knows_is_told_so_too(monkeypatch):
+    file = "/tmp/ipykernel_812/3634047808.py"
+    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
+    assert told.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"
+    monkeypatch.setattr(sources, "_numbers", [{file: 4}])
+    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
+    assert told.splitlines()[-2:] == ["  Cell In[4], line 2 in deep", "  Cell In[4], line 3 in <module>"]
 
 
 def test_a_crash_of_another_thread_is_told_with_all_of_them():

@@ -92,7 +92,7 @@ def test_a_death_is_an_ordinary_error_of_its_cell(four, death, words):
     assert "last words" in failed.stdout
     if "string_at" in death:
         assert "[2] Fatal Python error: Segmentation fault, innermost call first:" in failed.stderr
-        assert f'"<ipython-input-{number}-' in failed.stderr
+        assert f"Cell In[{number}], line 5 in <module>" in failed.stderr
         assert "IPython/core" not in failed.stderr
     assert "done" in failed.stdout, "the other ranks had ended by themselves"
 

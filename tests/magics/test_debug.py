@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import Notebook
-from tests.debugger import FrontEnd, finish
+from tests.debugger import FrontEnd, finish, said_by_both
 
 CELL = """\
 %%distributed
@@ -122,6 +122,22 @@ def test_a_client_that_knows_threads_moves_one_rank_by_its_thread(notebook):
         assert lines == [5, 6]
         client.body("continue", threadId=threads["rank 0"])
         assert finish(client, cell).status == "ok"
+    finally:
+        client.stop()
+
+
+def test_a_function_of_a_cell_that_ran_before_stops_too(notebook):
+    code = "%%distributed\ndef double(value):\n    twice = 2 * value\n    return twice"
+    notebook.ok(code)
+    client = FrontEnd(notebook)
+    client.start()
+    try:
+        assert client.breakpoints(code, 4) == [4]
+        cell = notebook.send("%%distributed\nprint(double(4))")
+        client.wait_paused(2)
+        assert ("rank 1 · double", 4) in client.stack()
+        client.move("continue")
+        assert said_by_both(finish(client, cell)) == "8"
     finally:
         client.stop()
 

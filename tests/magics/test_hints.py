@@ -20,6 +20,8 @@ class Net(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
         self.only_here = [None] * rank
 model = Net()
+def helper():
+    return model
 if rank == 1:
     second_alone = {"learning_rate": 1.0}
 """
@@ -84,6 +86,8 @@ def test_shift_tab_tells_of_the_ranks_objects(ask):
     reply, _ = ask("inspect", "%%distributed\nmodel.layers[0]")
     assert reply["found"] and "Linear" in reply["data"]["text/plain"] and "Rank:" in reply["data"]["text/plain"]
     assert "class Net" in ask("inspect", "%%distributed\nmodel", detail_level=1)[0]["data"]["text/plain"]
+    text = ask("inspect", "%%distributed\nhelper", detail_level=1)[0]["data"]["text/plain"]
+    assert "return model" in text and "File" not in text, "a cell is no file, whatever a debugger calls it"
     assert ask("inspect", "%%distributed\nnotebooks_own")[0] == {
         "status": "ok",
         "found": False,
