@@ -24,7 +24,7 @@ from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, unpack
 
 _WHILE_PAUSED = 1.0
-"""Seconds that a cell's timeout is put off at a time, while a person looks at it."""
+"""Seconds between two looks whether a person has a cell paused, whose timeout is put off for that long."""
 RankSelection = str | int | Sequence[int] | None
 
 
@@ -76,17 +76,19 @@ class Workplace:
 
     def interrupt_after(self, cell: Cell, seconds: float) -> None:
         """Interrupt `cell` `seconds` after its start, unless it has ended by then; not while it is in a debugger."""
-        driver, paused = self._crew.driver, 0.0
+        driver, paused, before = self._crew.driver, 0.0, time.monotonic()
 
         def look() -> None:
-            nonlocal paused
-            if not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks):
-                paused += _WHILE_PAUSED
-            left = seconds if cell.started is None else cell.started + seconds + paused - time.monotonic()
+            nonlocal paused, before
+            now = time.monotonic()
+            if cell.started is not None and not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks):
+                paused += now - before
+            before = now
+            left = seconds if cell.started is None else cell.started + seconds + paused - now
             if cell.result is not None:
                 return
             if left > 0:
-                driver.after(left, look)
+                driver.after(min(left, _WHILE_PAUSED), look)
             else:
                 cell.timed_out = seconds
                 driver.post(ev.InterruptCell(cell.cell))

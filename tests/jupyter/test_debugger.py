@@ -118,7 +118,7 @@ def test_status_and_stacks_tell_of_the_pause_and_an_interrupt_ends_it(kernel, fr
 
 @pytest.mark.slow
 def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks(kernel, front_end):
-    code = "%%distributed --timeout 1.5\nhere = torch.ones(2)\nname = 'seen'\nimport time; time.sleep(0.2)"
+    code = "%%distributed --timeout 1.5\nhere = torch.ones(2)\nname = 'seen'\nimport time; time.sleep(1)"
     front_end.breakpoints(code, 3)
     cell = kernel.send(code)
     front_end.wait_paused(2)
