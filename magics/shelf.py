@@ -5,6 +5,7 @@ Owns: what is said of each checkpoint, what verifying found, removal. Refuses: t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +22,9 @@ from rankbook.telemetry import CheckpointFolder, StoredCheckpoint
 
 Loader = Callable[[str, Manifest], str | None]
 """Loads the checkpoint of this path on the ranks, and says what it did; None where it cannot."""
-Signature = tuple[tuple[str, int | None], ...]
+Signature = tuple[bytes, tuple[tuple[str, int | None], ...]]
+_SEAL = 64
+"""Bytes at a manifest's end, the line with its checksum among them: a step that is saved again may be as large."""
 
 
 class FolderShelf:
@@ -124,7 +127,12 @@ class FolderShelf:
         return "" if name == self._own_name() else name
 
     def _signature(self, path: str) -> Signature:
-        return tuple(sorted(self._storage.list(path).items()))
+        names = self._storage.list(path)
+        seal, where = bytearray(_SEAL), f"{path}/{MANIFEST}" if path else MANIFEST
+        if size := names.get(MANIFEST):
+            with contextlib.suppress(OSError):  # the checkpoint may go meanwhile
+                self._storage.read(where, max(0, size - _SEAL), memoryview(seal))
+        return bytes(seal), tuple(sorted(names.items()))
 
     def _stored(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
         name, signature = path or self._own_name(), self._signature(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from rankbook.checkpoint import folders
+from rankbook.checkpoint.manifest import encode
 from rankbook.checkpoint.storage import storage_of
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.magics.shelf import FolderShelf
@@ -41,6 +43,15 @@ def test_verifying_is_known_from_then_on_until_the_files_change(run):
     assert states(shelf)["step-30"] == ("finished", "")
     assert "common.pt" in shelf.verify("step-30")
     assert states(shelf)["step-30"] == ("finished", "damaged")
+
+
+def test_a_step_that_is_saved_again_is_another_one_though_it_is_as_large(run):
+    shelf, manifest = FolderShelf(run), write_checkpoint(run, 30)
+    shelf.verify("step-30")
+    assert states(shelf)["step-30"] == ("finished", "verified")
+    storage_of(run).write("step-30/manifest.json", [encode(replace(manifest, created="2001-02-03T04:05:06+00:00"))])
+    found = shelf.look().checkpoints[0]
+    assert (found.checked, found.created) == ("", 981173106.0)
 
 
 def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
