@@ -17,6 +17,7 @@ from rankbook.widgets.drawing import rank_colour
 
 VIEWS = ("merged", "tabs", "grid")
 _MARKUP = ("text/html", "image/svg+xml")
+_LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _COLOURS = {
     "black": "#3e424d", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
@@ -102,15 +103,21 @@ def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
 
 
 def is_live(data: Mapping[str, Any]) -> bool:
-    """Whether only a front end can show what it is: a widget, a chart that a script draws."""
-    return any(kind.startswith("application/") for kind in data) and not any(
-        kind in data for kind in (*_MARKUP, *_IMAGES)
-    )
+    """Whether only a front end can show what it is: a widget, a chart that a script draws.
+
+    A script in HTML runs neither while the cell does nor, where it counts on what a front end once had, later: Plotly
+    sends its chart in both ways.
+    """
+    if not any(kind.startswith("application/") for kind in data):
+        return False
+    if not any(kind in data for kind in (*_MARKUP, *_IMAGES)):
+        return True
+    return any(kind in data for kind in _LIVE) or "<script" in str(data.get("text/html", ""))
 
 
 def bundle_html(data: Mapping[str, Any]) -> str:
     """The richest part of a mime bundle that HTML can show by itself."""
-    for kind in _MARKUP:
+    for kind in () if is_live(data) else _MARKUP:
         if isinstance(text := data.get(kind), str):
             return text
     for kind in _IMAGES:

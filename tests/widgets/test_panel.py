@@ -12,7 +12,7 @@ from rankbook.telemetry import RankPlacement
 from rankbook.widgets import panel as module
 from rankbook.widgets.ansi import to_html
 from rankbook.widgets.panel import CellPanel
-from rankbook.widgets.panel_picture import bundle_html, piece_html, skeleton, text_of
+from rankbook.widgets.panel_picture import bundle_html, is_live, piece_html, skeleton, text_of
 from rankbook.widgets.strip import StripView
 
 
@@ -125,6 +125,12 @@ def test_a_bundle_shows_what_html_can():
         '<img src="data:image/jpeg;base64,QUJD"'
     )
     assert bundle_html({"application/x-own": {}}) == "<p>(application/x-own)</p>"
+    table = {"application/vnd.dataresource+json": {}, "text/html": "<table></table>", "text/plain": "t"}
+    assert not is_live(table) and bundle_html(table) == "<table></table>"
+    chart = {"application/vnd.plotly.v1+json": {}, "text/html": "<div></div><script>draw()</script>", "text/plain": "c"}
+    assert is_live(chart) and bundle_html(chart) == "<pre>c</pre>"
+    slider = {"application/vnd.jupyter.widget-view+json": {}, "text/html": "<p>3</p>", "text/plain": "s"}
+    assert is_live(slider) and bundle_html(slider) == "<pre>s</pre>"
     assert text_of([Piece(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
 
 
