@@ -20,15 +20,18 @@ _MARKUP = ("text/html", "image/svg+xml")
 _LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _COLOURS = {
-    "black": "#3e424d", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
+    "black": "#5b616e", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
     "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
 }  # fmt: skip
+_OF_COLOUR = 60
+"""Percent of each of them in the text; the rest is the theme's own ink, so that it can be read on dark paper too."""
 
 _STYLE = """
-#ID{--rb-faint:var(--jp-ui-font-color1,var(--vscode-descriptionForeground,#57606a));
---rb-line:var(--jp-border-color1,var(--vscode-panel-border,#bdbdbd));
---rb-focus:var(--jp-brand-color1,var(--vscode-focusBorder,#0b6bcb));
-color:var(--jp-ui-font-color0,var(--vscode-editor-foreground,inherit));font-size:13px}
+#ID{--rb-faint:var(--vscode-descriptionForeground,var(--jp-ui-font-color1,#57606a));
+--rb-line:var(--vscode-panel-border,var(--jp-border-color1,#bdbdbd));
+--rb-focus:var(--vscode-focusBorder,var(--jp-brand-color1,#0b6bcb));
+color:var(--vscode-editor-foreground,var(--jp-ui-font-color0,inherit));
+background:var(--vscode-editor-background,var(--jp-layout-color0,transparent));font-size:13px}
 #ID fieldset{border:0;border-bottom:1px solid var(--rb-line);margin:0 0 4px;padding:0;
 display:flex;flex-wrap:wrap;gap:2px}
 #ID legend{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
@@ -41,7 +44,8 @@ display:flex;flex-wrap:wrap;gap:2px}
 content-visibility:auto;contain-intrinsic-size:auto 1.4em}
 #ID .rb-of{color:var(--rb-faint);font-size:11px;margin:0;font-weight:400}
 #ID pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;background:none;color:inherit;
-font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)}
+font:var(--vscode-editor-font-size,var(--jp-code-font-size,13px))/1.35
+var(--vscode-editor-font-family,var(--jp-code-font-family,monospace))}
 #ID .rb-stderr{background:color-mix(in srgb,#c4302b 12%,transparent)}
 #ID img,#ID svg{max-width:100%}
 #ID .rb-bold{font-weight:700}#ID .rb-italic{font-style:italic}#ID .rb-under{text-decoration:underline}
@@ -54,7 +58,10 @@ grid-auto-flow:dense;align-items:start}
 def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", head: str = "") -> str:
     """The panel of a cell called `title` on `ranks`; `name` is its id, and `view` what `choices` names."""
     style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
-    style += "".join(f"#{name} .rb-{each}{{color:{colour}}}" for each, colour in _COLOURS.items())
+    style += "".join(
+        f"#{name} .rb-{each}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
+        for each, colour in _COLOURS.items()
+    )
     style += "".join(
         f'#{name}:has(.rb-to-{rank}:checked) .rb-piece:not([data-ranks~="{rank}"]){{display:none}}'
         f"#{name}:has(.rb-to-{rank}:checked) .rb-of{{display:none}}"

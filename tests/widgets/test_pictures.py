@@ -11,7 +11,7 @@ import pytest
 
 from rankbook import words
 from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
-from rankbook.widgets import checkpoints_picture, drawing, placement_picture, shards_picture
+from rankbook.widgets import checkpoints_picture, drawing, panel_picture, placement_picture, shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeShelf().look()
@@ -138,6 +138,24 @@ def contrast(one: str, other: str) -> float:
 
     dark, bright = sorted((light(one), light(other)))
     return (bright + 0.05) / (dark + 0.05)
+
+
+def test_jupyters_theme_counts_only_where_vs_code_has_none():
+    """VS Code's ipywidgets bring Jupyter's light variables along, whatever the theme."""
+    for style in ((STATIC / "view.css").read_text(), panel_picture.skeleton("p", "", (0,), "merged")):
+        assert style.count("var(--jp-") == len(re.findall(r"var\(--vscode-[\w-]+,\s*var\(--jp-", style)) > 4
+
+
+@pytest.mark.parametrize(("ink", "paper"), [("#000000", "#ffffff"), ("#ffffff", "#111111"), ("#cccccc", "#1f1f1f")])
+def test_a_terminals_colours_can_be_read_in_dark_and_light(ink, paper):
+    style = panel_picture.skeleton("p", "", (0,), "merged")
+    found = re.findall(r"\.rb-\w+{color:(#\w{6});color:color-mix\(in srgb,\1 (\d+)%,currentColor\)}", style)
+    assert len(found) == 8
+    for colour, share in found:
+        part = int(share) / 100
+        pairs = [(int(colour[at : at + 2], 16), int(ink[at : at + 2], 16)) for at in (1, 3, 5)]
+        mixed = "#" + "".join(f"{round(part * own + (1 - part) * inks):02x}" for own, inks in pairs)
+        assert contrast(mixed, paper) >= 4.5, colour
 
 
 def test_text_on_a_ranks_colour_can_be_read():

@@ -119,24 +119,36 @@ class Link {
 
 /** Hides the HTML that stands in for the live view, wherever it is, until what is returned is called. */
 function hideStill(model, el) {
-  const hidden = new Set();
+  const area = el.closest(".jp-OutputArea");
+  if (!area) {  // VS Code and others: whatever comes there, and comes again, is hidden by its class
+    const style = make("style", {}, `.${model.get("still")} { display: none !important; }`);
+    document.head.append(style);
+    return () => style.remove();
+  }
+  const mine = new Set();
   const hide = () => {
     for (const still of document.getElementsByClassName(model.get("still"))) {
       const output = still.closest(".jp-OutputArea-child") || still;
-      if (output.contains(el) || hidden.has(output)) continue;
+const hidings = new WeakMap();  // outputs, with how many renderings of the view hide each
+
+      if (output.contains(el) || mine.has(output)) continue;
       output.style.display = "none";
-      hidden.add(output);
+      mine.add(output);
+      hidings.set(output, (hidings.get(output) || 0) + 1);
     }
   };
   hide();
-  const area = el.closest(".jp-OutputArea") || document.body;
   const observer = new MutationObserver(hide);
-  observer.observe(area, {childList: true, subtree: area !== document.body});
+  observer.observe(area, {childList: true, subtree: true});
   const later = setTimeout(hide, 1000);
   return () => {
     observer.disconnect();
     clearTimeout(later);
-    for (const output of hidden) output.style.display = "";
+    for (const output of mine) {
+      const left = hidings.get(output) - 1;
+      hidings.set(output, left);
+      if (!left) output.style.display = "";
+    }
   };
 }
 

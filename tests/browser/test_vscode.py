@@ -1,0 +1,74 @@
+"""The views in a page like VS Code's for outputs: its theme's variables beside Jupyter's light ones, which its
+ipywidgets bring along; white paper below every widget; no class of JupyterLab's; HTML that is replaced.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.pieces import Piece
+from rankbook.widgets.live import STATIC
+from rankbook.widgets.panel_picture import piece_html, skeleton
+from rankbook.widgets.placement import PlacementView
+from tests.browser.test_looks import GRAVE
+from tests.widgets.fakes import FakeFeed
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(60)]
+
+PAGE = """<!doctype html><html lang="en"><head><title>outputs</title><style>
+:root { --jp-ui-font-color0: rgba(0,0,0,1); --jp-ui-font-color1: rgba(0,0,0,.8); --jp-layout-color0: white;
+  --jp-layout-color2: #eee; --jp-border-color1: #9e9e9e; --jp-brand-color1: #2196f3; --jp-code-font-size: 13px; }
+html { --vscode-editor-foreground: #cccccc; --vscode-editor-background: #1f1f1f; --vscode-panel-border: #2b2b2b;
+  --vscode-descriptionForeground: #9d9d9d; --vscode-editorWidget-background: #202020; --vscode-focusBorder: #0078d4; }
+body { background: #1f1f1f; color: #cccccc; }
+.cell-output-ipywidget-background { background: white !important; }
+.cell-output-ipywidget-background [tabindex="0"] { outline: none; }
+%s</style></head><body class="vscode-dark"><main>
+<div class="cell-output-ipywidget-background" id="live"></div><div id="html"></div><div id="panel">%s</div>
+</main></body></html>"""
+OPEN = """async ({source, state}) => {
+  const module = await import(URL.createObjectURL(new Blob([source], {type: "text/javascript"})));
+  const heard = {};
+  const on = (event, told) => (heard[event] ||= []).push(told);
+  const model = {get: (name) => state[name], on, off() {}, send() {}};
+  window.hear = (message) => heard["msg:custom"].forEach((told) => told(message));
+  window.end = module.default.render({model, el: document.getElementById("live")});
+}"""
+COLOURS = "each => [getComputedStyle(each).color, getComputedStyle(each).backgroundColor]"
+CAME = "html => { document.getElementById('html').innerHTML = html; }"
+
+
+@pytest.fixture
+def placement():
+    feed = FakeFeed(4)
+    made = PlacementView(feed)
+    made._repr_mimebundle_()
+    yield made
+    made.close()
+    feed.stop()
+
+
+def test_a_dark_theme_of_vs_code_is_the_views_own(browser, placement, axe):
+    page = browser.new_page()
+    coloured = "".join(f"\x1b[{code}mcolour {code}\x1b[0m\n" for code in range(30, 38))
+    panel = skeleton("p", "cell [3]", (0, 1), "merged", pieces=piece_html(Piece(0, (0,), text=coloured), (0, 1)))
+    page.set_content(PAGE % ((STATIC / "view.css").read_text(), panel))
+    state = {name: getattr(placement, name) for name in ("placement_fixed", "placement_state", "still")}
+    page.evaluate(CAME, placement.html())
+    page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
+    view, still = page.locator(".rankbook-view"), page.locator(f".{placement.still}")
+    expect(view).to_contain_text("4 ranks of main")
+    for shown in (view, page.locator(".rankbook-panel")):
+        assert shown.evaluate(COLOURS) == ["rgb(204, 204, 204)", "rgb(31, 31, 31)"]
+    expect(still).to_be_hidden()
+    page.evaluate(CAME, placement.html())
+    expect(still).to_be_hidden()
+    page.evaluate(axe)
+    found = page.evaluate("axe.run('main')")
+    assert not [each for each in found["violations"] if each["impact"] in GRAVE]
+    assert found["passes"]
+    page.evaluate("end()")
+    expect(still).to_be_visible()
+    page.close()
