@@ -8,22 +8,30 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+_NEXT = 0.9995
+"""Of a unit: from there on three digits are those of the unit."""
+
+
+def digits(value: float) -> str:
+    """Three digits and no exponent: "31.4", "1230"."""
+    return f"{float(f'{value:.3g}'):.15g}"
+
 
 def size(count: float) -> str:
     """Bytes with their unit, in thousands: "1.07 GB"."""
     amount, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 1000:
+        if amount < 1000 * _NEXT:
             break
         amount, unit = amount / 1000, larger
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+    return f"{amount:.0f} B" if unit == "B" else f"{digits(amount)} {unit}"
 
 
 def count(number: float) -> str:
     """A count with its unit, in thousands: "7.24 M"."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
+        if number >= scale * _NEXT:
+            return f"{digits(number / scale)} {unit}"
     return f"{number:.0f}"
 
 

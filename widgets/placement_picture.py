@@ -9,6 +9,7 @@ from collections import Counter
 from html import escape
 from itertools import groupby
 
+from rankbook.ranks import name_ranks
 from rankbook.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.widgets.drawing import (
     FAINT,
@@ -22,7 +23,7 @@ from rankbook.widgets.drawing import (
     words,
 )
 from rankbook.widgets.table import table
-from rankbook.words import count, moment, shape_words, size
+from rankbook.words import count, digits, moment, shape_words, size
 
 __all__ = ["holding_words", "html", "shape_words", "size", "state_words", "summary", "svg", "text"]
 
@@ -78,11 +79,12 @@ def summary(placement: Placement | None) -> str:
     if placement is None:
         return NOTHING_YET
     states = Counter(each.state for each in placement.ranks)
-    lagging = [str(each.rank) for each in placement.ranks if each.lags]
+    lagging = [each.rank for each in placement.ranks if each.lags]
     told = ", ".join(f"{number} {state}" for state, number in states.items())
-    late = f"; rank {', '.join(lagging)} lags" if lagging else ""
+    late = f"; {name_ranks(lagging)} {'lags' if len(lagging) == 1 else 'lag'}" if lagging else ""
     name = f" of {placement.cluster}" if placement.cluster else ""
-    return f"{len(placement.ranks)} ranks{name}: {told}{late}"
+    many = len(placement.ranks)
+    return f"{many} rank{'s' * (many != 1)}{name}: {told}{late}"
 
 
 def _row(each: RankPlacement) -> list[str]:
@@ -95,7 +97,7 @@ def _row(each: RankPlacement) -> list[str]:
         "" if memory is None else split_words(memory),
         "" if each.utilisation is None else f"{each.utilisation:.0%}",
         str(each.steps) if each.steps else "",
-        "" if each.rate is None else f"{each.rate:.3g}/s",
+        "" if each.rate is None else f"{digits(each.rate)}/s",
         "; ".join(_holding_line(holding) for holding in each.holdings),
     ]
 
@@ -182,5 +184,5 @@ def _svg_row(each: RankPlacement, y: float) -> list[str]:
             x += amount * scale
         shapes.append(words(680, y + 16, f"{size(used(each.memory))} of {size(each.memory.total)}"))
     if each.rate is not None:
-        shapes.append(words(948, y + 16, f"{each.rate:.3g} steps/s", anchor="end"))
+        shapes.append(words(948, y + 16, f"{digits(each.rate)} steps/s", anchor="end"))
     return shapes

@@ -52,7 +52,9 @@ def summary(found: ShardMap | None, name: str) -> str:
         return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
     if found.trouble:
         return f"shards of {found.name}: {found.trouble}"
-    return f"{found.name} ({found.kind}): {len(found.tensors)} tensors; {imbalance(totals(found))}"
+    many = len(found.tensors)
+    held = imbalance(totals(found))
+    return f"{found.name} ({found.kind}): {many} tensor{'s' * (many != 1)}{f'; {held}' if held else ''}"
 
 
 def _row(tensor: ShardedTensorMap) -> list[str]:

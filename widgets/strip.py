@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import RankPlacement
 from rankbook.widgets import handle
-from rankbook.words import duration
+from rankbook.words import digits, duration
 
 _WORDS = {"unresponsive": "not answering", "starting": "starting", "dead": "dead", "idle": "done"}
 
@@ -39,7 +39,7 @@ class StripView:
         words = [each if len(groups) == 1 else f"{name_ranks(ranks)} {each}" for each, ranks in groups.items()]
         rates = [row.rate for row in rows if row.rate]
         if rates:
-            words.append(f"{statistics.median(rates):.3g} steps/s")
+            words.append(f"{digits(statistics.median(rates))} steps/s")
         return " · ".join([f"cell [{self.number}] on {name_ranks(self.ranks)}", duration(self.seconds), *words])
 
     def bundle(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ function drawCheckpoints(channel, root) {
   return {
     fixed(fixed) {
       const checkpoints = fixed.checkpoints || [];
-      setText(title, fixed.trouble || (fixed.folder ? `${checkpoints.length} checkpoints in ${fixed.folder}` : "saves of any cell"));
+      setText(title, fixed.trouble || (fixed.folder ? `${many(checkpoints.length, "checkpoint")} in ${fixed.folder}` : "saves of any cell"));
       const seen = new Set();
       for (const [name, latest, step, saved, bytes, ranks, state, can] of checkpoints) {
         seen.add(name);

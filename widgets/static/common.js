@@ -16,7 +16,7 @@ const digits = (value) => String(Number(value.toPrecision(3)));
 function size(count) {
   let amount = count, unit = "B";
   for (const larger of ["kB", "MB", "GB", "TB"]) {
-    if (amount < 1000) break;
+    if (amount < 999.5) break;
     amount /= 1000;
     unit = larger;
   }
@@ -24,6 +24,9 @@ function size(count) {
 }
 
 /** Seconds in words. */
+/** So many of a thing. */
+const many = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
+
 function duration(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);

@@ -78,9 +78,10 @@ function drawPlacement(channel, root) {
         const row = rows.get(each[0]);
         if (row) row.update(each);
       }
-      setText(title, states.length ? `${states.length} ranks${cluster && ` of ${cluster}`}: ` +
+      setText(title, states.length ? `${many(states.length, "rank")}${cluster && ` of ${cluster}`}: ` +
         Object.entries(counts).map(([name, count]) => `${count} ${name}`).join(", ") : "no rank has answered yet");
-      setText(late, lagging.length ? `▲ rank ${lagging.join(", ")} lags its peers` : "");
+      setText(late, !lagging.length ? "" : lagging.length === 1 ? `▲ rank ${lagging[0]} lags its peers` :
+        `▲ ranks ${lagging.join(", ")} lag their peers`);
       near.state(states);
     },
     close: () => near.close(),

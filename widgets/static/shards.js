@@ -55,7 +55,7 @@ function drawShards(channel, root) {
       if (fixed.name && document.activeElement !== name) name.value = fixed.name;
       if (!searched && fixed.search) search.value = fixed.search;
       searched = true;
-      setText(title, fixed.kind ? `${fixed.name} (${fixed.kind}): ${tensors.length} tensors` : "shards of a variable on the ranks");
+      setText(title, fixed.kind ? `${fixed.name} (${fixed.kind}): ${many(tensors.length, "tensor")}` : "shards of a variable on the ranks");
       setText(said, fixed.trouble || "");
       filter(true);
       const amounts = fixed.totals || [];
