@@ -186,6 +186,7 @@ class LiveView(TalkingWidget):
             if op == "look":
                 self._look(looker, frozenset(message.get("parts", ())))
                 self._away("display")
+                self.send({"seen": message["rankbook"]})  # without it the browser says that what it shows may be old
                 return
             if op == "away":
                 self._away(looker)

@@ -50,6 +50,23 @@ def placement():
     feed.stop()
 
 
+def test_a_view_whose_kernel_is_silent_says_so(browser, placement):
+    page = browser.new_page()
+    page.clock.install()
+    page.set_content(PAGE % ("", ""))
+    state = {name: getattr(placement, name) for name in ("placement_fixed", "placement_state", "still")}
+    page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
+    said = page.locator(".rb-old")
+    page.clock.run_for(12_000)
+    expect(said).to_be_empty()
+    page.clock.run_for(12_000)
+    expect(said).to_contain_text("may be old: the kernel does not answer")
+    page.evaluate("hear({seen: 'a look'})")
+    page.clock.run_for(5_000)
+    expect(said).to_be_empty()
+    page.close()
+
+
 def test_a_dark_theme_of_vs_code_is_the_views_own(browser, placement, axe):
     page = browser.new_page()
     coloured = "".join(f"\x1b[{code}mcolour {code}\x1b[0m\n" for code in range(30, 38))

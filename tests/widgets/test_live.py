@@ -56,8 +56,11 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
 def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, monkeypatch):
     monkeypatch.setattr(live, "LEASE", 0.3)
     view = PlacementView(feed)
+    told = []
+    monkeypatch.setattr(view, "send", told.append)
     assert not feed.watchers["placement"]
     look(view, parts=["placement"])
+    wait_until(lambda: [*map(list, told)] == [["seen"]], timeout=2, what="the browser hears that it was heard")
     wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched")
     look(view, "away")
     wait_until(lambda: not feed.watchers["placement"], timeout=2, what="it is not")

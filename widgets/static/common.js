@@ -4,6 +4,7 @@ const RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D
 const DARK = new Set(["#0072B2"]);
 const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕"};
 const LOOK_EVERY = 5000;  // ms; Python takes 15 s of silence for nobody looking
+const SILENCE = 16000;  // ms without an answer to three looks, after which what stands here may be old
 let unique = 0;
 
 const rankColour = (rank) => RANK_COLOURS[rank % RANK_COLOURS.length];
@@ -23,10 +24,10 @@ function size(count) {
   return unit === "B" ? `${Math.round(amount)} B` : `${digits(amount)} ${unit}`;
 }
 
-/** Seconds in words. */
 /** So many of a thing. */
 const many = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 
+/** Seconds in words. */
 function duration(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
@@ -90,7 +91,9 @@ class Link {
     this.model = model;
     this.view = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
     this.waiting = new Map();
+    this.heardAt = performance.now();
     this.heard = (message) => {
+      this.heardAt = performance.now();
       const waits = message && this.waiting.get(message.reply);
       if (!waits) return;
       this.waiting.delete(message.reply);
@@ -120,6 +123,8 @@ class Link {
   }
 }
 
+const hidings = new WeakMap();  // outputs, with how many renderings of the view hide each
+
 /** Hides the HTML that stands in for the live view, wherever it is, until what is returned is called. */
 function hideStill(model, el) {
   const area = el.closest(".jp-OutputArea");
@@ -132,8 +137,6 @@ function hideStill(model, el) {
   const hide = () => {
     for (const still of document.getElementsByClassName(model.get("still"))) {
       const output = still.closest(".jp-OutputArea-child") || still;
-const hidings = new WeakMap();  // outputs, with how many renderings of the view hide each
-
       if (output.contains(el) || mine.has(output)) continue;
       output.style.display = "none";
       mine.add(output);
@@ -171,6 +174,7 @@ function follow(link, part, draw, root) {
     root.dataset.milliseconds = (performance.now() - began).toFixed(1);
   };
   const note = (kind) => () => {
+    link.heardAt = performance.now();
     due[kind] = true;
     if (!wanted) wanted = requestAnimationFrame(redraw);
   };
@@ -190,10 +194,18 @@ function mount(name, parts, frame = null) {
     render({model, el}) {
       const link = new Link(model);
       const root = make("section", {class: `rankbook-view rankbook-${name}`, "aria-label": `Rankbook ${name}`});
+      const old = make("p", {class: "rb-old", role: "status"});
+      root.append(old);
       let looking = Object.keys(parts);
       const look = () => {
-        if (document.visibilityState === "hidden") link.tell({op: "away"});
-        else link.tell({op: "look", parts: looking});
+        if (document.visibilityState === "hidden") return void link.tell({op: "away"});
+        link.tell({op: "look", parts: looking});
+        const silent = performance.now() - link.heardAt > SILENCE;
+        setText(old, silent ? "What stands here may be old: the kernel does not answer. It is busy, was restarted or is gone." : "");
+      };
+      const seen = () => {
+        link.heardAt = performance.now();  // a page that was hidden has asked nothing
+        look();
       };
       const places = frame ? frame(root, Object.keys(parts), (shown) => { looking = shown; look(); }) : {};
       const ends = Object.entries(parts).map(([part, draw]) => {
@@ -205,14 +217,14 @@ function mount(name, parts, frame = null) {
       el.append(root);
       look();
       const every = setInterval(look, LOOK_EVERY);
-      document.addEventListener("visibilitychange", look);
+      document.addEventListener("visibilitychange", seen);
       const leave = () => link.tell({op: "away"});
       window.addEventListener("pagehide", leave);
       const still = requestAnimationFrame(() => { ends.push(hideStill(model, el)); });
       return () => {
         clearInterval(every);
         cancelAnimationFrame(still);
-        document.removeEventListener("visibilitychange", look);
+        document.removeEventListener("visibilitychange", seen);
         window.removeEventListener("pagehide", leave);
         for (const end of ends) end();
         link.close();
