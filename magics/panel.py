@@ -13,7 +13,7 @@ from typing import Any
 
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.output import Rich, Stream
-from rankbook.pieces import Change, More, Piece, Pieces, Put
+from rankbook.pieces import Change, Drop, More, Piece, Pieces, Put
 from rankbook.ranks import format_ranks
 from rankbook.results import CellResult, RankOutcome
 from rankbook.widgets.panel import CellPanel
@@ -31,7 +31,7 @@ class Panel:
         self._lock = RLock()
         self._ended = False
         self._ranks_of: dict[int, tuple[int, ...]] = {}
-        self._below: set[int] = set()
+        self._below: dict[int, tuple[int, ...]] = {}
         self.page = Pieces(self._told, key=self._name)
 
     def follow(self, cell: Cell) -> None:
@@ -52,8 +52,12 @@ class Panel:
                 self._widget.tell(changes)
                 self._sink.emit([Rich(self._widget.bundle(), {}, self._name)])
             for change in changes:
-                if isinstance(change, Put) and change.piece.data is not None and is_live(change.piece.data):
-                    self._show_below(change.piece.key, change.piece.ranks, change.piece.data)
+                match change:
+                    case Put(piece) if piece.data is not None and is_live(piece.data):
+                        self._show_below(piece.key, piece.ranks, piece.data)
+                    case Drop(key, forgotten=False) if key in self._below:
+                        self._show_below(key, (), {"text/plain": ""})
+                        del self._below[key]
 
     def _end(self) -> None:
         with self._lock:
@@ -65,13 +69,13 @@ class Panel:
             if self._widget is not None:
                 self._sink.emit([Rich(dict(self._widget.end(pieces)), {}, self._name, update=True)])
 
-    def _show_below(self, key: int, ranks: Sequence[int], data: Mapping[str, Any]) -> None:
+    def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
         """What HTML cannot show lives below the panel, behind its label; in the panel stands its text."""
-        label = Rich({"text/plain": f"[{format_ranks(ranks)}]"}, {})
-        known = key in self._below
-        self._below.add(key)
-        shown = Rich(dict(data), {}, f"{self._name}-{key}", update=known)
-        self._sink.emit([shown] if known else [label, shown])
+        before = self._below.get(key)
+        self._below[key] = ranks
+        label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
+        found = [] if before == ranks else [Rich(label, {}, f"{self._name}-{key}-of", update=before is not None)]
+        self._sink.emit([*found, Rich(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
 
     def _late(self, changes: Sequence[Change]) -> None:
         """What ranks that still run, or threads that they have left, print is shown below."""

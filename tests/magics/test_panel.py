@@ -47,6 +47,19 @@ def test_what_only_a_front_end_can_show_is_live_below_the_panel(notebook):
     assert sorted(each["application/x-chart"] for each in below[1::2] if WIDGET not in each) == [5, 6]
 
 
+def test_what_is_cleared_is_gone_below_the_panel_too(notebook):
+    outcome = notebook.ok(
+        "%%distributed --view tabs\nfrom IPython.display import clear_output, display\nimport time\n"
+        "for step in range(3):\n    clear_output(wait=True)\n    time.sleep(0.1)\n"
+        "    display({'application/x-chart': step + 10 * rank, 'text/plain': 'a chart'}, raw=True)"
+    )
+    shown = panel(outcome)
+    assert by_rank(shown["text/html"]) == {0: "a chart", 1: "a chart"}
+    below = [each for each in outcome.displays if each is not shown and each["text/plain"]]
+    assert sorted(each["application/x-chart"] for each in below if "application/x-chart" in each) == [2, 12]
+    assert sorted(each["text/plain"] for each in below if "application/x-chart" not in each) == ["[0]", "[1]"]
+
+
 @pytest.mark.parametrize(("view", "first"), [("tabs", "0"), ("grid", "grid"), ("merged", "merged")])
 def test_a_panel_stays_as_html_and_text_that_need_nothing(notebook, view, first):
     outcome = notebook.ok(f"%%distributed --view {view}{PRINTS}")
