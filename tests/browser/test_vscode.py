@@ -7,11 +7,13 @@ from __future__ import annotations
 import pytest
 
 from rankbook.pieces import Piece
+from rankbook.telemetry import replaced
 from rankbook.widgets.live import STATIC
 from rankbook.widgets.panel_picture import piece_html, skeleton
-from rankbook.widgets.placement import PlacementView
+from rankbook.widgets.part import compact
+from rankbook.widgets.placement import PlacementView, state_of
 from tests.browser.test_looks import GRAVE
-from tests.widgets.fakes import FakeFeed
+from tests.widgets import fakes
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
@@ -33,6 +35,7 @@ OPEN = """async ({source, state}) => {
   const heard = {};
   const on = (event, told) => (heard[event] ||= []).push(told);
   const model = {get: (name) => state[name], on, off() {}, send() {}};
+  window.change = (name, value) => { state[name] = value; heard[`change:${name}`].forEach((told) => told()); };
   window.hear = (message) => heard["msg:custom"].forEach((told) => told(message));
   window.end = module.default.render({model, el: document.getElementById("live")});
 }"""
@@ -42,7 +45,7 @@ CAME = "html => { document.getElementById('html').innerHTML = html; }"
 
 @pytest.fixture
 def placement():
-    feed = FakeFeed(4)
+    feed = fakes.FakeFeed(4)
     made = PlacementView(feed)
     made._repr_mimebundle_()
     yield made
@@ -64,6 +67,22 @@ def test_a_view_whose_kernel_is_silent_says_so(browser, placement):
     page.evaluate("hear({seen: 'a look'})")
     page.clock.run_for(5_000)
     expect(said).to_be_empty()
+    page.close()
+
+
+def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
+    page = browser.new_page()
+    page.set_content(PAGE % ("", ""))
+    state = {name: getattr(placement, name) for name in ("placement_fixed", "placement_state", "still")}
+    page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
+    row = page.locator("[data-rank='1']")
+    expect(row).to_contain_text("of 140 GB")
+    made = fakes.placement(4)
+    died = replaced(made, ranks=tuple(replaced(each, state="dead", memory=None, rate=None) for each in made.ranks))
+    page.evaluate("state => change('placement_state', state)", compact(state_of(died)))
+    expect(row).to_contain_text("dead")
+    expect(row.locator(".rb-bar")).to_have_count(0)
+    expect(row).not_to_contain_text("of 140 GB")
     page.close()
 
 

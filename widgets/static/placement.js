@@ -105,7 +105,11 @@ function rankRow(rank) {
     setAttribute(element, "data-lags", String(lags));
     setText(busy, utilisation === null ? "" : `${utilisation} %`);
     setText(steps, [count || null, rate === null ? null : `${rate}/s`].filter((each) => each !== null).join(" · "));
-    if (!bytes) return;
+    if (!bytes) {
+      bar.remove();
+      setText(used, "");
+      return;
+    }
     if (!bar.parentNode) memory.append(bar);
     const [total, ...rest] = bytes;
     MEMORY.forEach((part, index) => {

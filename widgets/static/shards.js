@@ -20,13 +20,15 @@ function drawShards(channel, root) {
   root.append(title, show, said, make("div", {class: "rb-columns"},
     make("div", {}, make("div", {class: "rb-line"}, make("label", {for: `${id}-search`}, "search"), search, count), list.element),
     tensor.element), make("h3", {}, "Held by each rank"), uneven, totals);
-  let tensors = [], searched = false;
+  let tensors = [], searched = false, wanted = "";
 
   async function choose(key) {
+    wanted = key;
     try {
-      tensor.draw(await channel.ask("tensor", {key}));
+      const found = await channel.ask("tensor", {key});
+      if (wanted === key) tensor.draw(found);  // answers may overtake each other
     } catch (error) {
-      setText(said, error.message);
+      if (wanted === key) setText(said, error.message);
     }
   }
 
