@@ -7,8 +7,8 @@ a thread of its own, and only while somebody looks.
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
@@ -87,7 +87,8 @@ class Lookout:
         self._cell: int | None = None
         self._version = 0
         self._holdings: tuple[Holding, ...] = ()
-        self._ended: deque[CheckpointSave] = deque(maxlen=_LAST_SAVES)
+        self._ended: tuple[CheckpointSave, ...] = ()
+        self._ending = threading.Lock()
         self._listens = False
 
     def answer(self, question: Look) -> Answer:
@@ -144,14 +145,19 @@ class Lookout:
         if question.saves:
             self._listen()
         changed = question.holdings and question.known != self._version
-        saves = (*telemetry.snapshot("checkpoint "), *self._ended) if question.saves else ()
         return Looked(
             question.token,
             self._sample(memory=question.holdings),
             self._version,
             self._holdings if changed else None,
-            tuple(each for each in saves if isinstance(each, CheckpointSave)),
+            self._saves() if question.saves else (),
         )
+
+    def _saves(self) -> tuple[CheckpointSave, ...]:
+        """Those under way, and the last ones that have ended; of one checkpoint that was saved twice the later save."""
+        running = [each for each in telemetry.snapshot("checkpoint ") if isinstance(each, CheckpointSave)]
+        again = {(each.folder, each.name) for each in running}
+        return (*running, *(each for each in self._ended if (each.folder, each.name) not in again))
 
     def _sample(self, *, memory: bool) -> Sample:
         waits_for, waited = self._work.waits()
@@ -210,7 +216,9 @@ class Lookout:
 
         def listener(struct: Struct) -> None:
             if isinstance(struct, CheckpointSave) and struct.phase in {"done", "failed"}:
-                self._ended.append(struct)
+                with self._ending:
+                    others = [each for each in self._ended if (each.folder, each.name) != (struct.folder, struct.name)]
+                    self._ended = tuple([*others, struct][-_LAST_SAVES:])
             if before is not None:
                 before(struct)
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from rankbook import telemetry
 from rankbook.errors import BadRequest
 from rankbook.looking import AskLook, AskStatistic, NothingTold
 from rankbook.rank import belongings, parts, shard_map
@@ -190,6 +191,26 @@ def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while
     now[0] += 1.0
     lookout.answer(ask)
     assert lookout._searched == now[0], "another cell may have made anything"
+
+
+def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch):
+    monkeypatch.setattr(telemetry, "listener", None)
+    lookout = Lookout(_Work({}), 0, torch.device("cpu"))
+
+    def told():
+        return lookout.answer(AskLook(1, False, -1, False, True)).saves
+
+    done = telemetry.CheckpointSave("run", "step-3", 3, "done", 8, 8, 0.5, None, False, "")
+    other, again = (telemetry.replaced(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
+    assert told() == ()
+    for save in (done, other):
+        telemetry.report(save)
+    assert told() == (done, other)
+    telemetry.offer("checkpoint again", lambda: again)
+    assert told() == (again, other)
+    telemetry.withdraw("checkpoint again")
+    telemetry.report(later := telemetry.replaced(done, seconds=0.7))
+    assert told() == (other, later)
 
 
 def test_a_look_survives_what_changes_meanwhile():
