@@ -9,7 +9,7 @@ What is said of one change is said once, so the work is linear in the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.lines import LiveRegions, Row, StreamName
@@ -25,7 +25,7 @@ _MANY = 400
 
 @dataclass(frozen=True)
 class Piece:
-    """Lines of one stream, rows that are still written on (`live`), or a display (`data`), of `ranks`."""
+    """Lines of one stream, rows that are still written on (`live`), or a display (`data`, `metadata`), of `ranks`."""
 
     key: int
     ranks: Ranks
@@ -33,6 +33,7 @@ class Piece:
     text: str = ""
     data: Mapping[str, Any] | None = None
     live: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,9 @@ class Pieces:
         name = None if message.display_id is None else (ranks[0], message.display_id)
         if message.kind == "update":
             if name is not None and (key := self._displays.get(name)) in self._pieces:
-                self._put(Piece(key, ranks, data=message.data))
+                self._put(Piece(key, ranks, data=message.data, metadata=message.metadata))
             return
-        key = self._put(Piece(-1, ranks, data=message.data))
+        key = self._put(Piece(-1, ranks, data=message.data, metadata=message.metadata))
         if name is not None:
             self._displays[name] = key
         self.live.bury()

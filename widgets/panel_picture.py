@@ -100,7 +100,7 @@ def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
     colour = f"--rb-colour:{rank_colour(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
     label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
     if piece.data is not None:
-        inner = bundle_html(piece.data)
+        inner = bundle_html(piece.data, piece.metadata)
     else:
         inner = f'<pre class="rb-{piece.stream}">{to_html(piece.text)}</pre>'
     return (
@@ -122,15 +122,18 @@ def is_live(data: Mapping[str, Any]) -> bool:
     return any(kind in data for kind in _LIVE) or "<script" in str(data.get("text/html", ""))
 
 
-def bundle_html(data: Mapping[str, Any]) -> str:
-    """The richest part of a mime bundle that HTML can show by itself."""
+def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> str:
+    """The richest part of a mime bundle that HTML can show by itself; a picture as wide as its metadata says."""
     for kind in () if is_live(data) else _MARKUP:
         if isinstance(text := data.get(kind), str):
             return text
     for kind in _IMAGES:
         if isinstance(text := data.get(kind), str):
             words = escape(str(data.get("text/plain", "a picture")))
-            return f'<img src="data:{kind};base64,{text.strip()}" alt="{words}">'
+            wide = (metadata or {}).get(kind)
+            width = wide.get("width") if isinstance(wide, Mapping) else None
+            size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
+            return f'<img src="data:{kind};base64,{text.strip()}" alt="{words}"{size}>'
     for kind in ("text/plain", "text/markdown", "text/latex"):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"

@@ -125,6 +125,8 @@ def test_a_bundle_shows_what_html_can():
         '<img src="data:image/jpeg;base64,QUJD"'
     )
     assert bundle_html({"application/x-own": {}}) == "<p>(application/x-own)</p>"
+    retina = Piece(0, (0,), data={"image/png": "QUJD"}, metadata={"image/png": {"width": 432, "height": 288}})
+    assert 'alt="a picture" width="432">' in piece_html(retina, (0,))
     table = {"application/vnd.dataresource+json": {}, "text/html": "<table></table>", "text/plain": "t"}
     assert not is_live(table) and bundle_html(table) == "<table></table>"
     chart = {"application/vnd.plotly.v1+json": {}, "text/html": "<div></div><script>draw()</script>", "text/plain": "c"}
