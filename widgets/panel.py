@@ -120,3 +120,5 @@ class CellPanel(TalkingWidget):
                 self._tell_whole()
             elif message.get("op") == "choose" and message.get("choice") in choices(self._ranks):
                 self._choice = str(message["choice"])
+                # for a page that is loaded again
+                self.skeleton = skeleton(self.name, self._title, self._ranks, self._choice)
