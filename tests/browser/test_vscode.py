@@ -65,7 +65,6 @@ def test_a_view_whose_kernel_is_silent_says_so(browser, placement):
     page.clock.run_for(12_000)
     expect(said).to_contain_text("may be old: the kernel does not answer")
     page.evaluate("hear({seen: 'a look'})")
-    page.clock.run_for(5_000)
     expect(said).to_be_empty()
     page.close()
 

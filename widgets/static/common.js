@@ -85,15 +85,19 @@ class Channel {
   }
 }
 
-/** The comm of one rendering of a view. */
+/** The comm of one rendering of a view; `heard` is called at each word from the kernel. */
 class Link {
-  constructor(model) {
+  constructor(model, heard) {
     this.model = model;
+    this.lives = () => {
+      this.heardAt = performance.now();
+      heard();
+    };
     this.view = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
     this.waiting = new Map();
     this.heardAt = performance.now();
     this.heard = (message) => {
-      this.heardAt = performance.now();
+      this.lives();
       const waits = message && this.waiting.get(message.reply);
       if (!waits) return;
       this.waiting.delete(message.reply);
@@ -174,7 +178,7 @@ function follow(link, part, draw, root) {
     root.dataset.milliseconds = (performance.now() - began).toFixed(1);
   };
   const note = (kind) => () => {
-    link.heardAt = performance.now();
+    link.lives();
     due[kind] = true;
     if (!wanted) wanted = requestAnimationFrame(redraw);
   };
@@ -192,19 +196,20 @@ function follow(link, part, draw, root) {
 function mount(name, parts, frame = null) {
   return {
     render({model, el}) {
-      const link = new Link(model);
-      const root = make("section", {class: `rankbook-view rankbook-${name}`, "aria-label": `Rankbook ${name}`});
       const old = make("p", {class: "rb-old", role: "status"});
+      const link = new Link(model, () => setText(old, ""));
+      const root = make("section", {class: `rankbook-view rankbook-${name}`, "aria-label": `Rankbook ${name}`});
       root.append(old);
       let looking = Object.keys(parts);
       const look = () => {
         if (document.visibilityState === "hidden") return void link.tell({op: "away"});
         link.tell({op: "look", parts: looking});
-        const silent = performance.now() - link.heardAt > SILENCE;
-        setText(old, silent ? "What stands here may be old: the kernel does not answer. It is busy, was restarted or is gone." : "");
+        if (performance.now() - link.heardAt > SILENCE) {
+          setText(old, "What stands here may be old: the kernel does not answer. It is busy, was restarted or is gone.");
+        }
       };
       const seen = () => {
-        link.heardAt = performance.now();  // a page that was hidden has asked nothing
+        link.lives();  // a page that was hidden has asked nothing
         look();
       };
       const places = frame ? frame(root, Object.keys(parts), (shown) => { looking = shown; look(); }) : {};
