@@ -21,8 +21,8 @@ from rankbook.coordinator import actions, events, tables
 FOLDER = Path(__file__).resolve().parent
 MADE = "<!-- Made by docs/draw.py from the code; change that, and run it again. -->"
 WIRE_INTRODUCTION = """\
-Every message is a frozen `msgspec` struct of `rankbook.messages` or `rankbook.keeping`, sent as MessagePack and tagged
-with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never ignored."""
+Every message is a frozen `msgspec` struct of `rankbook.messages` or a vocabulary that it imports, sent as MessagePack
+and tagged with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never ignored."""
 STATES_INTRODUCTION = """\
 `rankbook.coordinator.state` decides what each rank and each cell may do next. Events go in, actions come out; it knows
 no socket, process, thread or clock. The tables are the whole of it: `–` is an `IllegalTransition`, which tells the last

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class RankStatus:
     """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
 
-    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`.
+    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`, that
+    of one under a debugger where it is paused.
     """
 
     rank: int

@@ -25,7 +25,8 @@ class TorchTensorParallelConfig:
 class ParallelismConfig:
     """How the ranks are divided: `dp_replicate_size * dp_shard_size * tp_size` must be the world size.
 
-    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`.
+    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`. Raises
+    `BadRequest` for a size that is no whole number from 1 on, and for a `cp_size` or `sp_size` that is not 1.
     """
 
     dp_replicate_size: int | None = None
