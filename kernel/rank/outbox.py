@@ -16,11 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from rankbook.keeping import Here, Recall, Seen
-from rankbook.looking import AskDetail, AskLook, AskShards, AskStatistic
 from rankbook.messages import (
-    Abort,
-    AskCollectives,
-    AskStack,
     Assign,
     Clear,
     Display,
@@ -29,10 +25,10 @@ from rankbook.messages import (
     InputReply,
     InputRequest,
     Interrupt,
-    Leave,
     Message,
     Regroup,
     RunCell,
+    Task,
     Text,
     TextCut,
     ToRank,
@@ -75,10 +71,10 @@ class Outbox:
         self._size = 0
         self._dropped = 0
 
-    def begin(self, task: ToRank) -> None:
+    def begin(self, task: Task) -> None:
         """A task has come. Whoever sends one has seen the one before."""
         self.seen(self._cell)
-        self._cell = getattr(task, "cell", 0)
+        self._cell = task.cell
         self._number = task.number if isinstance(task, RunCell) else -1 if isinstance(task, Regroup) else 0
         self._label = _label(task)
         self._joins = task.generation if isinstance(task, Regroup) else 0
@@ -157,7 +153,7 @@ class Outbox:
         return True
 
 
-def _label(task: ToRank) -> str:
+def _label(task: Task) -> str:
     match task:
         case RunCell(number=number) if number:
             return f"cell [{number}]"
@@ -213,12 +209,9 @@ class KeptLink:
             case InputReply() | Interrupt():
                 self._outbox.answered()
                 return False
-            case AskStack() | AskCollectives() | Abort() | Leave():
-                return False
-            case AskLook() | AskDetail() | AskShards() | AskStatistic():
-                return False
             case _:
-                self._outbox.begin(message)
+                if isinstance(message, Task):  # a look, a widget or a debugger may come in the midst of one
+                    self._outbox.begin(message)
                 return False
         return True
 

@@ -6,8 +6,14 @@ from collections.abc import Collection
 
 import pytest
 
+from rankbook.comms import CommHeard
+from rankbook.debugging import DebugHeard
 from rankbook.keeping import Here, Recall, Seen
+from rankbook.looking import AskCompletions, AskInspection, AskLook, AskPeek
 from rankbook.messages import (
+    Abort,
+    AskCollectives,
+    AskStack,
     Assign,
     CallFunction,
     Display,
@@ -17,6 +23,7 @@ from rankbook.messages import (
     InputReply,
     InputRequest,
     Interrupt,
+    Leave,
     Message,
     Payload,
     Regroup,
@@ -226,6 +233,37 @@ def test_a_question_is_repeated_until_it_was_answered_or_interrupted(end):
         assert rank.gets(end) == [end]
     rank.gets(Recall(token=TOKEN, nonce="n", since=0.0))
     assert rank.wire.sent[2:] == ([question] if end is None else [])
+
+
+@pytest.mark.parametrize(
+    "aside",
+    [
+        AskStack(token=1),
+        AskCollectives(token=1),
+        Abort(groups=(), cause="it was interrupted", shut=True, ranks=()),
+        Leave(patience=0.0),
+        AskLook(1, holdings=True, known=0, fresh=False, saves=False),
+        AskCompletions(1, text="x.", cursor=2, variables=False),
+        AskInspection(1, text="x", cursor=1, source=False),
+        AskPeek(1, source="x", seconds=1.0),
+        CommHeard(kind="msg", comm="a slider", content="{}", metadata="{}"),
+        DebugHeard(content="{}"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_a_rank_is_asked_beside_its_cell_takes_the_cells_place_neither_while_it_runs_nor_afterwards(aside):
+    rank = Rank()
+    rank.gets(RunCell(cell=1, source="", number=7))
+    rank.link.send(text(1, "before"))
+    assert rank.gets(aside) == [aside]
+    rank.gets(Recall(token=TOKEN, nonce="n", since=1e12))
+    here = rank.wire.sent[1]
+    assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, True, False, 1)
+    rank.link.send(done(1))
+    assert rank.gets(aside) == [aside]
+    rank.gets(Recall(token=TOKEN, nonce="n", since=1e12))
+    here = rank.wire.sent[4]
+    assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, False, False, 2)
 
 
 def test_what_is_about_no_cell_is_sent_and_not_kept():
