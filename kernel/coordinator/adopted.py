@@ -7,13 +7,14 @@ are the steps of its table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.state import ClusterState
+from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.coordinator.tables import Cell as CellOfState
 from rankbook.coordinator.tables import CellStep, RankStep
 from rankbook.forking import ForkRank
@@ -35,22 +36,29 @@ class FoundRank:
 
 @dataclass(frozen=True)
 class FoundCell:
-    """A cell that `ranks` still run; `internal`: it forms the group."""
+    """A cell of `ranks` that `running` still run; `internal`: it forms the group. The rest is as in the state's."""
 
     cell: int
     ranks: tuple[int, ...]
+    running: tuple[int, ...]
+    answers: Mapping[int, str]
+    collectives: int = 0
     internal: bool = False
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """All that is known of the cluster. `grouped`: all ranks are in one process group, or about to be."""
+    """All that is known of the cluster. `grouped`: all ranks are in one process group, or about to be.
+
+    `stale`: a cell failed there meanwhile that may have left them at different collectives.
+    """
 
     ranks: tuple[FoundRank, ...]
     cells: tuple[FoundCell, ...]
     last_cell: int
     generation: int
     grouped: bool
+    stale: bool = False
 
 
 class AdoptedState(ClusterState):
@@ -65,17 +73,22 @@ class AdoptedState(ClusterState):
             self._move(rank, RankStep.FORK)
             self._move(rank, RankStep.HELLO if found.loss is None else RankStep.EXIT)
         for each in inventory.cells:
-            cell = CellOfState(each.cell, each.ranks, internal=each.internal, running=set(each.ranks))
+            cell = CellOfState(each.cell, each.ranks, internal=each.internal, running=set(each.running))
+            cell.answers, cell.collectives = dict(each.answers), each.collectives
             self._step(cell, CellStep.DISPATCH)
             self.cells[each.cell] = cell
-            for number in each.ranks:
+            for number in each.running:
                 self._move(self.ranks[number], RankStep.TASK)
                 self.ranks[number].cell = each.cell
-        self.grouped = inventory.grouped
+        self.grouped, self._stale = inventory.grouped, inventory.stale
 
     def resume(self) -> list[act.Action]:
-        """What is to be done first: the group is formed anew if the owner before had no time to."""
-        return self._regroup_if_complete() + self._dispatch()
+        """What is to be done first: the group is formed anew if the owner before had no time to.
+
+        Some of a cell's ranks may have failed while nobody was there, and others wait for them since.
+        """
+        watched = [act.LookSoon(LOOK_AFTER_END)] if any(not each.internal for each in self.cells.values()) else []
+        return [*watched, *self._regroup_if_complete(), *self._dispatch()]
 
 
 class KeptDriver(Driver):

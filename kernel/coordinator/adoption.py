@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from rankbook.coordinator.adopted import FoundCell, FoundRank, Inventory
 from rankbook.coordinator.cell import Cell, Sink
-from rankbook.coordinator.exits import describe_exit
+from rankbook.coordinator.exits import describe_exit, describe_failure
 from rankbook.coordinator.reunion import Account
 from rankbook.forking import RankExited
-from rankbook.messages import Clear, Display, Done, InputRequest, Text, TextCut
+from rankbook.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
 from rankbook.output import Stream
 from rankbook.ranks import name_ranks
 from rankbook.results import CellResult, describe_errors
@@ -23,13 +24,23 @@ _INTERNAL = -1
 
 @dataclass(frozen=True)
 class Task:
-    """A task that some of the ranks had when the owner went, or had finished without the owner having seen it."""
+    """A task that some of the ranks had when the owner went, or had finished without the owner having seen it.
+
+    `answers`: how it went wrong on each rank that has answered, in words; empty where it went well.
+    """
 
     cell: int
     number: int
     label: str
     ranks: tuple[int, ...]
     running: tuple[int, ...]
+    answers: Mapping[int, str]
+    collectives: int
+
+    @property
+    def internal(self) -> bool:
+        """Whether it forms the group."""
+        return self.number == _INTERNAL
 
 
 def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
@@ -42,8 +53,16 @@ def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
     for cell, ranks in sorted(by_cell.items()):
         here = accounts[ranks[0]].here
         running = tuple(rank for rank in sorted(ranks) if accounts[rank].here.running)
-        tasks.append(Task(cell, here.number, here.label, tuple(sorted(ranks)), running))
+        ended = {rank: each for rank in ranks for each in accounts[rank].missed if _ends(each, cell)}
+        made = Cell(cell, here.number, {}, cluster_key="", sink=None, label=here.label)
+        answers = {rank: describe_failure(each, made) for rank, each in ended.items()}
+        collectives = sum(each.collectives for each in ended.values())
+        tasks.append(Task(cell, here.number, here.label, tuple(sorted(ranks)), running, answers, collectives))
     return tasks
+
+
+def _ends(message: FromRank, cell: int) -> TypeGuard[Done]:
+    return isinstance(message, Done) and message.cell == cell
 
 
 def take_stock(
@@ -59,17 +78,21 @@ def take_stock(
             ranks.append(FoundRank(rank, incarnation, words))
         else:
             ranks.append(FoundRank(rank, incarnations[rank]))
+    tasks = tasks_of(accounts)
     running = tuple(
-        FoundCell(task.cell, task.running, internal=task.number == _INTERNAL)
-        for task in tasks_of(accounts)
+        FoundCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
+        for task in tasks
         if task.running
     )
+    stale = any(
+        task.collectives and any(task.answers.values()) for task in tasks if not task.running and not task.internal
+    )
     generations = {account.here.generation for account in accounts.values()}
-    forming = any(cell.internal for cell in running)
+    forming = any(cell.internal and not any(cell.answers.values()) for cell in running)
     grouped = len(accounts) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
     last_cell = max((account.here.cell for account in accounts.values()), default=0)
     # A group that was being formed may have a number that no rank tells yet; a number may be left out.
-    return Inventory(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped)
+    return Inventory(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
 
 
 class Adoption:
@@ -97,7 +120,7 @@ class Adoption:
         results = []
         for task in tasks_of(self._accounts):
             cell = self._make(task)
-            if task.number != _INTERNAL:
+            if not task.internal:
                 self._say(_heading(task))
             cell.start()
             self._feed(cell)
@@ -106,7 +129,7 @@ class Adoption:
                 continue
             cell.end(())
             self.ended.append(cell)
-            if cell.result is not None and task.number != _INTERNAL:
+            if cell.result is not None and not task.internal:
                 results.append(cell.result)
                 if not cell.result.ok:
                     self._say(describe_errors(cell.result.outcomes), "stderr")
@@ -147,7 +170,7 @@ class Adoption:
 
     def _make(self, task: Task) -> Cell:
         tasks = dict.fromkeys(task.ranks, _NOTHING)
-        sink = None if task.number == _INTERNAL else self._sink
+        sink = None if task.internal else self._sink
         return Cell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
     def _feed(self, cell: Cell) -> None:
@@ -173,7 +196,9 @@ _NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.
 
 def _heading(task: Task) -> str:
     if task.running:
-        done = sorted(set(task.ranks) - set(task.running))
-        rest = f" ({name_ranks(done)} finished)" if done else ""
+        done = [rank for rank in task.ranks if rank not in task.running and not task.answers.get(rank)]
+        told = [f"rank {rank} {words}" for rank, words in sorted(task.answers.items()) if words]
+        told += [f"{name_ranks(done)} finished"] if done else []
+        rest = f" ({'; '.join(told)})" if told else ""
         return f"{task.label} still runs on {name_ranks(task.running)}{rest}; its output so far, and what follows:"
     return f"{task.label} ended on {name_ranks(task.ranks)}; its output:"

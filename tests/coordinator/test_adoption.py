@@ -13,6 +13,7 @@ from rankbook.coordinator.adoption import Adoption, take_stock, tasks_of
 from rankbook.coordinator.reattach import choose
 from rankbook.coordinator.reunion import Account, Reunion
 from rankbook.coordinator.state import RankState
+from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.forking import RankExited
 from rankbook.keeping import Here, Seen
@@ -21,6 +22,7 @@ from rankbook.messages import Done, ErrorReport, FromRank, InputReply, InputRequ
 from rankbook.output import Emit, Stream
 from rankbook.transport.link import Sender
 from tests.coordinator.test_driver import Keeper, Stage, request
+from tests.coordinator.test_state import waits
 
 NONCE = "n"
 
@@ -38,9 +40,10 @@ def account(answer: Here, *missed: FromRank) -> Account:
     return Account(answer, list(missed))
 
 
-def done(cell: int, error: str | None = None) -> Done:
+def done(cell: int, error: str | None = None, *, collectives: int = 0) -> Done:
     report = None if error is None else ErrorReport(name="ValueError", value=error, traceback=error, plain=error)
-    return Done(cell=cell, status="ok" if error is None else "error", seconds=0.1, error=report)
+    status = "ok" if error is None else "error"
+    return Done(cell=cell, status=status, seconds=0.1, error=report, collectives=collectives)
 
 
 class Notes:
@@ -101,11 +104,33 @@ def test_the_state_begins_where_the_ranks_are():
     assert [rank.incarnation for rank in state.ranks.values()] == [1, 2, 6]
     assert state.ranks[2].loss == "was killed by signal 9 (out of memory?)"
     assert not state.grouped
-    assert state.resume() == []
+    assert state.resume() == [act.LookSoon(LOOK_AFTER_END)]
     assert state.new_cell() == 6
     assert state.handle(ev.InterruptCell(5))[0] == act.SendInterrupt(5, (0,))
     assert state.handle(ev.CellDone(0, 1, 5)) == [act.EndCell(5, (), interrupted=True)]
     assert state.handle(ev.Launch((2,))) == [act.Fork(2, 7)]
+
+
+def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_broken_off_as_any_other():
+    accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5, "bad", collectives=1))}
+    state = AdoptedState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    assert state.resume() == [act.LookSoon(LOOK_AFTER_END)]
+    assert act.AskCollectives((0, 1)) in state.handle(ev.Look(10.0))
+    state.handle(waits(0, 5, (0, 1), number=2, at=10.0))
+    (aborted,) = [each for each in state.handle(ev.Look(12.0)) if isinstance(each, act.SendAbort)]
+    assert (aborted.ranks, aborted.cause) == ((0,), "rank 1 raised ValueError at cell [5]")
+    after = state.handle(ev.CellDone(0, 1, 5, failed=True, words="raised CollectiveAborted", collectives=2))
+    assert any(isinstance(each, act.Regroup) for each in after)
+
+
+@pytest.mark.parametrize(("collectives", "error", "anew"), [(3, "bad", True), (0, "bad", False), (3, None, False)])
+def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_different_collectives(
+    collectives, error, anew
+):
+    ended = [done(5, error, collectives=collectives), done(5, collectives=collectives)]
+    accounts = {rank: account(here(5, entries=1), each) for rank, each in enumerate(ended)}
+    state = AdoptedState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    assert [type(each) for each in state.resume()] == ([act.Regroup, act.SendTask] if anew else [])
 
 
 def test_ranks_that_are_in_one_group_stay_in_it():
@@ -135,6 +160,16 @@ def test_a_group_that_is_being_formed_is_waited_for():
     assert state.resume() == []
     assert state.handle(ev.CellDone(0, 1, 5)) == [act.EndCell(5, (), interrupted=False)]
     assert state.grouped
+
+
+def test_a_group_that_a_rank_could_not_join_while_nobody_was_there_is_formed_once_more():
+    accounts = {
+        0: account(here(5, running=True, number=-1, generation=0)),
+        1: account(here(5, number=-1, generation=0, entries=1), done(5, "bad")),
+    }
+    state = AdoptedState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    assert any(isinstance(each, act.Regroup) for each in state.resume())
+    assert any(isinstance(each, act.SendTask) for each in state.handle(ev.CellDone(0, 1, 5)))
 
 
 def test_a_cell_that_ended_is_shown_below_a_heading_with_its_errors_and_its_result():
@@ -168,6 +203,14 @@ def test_a_cell_that_runs_is_followed_and_its_question_is_asked():
     cell.end(())
     assert cell.result.ok
     assert sink.text().count("first") == 1
+
+
+def test_of_a_cell_that_runs_it_is_told_on_whom_it_has_failed():
+    sink = Notes()
+    ended = {1: done(5, "bad"), 2: done(5), 3: done(5)}
+    accounts = {rank: account(here(5, entries=1), each) for rank, each in ended.items()}
+    Adoption({0: account(here(5, running=True)), **accounts}, cluster_key="k", sink=sink).tell()
+    assert "still runs on rank 0 (rank 1 raised ValueError at cell [5]; ranks 2-3 finished); its out" in sink.text()
 
 
 def test_what_threads_printed_and_what_was_left_out_is_told_and_the_forming_of_a_group_is_not():
