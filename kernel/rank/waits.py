@@ -137,12 +137,12 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
         try:
             while not waiter.ended.wait(_LOOK_EVERY.total_seconds()):
                 self._check()
+            return waiter.result()
         finally:
-            if waiter.ended.is_set():
+            if waiter.ended.is_set():  # and its result taken: another thread may have the waiter at once
                 _idle.append(waiter)
             else:
                 waiter.dismiss()
-        return waiter.result()
 
     def _check(self) -> None:
         """Raise, in words that `error_for` knows, if nothing will end this wait."""
@@ -189,10 +189,14 @@ class _Waiter:
         self._works.put(work)
 
     def result(self) -> bool:
-        """What the wait gave. Raises what it raised."""
-        if isinstance(self._result, BaseException):
-            raise self._result
-        return self._result
+        """What the wait gave, once. Raises what it raised and keeps none of it: that leads to the frames of all."""
+        result, self._result = self._result, False
+        try:
+            if isinstance(result, BaseException):
+                raise result
+            return result
+        finally:
+            del result
 
     def dismiss(self) -> None:
         """End after this wait, should it ever end."""
