@@ -157,6 +157,8 @@ class Executor:
         report = tracebacks.report(self._shell, error, self._cell_files(), self._number)
         if out_of_memory.is_out_of_memory(error):
             report = out_of_memory.tell_and_free(self._shell, error, report)
+        elif out_of_memory.is_of_a_peer(error):
+            out_of_memory.free(self._shell, error)
         return report
 
     def _cell_files(self) -> dict[str, int]:

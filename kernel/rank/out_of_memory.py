@@ -17,12 +17,14 @@ import psutil
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
+from rankbook.errors import CollectiveAborted
 from rankbook.messages import ErrorReport
 from rankbook.rank.memory import Found, Holding, find_holdings
 from rankbook.rank.tracebacks import is_users
 
 _ON_CPU = re.compile("DefaultCPUAllocator: (can't|not enough)")
 _ON_CUDA = re.compile("CUDA error: out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED")
+_OF_A_PEER = re.compile(r"rank \d+ raised (OutOfMemoryError|MemoryError)\b")
 _DEVICE = re.compile(r"GPU (\d+)")
 _MOST_ROWS = 8
 _MOST_VARIABLES = 5
@@ -40,13 +42,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective was broken off because memory ran out on another rank: here there may be as little of it."""
+    return isinstance(error, CollectiveAborted) and _OF_A_PEER.match(str(error)) is not None
+
+
 def tell_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
     """`report` with what holds the memory now; then what the failed cell held is given back."""
     try:
         memory = _describe(shell, error)
     except Exception as failure:  # noqa: BLE001 - told in its place; user objects and a device that fails may do anything
         memory = f"memory: what holds it could not be found ({type(failure).__name__}: {failure})"
-    _free(shell, error)
+    free(shell, error)
     return ErrorReport(
         name=report.name,
         value=report.value,
@@ -155,7 +162,7 @@ def size(number: int) -> str:
 # Letting go
 
 
-def _free(shell: InteractiveShell, error: BaseException) -> None:
+def free(shell: InteractiveShell, error: BaseException) -> None:
     """Let go of the frames that failed, with all that they held. A debugger finds nothing afterwards."""
     for each in _all_of(error):
         traceback.clear_frames(each.__traceback__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rankbook.errors import CollectiveAborted
 from rankbook.rank import out_of_memory
 from rankbook.rank.memory import Found, Holding, find_holdings
 from rankbook.rank.out_of_memory import describe_holdings, is_out_of_memory, size
@@ -44,6 +45,23 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
 )
 def test_which_errors_are_that_memory_ran_out(error, is_one):
     assert is_out_of_memory(error) is is_one
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (
+            CollectiveAborted("rank 1 raised OutOfMemoryError at cell [5] line 3 while this rank waited in barrier"),
+            True,
+        ),
+        (CollectiveAborted("rank 12 raised MemoryError, so this rank cannot begin all_reduce"), True),
+        (CollectiveAborted("rank 1 raised ValueError at cell [5] while this rank waited in barrier"), False),
+        (ValueError("rank 1 raised MemoryError"), False),
+    ],
+    ids=["in torch", "in Python", "of another kind", "no abort"],
+)
+def test_which_errors_are_that_memory_ran_out_on_another_rank(error, is_one):
+    assert out_of_memory.is_of_a_peer(error) is is_one
 
 
 def test_torchs_own_error_on_the_cpu_is_one():
