@@ -259,7 +259,7 @@ class ClusterState:
 
     def _nudge_apart(self, cell: Cell) -> list[act.Action]:
         """One rank died: break off what waits for it, and interrupt the others."""
-        lost = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
+        lost = self._lost(cell)
         waiting = tuple(sorted(cell.running & self._supervisor.waiting_for(lost)))
         others = tuple(sorted(cell.running.difference(waiting)))
         nudges: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
@@ -268,10 +268,17 @@ class ClusterState:
     def _abort(self, cell: Cell, ranks: tuple[int, ...]) -> list[act.Action]:
         if not ranks:
             return []
-        dead = next((self.ranks[r] for r in cell.ranks if self.ranks[r].state is RankState.DEAD), None)
-        cause = "the cell was interrupted" if dead is None else f"rank {dead.rank} {dead.loss}"
+        lost = min(self._lost(cell), default=None)
+        words = (
+            "the cell was interrupted" if lost is None else f"rank {lost} {self.ranks[lost].loss or 'was restarted'}"
+        )
         cell.aborted = True
-        return [act.SendAbort(ranks, (), cause)]
+        return [act.SendAbort(ranks, (), words)]
+
+    def _lost(self, cell: Cell) -> set[int]:
+        """Its ranks that are dead, and those whose processes ended in the midst of it, which may have new ones."""
+        dead = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
+        return dead | set(cell.ranks).difference(cell.running, cell.answers)
 
     def _told(self, event: ev.CollectivesTold) -> list[act.Action]:
         if event.incarnation == self.ranks[event.rank].incarnation:

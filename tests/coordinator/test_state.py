@@ -136,6 +136,19 @@ def test_restarting_a_busy_rank_kills_it_fails_its_cell_and_forks_again():
     assert actions[-1] == act.Fork(1, 2)
 
 
+def test_who_waits_for_a_rank_that_is_restarted_is_broken_off_and_told_so():
+    state = started(3)
+    cell, _ = submit(state, 0, 1, 2)
+    state.handle(waits(0, cell, (0, 1)))
+    state.handle(ev.Launch((1,)))
+    state.handle(ev.RankGone(1, 1, "was killed by signal 9"))
+    nudged = state.handle(ev.GraceOver(cell, "nudge"))
+    assert only(nudged, act.SendAbort) == [act.SendAbort((0,), (), "rank 1 was restarted")]
+    assert only(nudged, act.SendInterrupt) == [act.SendInterrupt(cell, (2,))]
+    (aborted,) = only(state.handle(ev.GraceOver(cell, "abort")), act.SendAbort)
+    assert (aborted.ranks, aborted.cause) == ((0, 2), "rank 1 was restarted")
+
+
 def test_a_queued_cell_survives_the_restart_of_its_rank():
     state = started(1)
     first, _ = submit(state, 0)
