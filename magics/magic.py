@@ -357,7 +357,7 @@ def install(shell: InteractiveShell) -> None:
     hints.install(shell)
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
-        shell.register_magic_function(_misplaced(name), "line", f"%{name}")
+        shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")
     name_cells(shell.compile._filename_map)
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
         auto.set_auto(shell, on=True)

@@ -76,14 +76,14 @@ class Workplace:
 
     def interrupt_after(self, cell: Cell, seconds: float) -> None:
         """Interrupt `cell` `seconds` after its start, unless it has ended by then; not while it is in a debugger."""
-        driver, paused, before = self._crew.driver, 0.0, time.monotonic()
+        driver, paused, before, was_held = self._crew.driver, 0.0, time.monotonic(), False
 
         def look() -> None:
-            nonlocal paused, before
-            now = time.monotonic()
-            if cell.started is not None and not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks):
+            nonlocal paused, before, was_held
+            now, held = time.monotonic(), not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks)
+            if cell.started is not None and (held or was_held):
                 paused += now - before
-            before = now
+            before, was_held = now, held
             left = seconds if cell.started is None else cell.started + seconds + paused - now
             if cell.result is not None:
                 return

@@ -355,7 +355,7 @@ def make_shell() -> RankShell:
     if load_magics is not None:
         load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good
     for name, why in _NOT_HERE.items():
-        shell.register_magic_function(_refuse(name, why), "line", name)
+        shell.magics_manager.register_function(_refuse(name, why), "line", name)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
         namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's ask the terminal
     # IPython would change `builtins` before and after each cell, and with it void what the interpreter has learnt about
