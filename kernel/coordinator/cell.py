@@ -119,12 +119,13 @@ class Cell:
         for callback in tuple(self.on_change):
             callback()
 
-    def start(self) -> None:
-        """Its tasks have been sent."""
+    def start(self) -> bool:
+        """Its tasks have been sent, so that output may arrive meanwhile. Whether `flush` is due if none does."""
         self.started = time.monotonic()
         if self._make_head is not None:
             self._head_due = self.started + HEAD_AFTER
         self.tell()
+        return self._make_head is not None
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
         """A rank has printed or shown something."""

@@ -163,8 +163,7 @@ class Driver:
                 for rank in ranks:
                     self.infos[rank].last_cell = number
                     self._hub.send(rank, *cell.tasks[rank])
-                cell.start()
-                if cell.deadline is not None:
+                if cell.start():
                     self._fed.add(number)
             case act.SendInterrupt(number, ranks):
                 for rank in ranks:

@@ -37,7 +37,7 @@ from rankbook.messages import (
     Stack,
     Text,
 )
-from rankbook.output import Stream
+from rankbook.output import OutputMerger, Stream
 from rankbook.transport.memory_link import MemoryHub, MemoryRank
 from tests.conftest import wait_until
 
@@ -252,6 +252,24 @@ def test_a_process_id_is_known_before_the_rank_says_hello(stage):
     stage.driver.post(ev.Launch((0, 1)))
     stage.launcher.tell(RankForked(rank=1, incarnation=1, pid=4711))
     wait_until(lambda: stage.driver.infos[1].pid == 4711, timeout=SOON, what="the pid")
+
+
+def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(stage, monkeypatch):
+    """Who submits once looked at the output too, and found it changed by the driver meanwhile."""
+    threads, deadline = set(), OutputMerger.deadline.fget
+
+    def noted(merger):
+        threads.add(threading.current_thread().name)
+        return deadline(merger)
+
+    monkeypatch.setattr(OutputMerger, "deadline", property(noted))
+    stage.launch()
+    cell = stage.submit(0, sink=Keeper())
+    stage.next_task(0)
+    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"half a line"))
+    stage.done(0, cell.cell)
+    stage.wait_end(cell)
+    assert threads == {"rankbook-driver"}
 
 
 def test_a_cell_reaches_its_ranks_and_ends_with_the_last_answer(stage):

@@ -128,16 +128,19 @@ def test_a_client_that_knows_threads_moves_one_rank_by_its_thread(notebook):
 
 def test_a_function_of_a_cell_that_ran_before_stops_too(notebook):
     code = "%%distributed\ndef double(value):\n    twice = 2 * value\n    return twice"
-    notebook.ok(code)
+    long = code.replace("double", "triple").replace("2 *", "3 *") + "\n" + "'a cell of more than a few lines'\n" * 9
+    for each in (code, long, code):  # one that runs again keeps its name
+        notebook.ok(each)
     client = FrontEnd(notebook)
     client.start()
     try:
-        assert client.breakpoints(code, 4) == [4]
-        cell = notebook.send("%%distributed\nprint(double(4))")
-        client.wait_paused(2)
-        assert ("rank 1 · double", 4) in client.stack()
-        client.move("continue")
-        assert said_by_both(finish(client, cell)) == "8"
+        assert client.breakpoints(code, 4) == [4] and client.breakpoints(long, 4) == [4]
+        for name, result in (("double", "8"), ("triple", "12")):
+            cell = notebook.send(f"%%distributed\nprint({name}(4))")
+            client.wait_paused(2)
+            assert (f"rank 1 · {name}", 4) in client.stack()
+            client.move("continue")
+            assert said_by_both(finish(client, cell)) == result
     finally:
         client.stop()
 
