@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Debugging:
 
     # The main thread
 
-    def prepare(self, ranks: Iterable[int]) -> dict[int, str]:
+    def prepare(self, ranks: Collection[int]) -> dict[int, str]:
         """Have a debugger on these ranks, if a front end debugs; for those that cannot have one, why."""
         if not self.desk.on or self._loop is None:
             return {}
@@ -109,7 +109,10 @@ class Debugging:
             self._look()
             return await self.desk.attach(ranks)
 
-        return asyncio.run_coroutine_threadsafe(attach(), self._loop).result(_START_SECONDS)
+        try:
+            return asyncio.run_coroutine_threadsafe(attach(), self._loop).result(_START_SECONDS)
+        except TimeoutError:
+            return dict.fromkeys(ranks, f"it has not started within {_START_SECONDS:g} s")
 
     def file_of(self, source: str) -> str:
         """What a front end's debugger knows the running cell as, which is sent to the ranks as `source`.

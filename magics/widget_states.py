@@ -49,7 +49,8 @@ class WidgetStates:
 
     def open(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
         """A widget was made."""
-        self._states[comm] = State({}, {}).then(data, frames)
+        with self._changing:
+            self._states[comm] = State({}, {}).then(data, frames)
 
     def change(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
         """One end has said something of it."""
@@ -60,7 +61,8 @@ class WidgetStates:
 
     def close(self, comm: str) -> None:
         """It is gone."""
-        self._states.pop(comm, None)
+        with self._changing:
+            self._states.pop(comm, None)
 
     def update_of(self, comm: str) -> tuple[dict[str, Any], list[bytes]] | None:
         """The answer to `request_state`, with its buffers; None for what is no widget."""
