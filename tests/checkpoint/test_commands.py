@@ -88,7 +88,7 @@ def test_looking_needs_no_torch(run):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_070_000_000, "1.07 GB"), (10**16, "1e+04 TB")]
+    ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_070_000_000, "1.07 GB"), (10**16, "10000 TB")]
 )
 def test_sizes_are_told_in_the_unit_that_fits(nbytes, words):
     assert size(nbytes) == words
