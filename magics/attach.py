@@ -23,8 +23,9 @@ def describe_keeping(cluster: Cluster) -> str:
 def describe_attached(cluster: Cluster) -> str:
     """Who is there again, and who is not."""
     status = cluster.status()
-    lost = [f"rank {each.rank} {each.loss}: %distributed heal brings it back" for each in status if each.loss]
     there = [each.rank for each in status if not each.loss]
+    remedy = "%distributed heal brings it back" if there else "%distributed heal --empty starts it without variables"
+    lost = [f"rank {each.rank} {each.loss}: {remedy}" for each in status if each.loss]
     line = f"{name_ranks(there)} attached: {cluster.describe()}" if there else "no rank is left"
     return "\n".join([line, *lost])
 

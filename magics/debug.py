@@ -132,8 +132,10 @@ class Debugging:
     def _name_of(self, cell: str) -> str:
         """The running cell's name, as ipykernel makes it. That took 0.15 ms a kilobyte, just before."""
         if len(cell) > _LONG:
-            numbers = self._shell.compile._filename_map.items()
-            names = [str(name) for name, number in numbers if number == self._shell.execution_count]
+            running, numbers = self._shell.displayhook.exec_result, self._shell.compile._filename_map
+            count = None if running is None else running.execution_count
+            count = self._shell.execution_count if count is None else count  # the shell's may be one ahead
+            names = [str(name) for name, number in numbers.items() if number == count]
             if len(names) == 1:  # more, where something has run silently since the last cell
                 return names[0]
         from ipykernel.compiler import get_file_name
@@ -147,18 +149,23 @@ class Debugging:
 
     # The loop: see `debug_desk.Office`
 
+    @property
+    def _there(self) -> Cluster | None:
+        """The cluster, as long as it can be asked: the ends of its debuggers come when it is stopped already."""
+        return None if self._cluster is None or self._cluster.stopped else self._cluster
+
     def ranks(self) -> tuple[int, ...]:
         """All."""
-        return () if self._cluster is None else self._cluster.select(None)
+        return () if self._there is None else self._there.select(None)
 
     def busy(self) -> tuple[int, ...]:
         """Those of the cells that run."""
-        cells = [] if self._cluster is None else self._cluster.cells()
+        cells = [] if self._there is None else self._there.cells()
         return tuple({rank for cell in cells if cell.started is not None for rank in cell.ranks})
 
     def tell(self, rank: int, content: str) -> bool:
         """By the cluster's link."""
-        return self._cluster is not None and self._cluster.debugs.tell(rank, content)
+        return self._there is not None and self._there.debugs.tell(rank, content)
 
     def publish(self, event: Message) -> None:
         """As the kernel's own debugger does."""
@@ -166,13 +173,14 @@ class Debugging:
 
     def note(self, rank: int, path: str, line: int) -> None:
         """In the cluster's status."""
-        if self._cluster is None:
+        cluster = self._there
+        if cluster is None:
             return
         if not line:
-            self._cluster.debugs.paused.pop(rank, None)
+            cluster.debugs.paused.pop(rank, None)
             return
         where = "" if line < 0 else f" at line {line}" if _is_cell(path) else f" at {Path(path).name}:{line}"
-        self._cluster.debugs.paused[rank] = f"paused{where}"
+        cluster.debugs.paused[rank] = f"paused{where}"
 
     def is_for_ranks(self, path: str) -> bool:
         """By its text, and by whether plain cells run there."""

@@ -192,7 +192,7 @@ class Desk:
 
     def _tell(self) -> None:
         """Of pauses, some of them a moment later."""
-        if self.pauses.waits(self._running()):
+        if self.pauses.holds and self.pauses.waits(self._running()):
             asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, lambda: self._publish(self.pauses.tell()))
         else:
             self._publish(self.pauses.tell())
@@ -302,7 +302,8 @@ class Desk:
     async def _on_richinspectvariables(self, request: Message, arguments: Message) -> Message:
         """One of these; that of a frame is asked for with the frame."""
         name, rank = str(arguments["variableName"]), self.pauses.chosen or 0
-        found = None if self.pauses.threads else await self._office.show(rank, name)
+        paused = self.pauses.threads or self._stock.paused
+        found = None if paused else await self._office.show(rank, name)
         return await self._stock.process(request) if found is None else respond(request, found)
 
     async def _on_threads(self, request: Message, _arguments: Message) -> Message:
@@ -368,7 +369,7 @@ class Desk:
         if found is None:
             return respond(request, EMPTY.get(command, {}), trouble="the rank has gone on since then")
         rank, number = found
-        self.pauses.chosen = rank
+        self.pauses.choose(rank)
         if command == "richInspectVariables":
             return await self._show_richly(request, rank, number)
         if command == "copyToGlobals":

@@ -7,7 +7,8 @@ To a front end a rank is a thread. JupyterLab knows one thread at a time, that o
 when one goes on; so where some go on and others do not, it is told once more of one that still stands. Of the frames
 that it is shown after that it chooses the first, and keeps to it as long as it is among them. So that what a person
 looks at does not jump from rank to rank with each step, the others' pauses are held back a moment until the chosen
-rank has paused too, and it is shown first once; after that the ranks stand in their order.
+rank has paused too, and it is shown first once; after that the ranks stand in their order. One that takes longer comes
+back into view when it pauses, unless a person has chosen another meanwhile.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Pauses:
         self.chosen: int | None = None
         self._held: list[Message] = []
         self._shown = False
+        self._first: int | None = None  # as it was shown: the front end looks at that one by itself
+        self._kept: int | None = None  # the chosen one, that goes on
         self._seq = 0
 
     @property
@@ -72,8 +75,24 @@ class Pauses:
         """A rank's debugger tells that it has stopped. See `tell`."""
         self.handles.forget(rank)
         self.threads[rank] = body["threadId"]
+        if self.one_view and rank == self._kept and self._shown:
+            self.chosen, self._shown = rank, False
+            self._held.append(self._continued(rank))  # for what the front end forgets with it
+        if rank == self._kept:
+            self._kept = None
         own: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
         self._held.append(self._stopped(rank, {"reason": "breakpoint", **own}))
+
+    def choose(self, rank: int) -> None:
+        """It is looked at: by the front end itself, which begins with the first, or because a person said so."""
+        self.chosen = rank
+        if rank != self._first:
+            self._kept = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._held)
 
     def waits(self, running: Collection[int]) -> bool:
         """Whether what there is to tell is told better a moment later: the rank to be shown first may stop yet."""
@@ -90,7 +109,7 @@ class Pauses:
     def show(self) -> tuple[int, ...]:
         """The paused ranks as one view for all shows them, from now on."""
         ranks = tuple(sorted(self.threads)) if self._shown and self.chosen in self.threads else self.order
-        self._shown = bool(ranks)
+        self._shown, self._first = bool(ranks), next(iter(ranks), None)
         return ranks
 
     def go_on(self, ranks: Iterable[int]) -> list[Message]:
@@ -100,7 +119,9 @@ class Pauses:
         for rank in gone:
             self.handles.forget(rank)
             del self.threads[rank]
-            events.append(self._event("continued", {"threadId": THREADS + rank, "allThreadsContinued": False}))
+            events.append(self._continued(rank))
+        if self.chosen in gone:
+            self._kept = self.chosen
         if gone:
             self._shown = False
             self._held = [each for each in self._held if rank_of(each["body"]["threadId"]) in self.threads]
@@ -114,6 +135,9 @@ class Pauses:
         if not single:
             return self.order
         return (rank,) if rank in self.threads else self.order[:1]
+
+    def _continued(self, rank: int) -> Message:
+        return self._event("continued", {"threadId": THREADS + rank, "allThreadsContinued": False})
 
     def _stopped(self, rank: int, body: Message) -> Message:
         told = {"threadId": THREADS + rank, "allThreadsStopped": False, "description": f"rank {rank}"}

@@ -173,7 +173,11 @@ def start(
 
     `everything`: replicas too may be chosen to be written. Where this rank cannot copy, all handles fail for it.
     """
-    _make_group()
+    try:
+        _make_group()
+    except BaseException as error:
+        telling.failed(f"{type(error).__name__}: {error}")
+        raise
     handle = SaveHandle(telling)
     taken: list[torch.Tensor] = []
     failure: BaseException | None = None

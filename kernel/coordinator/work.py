@@ -88,7 +88,7 @@ class Workplace:
             if cell.result is not None:
                 return
             if left > 0:
-                driver.after(min(left, _WHILE_PAUSED), look)
+                driver.after(_WHILE_PAUSED if held else min(left, _WHILE_PAUSED), look)
             else:
                 cell.timed_out = seconds
                 driver.post(ev.InterruptCell(cell.cell))

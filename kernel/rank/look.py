@@ -79,6 +79,7 @@ class Lookout:
         self._host = socket.gethostname()
         self._device_name = ""
         self._utilisation = Utilisation(device)
+        self._utilised: float | None = None
         self._inventory: Inventory | None = None
         self._memory: MemoryUse | None = None
         self._gradients = 0
@@ -136,7 +137,7 @@ class Lookout:
     def _search_is_due(self, now: float) -> bool:
         running = self._work.running
         if running != self._cell:
-            self._cell, self._pause = running, _PAUSES[0]
+            self._cell, self._pause = running, _SOONEST
         pause = _SOONEST if running is None else self._pause
         wait = max(pause, self._cost / _AT_MOST[running is not None])
         return self._inventory is None or now >= self._searched + wait
@@ -169,7 +170,7 @@ class Lookout:
             waits_for=waits_for,
             waited=waited,
             memory=self._memory if memory else None,
-            utilisation=self._utilisation.now() if memory else None,
+            utilisation=self._utilised if memory else None,
             steps=self._steps(),
             at=time.monotonic(),
         )
@@ -196,7 +197,7 @@ class Lookout:
             self._holdings = inventory.holdings
             self._pause = _PAUSES[0]
         else:
-            self._pause = min(2 * self._pause, _PAUSES[1])
+            self._pause = min(max(2 * self._pause, _PAUSES[0]), _PAUSES[1])
         self._inventory = inventory
         self._searched, self._cost = time.monotonic(), time.thread_time() - began
         self._due = 0.0
@@ -205,6 +206,7 @@ class Lookout:
         found = self._inventory
         assert found is not None
         self._memory = memory_use(self._device, found.parameters, self._gradients, found.optimizer)
+        self._utilised = self._utilisation.now()  # a call into the driver, which may take its time
         self._due = time.monotonic() + _SOONEST
 
     def _listen(self) -> None:

@@ -132,7 +132,10 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
 
     def _wait_apart(self) -> bool:
         """Wait on a thread that can be left behind: this one would be deaf in there."""
-        waiter = _idle.pop() if _idle else _Waiter()
+        try:
+            waiter = _idle.pop()
+        except IndexError:
+            waiter = _Waiter()
         waiter.begin(self._work)
         try:
             while not waiter.ended.wait(_LOOK_EVERY.total_seconds()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook import telemetry
-from rankbook.checkpoint import telling
+from rankbook.checkpoint import async_save, telling
 from rankbook.checkpoint.telling import Telling
 
 
@@ -36,6 +36,19 @@ def test_a_failure_is_the_last_word():
     assert "planning" in {getattr(each, "phase", "") for each in telemetry.snapshot()}
     told.failed("no space")
     assert (heard[-1].phase, heard[-1].error) == ("failed", "no space")
+    assert told._source not in telemetry._sources
+
+
+def test_a_save_that_does_not_get_as_far_as_its_group_is_told_to_have_failed(monkeypatch):
+    def refuse():
+        raise RuntimeError("no group")
+
+    monkeypatch.setattr(async_save, "_make_group", refuse)
+    heard = []
+    told = Telling("runs", background=True, on_progress=heard.append)
+    with pytest.raises(RuntimeError, match="no group"):
+        async_save.start(None, told, None, everything=False)
+    assert (heard[-1].phase, heard[-1].error) == ("failed", "RuntimeError: no group")
     assert told._source not in telemetry._sources
 
 

@@ -269,6 +269,7 @@ def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(
     stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"half a line"))
     stage.done(0, cell.cell)
     stage.wait_end(cell)
+    wait_until(lambda: threads, timeout=SOON, what="a look at the output")
     assert threads == {"rankbook-driver"}
 
 

@@ -129,8 +129,14 @@ def test_a_client_that_knows_threads_moves_one_rank_by_its_thread(notebook):
 def test_a_function_of_a_cell_that_ran_before_stops_too(notebook):
     code = "%%distributed\ndef double(value):\n    twice = 2 * value\n    return twice"
     long = code.replace("double", "triple").replace("2 *", "3 *") + "\n" + "'a cell of more than a few lines'\n" * 9
+    count = "import ipykernel.compiler as c\nnames, make = [], c.get_file_name\n"
+    notebook.ok(count + "c.get_file_name = lambda code: names.append(code) or make(code)")
     for each in (code, long, code):  # one that runs again keeps its name
         notebook.ok(each)
+    counting = "c.get_file_name = make\nprint(sum(each[:2] == '%%' and 'triple' in each for each in names))"
+    assert notebook.ok(counting).stdout == "1\n", (
+        "IPython makes the name; of a long cell it takes its time, and is not made again"
+    )
     client = FrontEnd(notebook)
     client.start()
     try:

@@ -82,6 +82,26 @@ def test_what_is_looked_at_does_not_jump_to_whichever_rank_stops_first():
     assert (pauses.show(), pauses.show()) == ((1, 0), (0, 1)), "first once, and in order from then on"
 
 
+def test_a_chosen_rank_that_takes_long_comes_back_into_view_unless_a_person_has_chosen_another():
+    pauses = Pauses()
+    pauses.one_view = True
+    for click in (False, True):
+        stop(pauses, *({0, 1, 2} - set(pauses.threads)))
+        pauses.show()
+        pauses.choose(1)
+        pauses.go_on((0, 1, 2))
+        assert told(stop(pauses, 0)) == [("stopped", 0)], "the moment has passed"
+        assert pauses.show() == (0,)
+        pauses.choose(0)  # the front end itself
+        assert told(stop(pauses, 2)) == [("stopped", 2)] and pauses.show() == (0, 2)
+        if click:
+            pauses.choose(2)
+        events = told(stop(pauses, 1))
+        assert events == ([] if click else [("continued", 1)]) + [("stopped", 1)]
+        assert (pauses.chosen, pauses.show()) == ((2, (0, 1, 2)) if click else (1, (1, 0, 2)))
+    assert not pauses.holds
+
+
 def test_where_one_moves_alone_the_others_are_shown_after_it_or_after_a_moment():
     pauses = Pauses()
     pauses.one_view, pauses.chosen = True, 1

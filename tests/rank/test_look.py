@@ -175,6 +175,7 @@ def test_a_second_look_tells_holdings_only_where_they_changed():
 def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while_a_cell_finds_nothing_new(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rankbook.rank.look.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rankbook.rank.look.time.thread_time", lambda: 0.0)
     work = _Work({"model": torch.nn.Linear(2, 2)})
     lookout, ask = Lookout(work, 0, torch.device("cpu")), AskLook(1, True, -1, False, False)
     assert lookout.at_once(ask) is None, "nothing was searched for yet"

@@ -54,7 +54,7 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
 
 
 def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, monkeypatch):
-    monkeypatch.setattr(live, "LEASE", 0.3)
+    monkeypatch.setattr(live, "LEASE", 1.0)
     view = PlacementView(feed)
     told = []
     monkeypatch.setattr(view, "send", told.append)
@@ -66,7 +66,7 @@ def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, 
     wait_until(lambda: not feed.watchers["placement"], timeout=2, what="it is not")
     look(view, parts=["placement"])
     wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched again")
-    wait_until(lambda: not feed.watchers["placement"], timeout=3, what="silence is nobody looking")
+    wait_until(lambda: not feed.watchers["placement"], timeout=5, what="silence is nobody looking")
     view.close()
 
 

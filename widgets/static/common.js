@@ -209,7 +209,7 @@ function mount(name, parts, frame = null) {
         }
       };
       const seen = () => {
-        link.lives();  // a page that was hidden has asked nothing
+        link.heardAt = performance.now();  // a page that was hidden has asked nothing
         look();
       };
       const places = frame ? frame(root, Object.keys(parts), (shown) => { looking = shown; look(); }) : {};
