@@ -6,6 +6,7 @@ Megatron's part runs after `pip install --no-deps megatron-core==0.16.1`, a matt
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import warnings
 from pathlib import Path
 
@@ -183,6 +184,9 @@ def both_ways(folder):
     found = [equal(ours_of_theirs, expected), equal(theirs_of_ours, expected)]
     found.append(bits(whole["model.bf16"]) == bits(numbered((8, 6), torch.bfloat16)))
     found.append(theirs.load_common_state_dict(f"{folder}/ours/step-1")["iteration"] == 7)
+    for each in multiprocessing.active_children():  # Megatron's manager of a queue, which would outlive this process
+        each.terminate()
+        each.join()
     return found
 
 
