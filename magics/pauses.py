@@ -61,8 +61,7 @@ class Pauses:
         self.one_view = False
         self.chosen: int | None = None
         self._held: list[Message] = []
-        self._shown = False
-        self._first: int | None = None  # as it was shown: the front end looks at that one by itself
+        self._first: int | None = None  # of those that one view shows, which it looks at by itself; None: it is empty
         self._kept: int | None = None  # the chosen one, that goes on
         self._seq = 0
 
@@ -75,8 +74,8 @@ class Pauses:
         """A rank's debugger tells that it has stopped. See `tell`."""
         self.handles.forget(rank)
         self.threads[rank] = body["threadId"]
-        if self.one_view and rank == self._kept and self._shown:
-            self.chosen, self._shown = rank, False
+        if self.one_view and rank == self._kept and self._first is not None:
+            self.chosen, self._first = rank, None
             self._held.append(self._continued(rank))  # for what the front end forgets with it
         if rank == self._kept:
             self._kept = None
@@ -96,7 +95,7 @@ class Pauses:
 
     def waits(self, running: Collection[int]) -> bool:
         """Whether what there is to tell is told better a moment later: the rank to be shown first may stop yet."""
-        if not (self.one_view and self._held) or self._shown:
+        if not (self.one_view and self._held) or self._first is not None:
             return False
         first = min((*running, *self.threads)) if self.chosen is None else self.chosen
         return first in running and first not in self.threads
@@ -108,8 +107,9 @@ class Pauses:
 
     def show(self) -> tuple[int, ...]:
         """The paused ranks as one view for all shows them, from now on."""
-        ranks = tuple(sorted(self.threads)) if self._shown and self.chosen in self.threads else self.order
-        self._shown, self._first = bool(ranks), next(iter(ranks), None)
+        is_shown = self._first is not None and self.chosen in self.threads
+        ranks = tuple(sorted(self.threads)) if is_shown else self.order
+        self._first = next(iter(ranks), None)
         return ranks
 
     def go_on(self, ranks: Iterable[int]) -> list[Message]:
@@ -123,7 +123,7 @@ class Pauses:
         if self.chosen in gone:
             self._kept = self.chosen
         if gone:
-            self._shown = False
+            self._first = None
             self._held = [each for each in self._held if rank_of(each["body"]["threadId"]) in self.threads]
         if gone and self.threads and self.one_view and not self._held:
             self._held.append(self._stopped(self.order[0], {"reason": "pause", "preserveFocusHint": True}))
