@@ -123,6 +123,10 @@ def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
     expect(view).to_contain_text("offset [128, 0], shape 64 × 64: rank 4 on cuda:4")
     view.get_by_role("button", name="Statistic").click()
     expect(view).to_contain_text("rank 3: min -0.5, mean 0.25, max 1.5, 2 NaN", timeout=2000)
+    view.get_by_label("search").fill("layers.0.attention")
+    expect(view).to_contain_text("1 of 2000")
+    page.wait_for_timeout(500)  # a tensor drawn anew would be there by now
+    expect(view).to_contain_text("rank 3: min -0.5, mean 0.25, max 1.5, 2 NaN")  # of the same tensor
     view.get_by_label("search").fill("0.norm")
     expect(view).to_contain_text(re.compile(r"rank 0 replica 0 on cuda:0.*rank 5 replica 5"), timeout=2000)
     assert notebook.running(2)

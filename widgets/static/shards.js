@@ -13,30 +13,34 @@ function drawShards(channel, root) {
     make("button", {type: "submit"}, "Show"));
   const search = make("input", {id: `${id}-search`, type: "search", size: "20"});
   const count = make("span", {class: "rb-faint", role: "status"});
-  const list = tensorList(id, (key) => choose(key));
+  const list = tensorList(id, (key, again) => choose(key, again));
   const tensor = tensorPane(channel, id);
   const uneven = make("p", {});
   const totals = make("div", {class: "rb-totals", role: "img", tabindex: "0", "aria-label": "bytes per rank"});
   root.append(title, show, said, make("div", {class: "rb-columns"},
     make("div", {}, make("div", {class: "rb-line"}, make("label", {for: `${id}-search`}, "search"), search, count), list.element),
     tensor.element), make("h3", {}, "Held by each rank"), uneven, totals);
-  let tensors = [], searched = false, wanted = "";
+  let tensors = [], searched = false, wanted = null;
 
-  async function choose(key) {
+  /** A tensor that is drawn is not asked for again, which would take away the answer that its reader waits for. */
+  async function choose(key, again) {
+    if (wanted === key && !again) return;
     wanted = key;
     try {
       const found = await channel.ask("tensor", {key});
       if (wanted === key) tensor.draw(found);  // answers may overtake each other
     } catch (error) {
-      if (wanted === key) setText(said, error.message);
+      if (wanted !== key) return;
+      wanted = null;
+      setText(said, error.message);
     }
   }
 
-  function filter(atOnce = false) {
+  function filter(again = false) {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = tensors.filter(([key]) => words.every((word) => key.toLowerCase().includes(word)));
     setText(count, `${found.length} of ${tensors.length}`);
-    list.fill(found, atOnce);
+    list.fill(found, wanted, again);
   }
 
   search.addEventListener("input", () => filter());
@@ -101,7 +105,7 @@ function tensorList(id, chosen) {
     else element.removeAttribute("aria-activedescendant");
   }
 
-  function select(index, atOnce = false) {
+  function select(index, again = false) {
     if (!items.length) return;
     current = Math.max(0, Math.min(items.length - 1, index));
     const top = current * ITEM;
@@ -110,7 +114,7 @@ function tensorList(id, chosen) {
     draw();
     clearTimeout(wait);
     const key = items[current][0];
-    if (atOnce) chosen(key);
+    if (again) chosen(key, again);
     else wait = setTimeout(() => chosen(key), 60);  // a key that is held walks faster than Python answers
   }
 
@@ -127,7 +131,7 @@ function tensorList(id, chosen) {
     event.preventDefault();
     event.stopPropagation();
   });
-  return {element, fill(found, atOnce) {
+  return {element, fill(found, wanted, again) {
     items = found;
     current = -1;
     for (const row of made.values()) row.remove();
@@ -135,7 +139,7 @@ function tensorList(id, chosen) {
     space.style.height = `${items.length * ITEM}px`;
     element.scrollTop = 0;
     draw();
-    if (items.length) select(0, atOnce);
+    if (items.length) select(Math.max(0, items.findIndex(([key]) => key === wanted)), again);
   }};
 }
 
