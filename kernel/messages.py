@@ -172,7 +172,7 @@ class Abort(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Leave the process group and exit. What is being saved in the background may go on for `patience` seconds."""
+    """Leave the process group and exit. Saves in the background and exit functions may take `patience` seconds."""
 
     patience: float = 0.0
 
@@ -192,7 +192,7 @@ class Hello(Message, frozen=True):
 
 
 class Lingering(Message, frozen=True):
-    """The rank leaves once what it saves in the background is saved, or after `seconds`."""
+    """The rank leaves once its saves in the background and its exit functions are done, or after `seconds`."""
 
     seconds: float
 

@@ -15,7 +15,7 @@ from rankbook.transport.link import HubLink
 POLITE_SECONDS = 0.5
 """How long an idle rank may take to leave by itself."""
 SAVE_SECONDS = 30.0
-"""How long more, where it is saving in the background."""
+"""How long more, where it is saving in the background or has exit functions to call."""
 LAST_SAVE_SECONDS = 2.0
 """The same as the kernel ends: Jupyter's server gives it half of its `shutdown_wait_time`, 5 s, before it is killed."""
 

@@ -12,7 +12,7 @@ comms.py          widgets that are made here
 outputs.py        what is captured in one of them, an Output
 captured.py       what stands in it
 debug.py          a debugger, where a front end wants one
-farewell.py       what is being saved as it is to leave
+farewell.py       what is left to do as it is to leave: saves, exit functions, files
 control.py        a rank's second thread, which always answers
 shell.py          the IPython shell that cells run in, and its display
 execute.py        one task: run, call, assign, fetch

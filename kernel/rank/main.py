@@ -54,6 +54,7 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
         os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
         os.dup2(outputs[3], 2)
         _tell_crashes(request)
+        farewell.forget_exits()
         _be_like_the_notebook(request)
         link = _make_link(request, owned)
         try:
@@ -156,9 +157,17 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     )
     while (task := control.next_task()) is not None:
         executor.execute(task)
-    trouble = farewell.finish_saves(control.patience, lambda seconds: link.send(Lingering(seconds=seconds)))
+    _say_farewell(link, group, control.patience)
+    capture.end()
+
+
+def _say_farewell(link: RankLink, group: GroupMember, patience: float) -> None:
+    def linger(seconds: float) -> None:
+        link.send(Lingering(seconds=seconds))
+
+    trouble = farewell.finish_saves(patience, linger)
+    farewell.run_exits(patience, linger)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # a save that still goes on would be in its collectives
         group.leave()
-    capture.end()

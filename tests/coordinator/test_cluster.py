@@ -31,6 +31,7 @@ from rankbook import (
 from rankbook.launch import local
 from tests.conftest import wait_until
 
+TOLD_AT_EXIT = {"log": "the last step", "raw": "its bytes", "exit": "1"}
 REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
 
 
@@ -503,6 +504,35 @@ def test_a_stopped_cluster_says_so_and_can_be_stopped_again(two):
     ):
         with pytest.raises(ClusterStopped, match="stopped"):
             attempt()
+
+
+def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_files(two, tmp_path):
+    with Cluster(2) as cluster:
+        cluster.push({"folder": str(tmp_path)})
+        cluster.run(
+            """
+            import atexit, io, os, pathlib, subprocess, tempfile, time, weakref
+            log, raw = open(f"{folder}/log-{rank}", "w"), open(f"{folder}/raw-{rank}", "wb")
+            log.write("the last step")
+            raw.write(b"its bytes")
+            stuck = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+            stuck.stdin.raw.write(bytes(1 << 16))  # full: nobody reads it
+            stuck.stdin.write(b"what no one takes")
+            cleared = tempfile.TemporaryDirectory(dir=folder)
+            weakref.finalize(stuck, stuck.kill)
+
+            @atexit.register
+            def tells():
+                time.sleep(0.8)  # longer than a rank may take that asks for no time
+                total = torch.tensor(rank)
+                dist.all_reduce(total)
+                pathlib.Path(folder, f"exit-{rank}").write_text(str(int(total)))
+
+            atexit.register(lambda: 1 / 0)
+            """
+        )
+    found = {each.name: each.is_file() and each.read_text() for each in tmp_path.iterdir()}
+    assert found == {f"{kind}-{rank}": text for kind, text in TOLD_AT_EXIT.items() for rank in (0, 1)}
 
 
 def test_leaving_the_with_block_by_an_error_stops_the_ranks_and_keeps_the_error(two):
