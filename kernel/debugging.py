@@ -16,6 +16,6 @@ class DebugHeard(Message, frozen=True):
 
 
 class DebugSaid(Message, frozen=True):
-    """What the rank's debugger says, a response or an event, as JSON; "" once it has ended."""
+    """What the rank's debugger says, a response or an event, as JSON; "" once it has ended without being asked to."""
 
     content: str

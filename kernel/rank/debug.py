@@ -221,7 +221,8 @@ class Debuggee:
         self._gone.set()
         if last is not None:  # not before: whoever then starts another one would take the end of this one for its end
             self._tell(last)
-        self._send(DebugSaid(""))
+        else:
+            self._send(DebugSaid(""))
 
     def _note(self, message: Message) -> bool:
         """Whether it is for the front end."""
