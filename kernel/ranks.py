@@ -1,6 +1,6 @@
 """Rank selections ("0,2-3", "0:4:2", "all", "main") and how to say them back.
 
-Owns: the grammar of `--ranks`. Refuses: anything but integers.
+Owns: the grammar of a selection. Refuses: anything but integers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     for part in text.replace(" ", "").split(","):
         chosen.update(_parse_part(part, text, world_size))
     if not chosen:
-        raise BadRequest(f"--ranks {text} selects no rank; valid ranks are {format_ranks(range(world_size))}")
+        raise BadRequest(f"ranks {text} selects no rank; valid ranks are {format_ranks(range(world_size))}")
     return tuple(sorted(chosen))
 
 
@@ -36,17 +36,17 @@ def _parse_part(part: str, text: str, world_size: int) -> Iterable[int]:
     if ":" in part and re.fullmatch(r"-?\d*:-?\d*(:-?\d*)?", part):
         bounds = [int(number) if number else None for number in part.split(":")]
         if len(bounds) == 3 and bounds[2] == 0:
-            raise BadRequest(f"--ranks {text}: a step of 0 selects nothing; forms: {_FORMS}")
+            raise BadRequest(f"ranks {text}: a step of 0 selects nothing; forms: {_FORMS}")
         return range(world_size)[slice(*bounds)]
     matched = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
     if not matched:
-        raise BadRequest(f"--ranks {text}: {part!r} is no rank selection; forms: {_FORMS}; valid ranks are {valid}")
+        raise BadRequest(f"ranks {text}: {part!r} is no rank selection; forms: {_FORMS}; valid ranks are {valid}")
     first, last = int(matched[1]), int(matched[2] or matched[1])
     if last < first:
-        raise BadRequest(f"--ranks {text}: {part} runs backwards; write {last}-{first}; valid ranks are {valid}")
+        raise BadRequest(f"ranks {text}: {part} runs backwards; write {last}-{first}; valid ranks are {valid}")
     if last >= world_size:
         missing = last if first < world_size else first
-        raise BadRequest(f"--ranks {text}: there is no rank {missing}; valid ranks are {valid}")
+        raise BadRequest(f"ranks {text}: there is no rank {missing}; valid ranks are {valid}")
     return range(first, last + 1)
 
 
