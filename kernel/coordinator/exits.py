@@ -97,8 +97,10 @@ def describe_failure(done: Done, cell: Cell | None) -> str:
     """How a cell went wrong on a rank, as in `raised ValueError at cell [5] line 3`; empty if it went well."""
     if done.status == "ok":
         return ""
-    raised = "was interrupted" if done.status == "interrupted" else f"raised {done.error.name if done.error else ''}"
-    line = None if done.error is None else done.error.line
+    name, line, memory = ("", None, "") if done.error is None else (done.error.name, done.error.line, done.error.memory)
+    raised = "was interrupted" if done.status == "interrupted" else f"raised {name}"
+    if memory and "MemoryError" not in name:  # torch has no name of its own for it on the CPU; the peers look for it
+        raised += " (out of memory)"
     numbered = cell is not None and cell.number > 0
     places = [cell.label if cell is not None and numbered else "", f"line {line}" if line is not None else ""]
     where = " ".join(filter(None, places))

@@ -24,7 +24,7 @@ from rankbook.rank.tracebacks import is_users
 
 _ON_CPU = re.compile("DefaultCPUAllocator: (can't|not enough)")
 _ON_CUDA = re.compile("CUDA error: out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED")
-_OF_A_PEER = re.compile(r"rank \d+ raised (OutOfMemoryError|MemoryError)\b")
+_OF_A_PEER = re.compile(r"rank \d+ raised (OutOfMemoryError\b|MemoryError\b|\w+ \(out of memory\))")
 _DEVICE = re.compile(r"GPU (\d+)")
 _MOST_ROWS = 8
 _MOST_VARIABLES = 5

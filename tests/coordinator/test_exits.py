@@ -35,6 +35,15 @@ def test_words(message, cell, words):
     assert describe_failure(message, cell) == words
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("RuntimeError", "raised RuntimeError (out of memory)"), ("MemoryError", "raised MemoryError")],
+)
+def test_memory_that_ran_out_is_told_as_such(name, words):
+    error = ErrorReport(name=name, value="", traceback="", plain="", line=3, memory="memory of cpu: none is left")
+    assert describe_failure(Done(cell=9, status="error", seconds=0.1, error=error), None) == f"{words} at line 3"
+
+
 def test_an_error_without_a_report_is_still_an_error():
     assert describe_failure(Done(cell=9, status="error", seconds=0.1), None).startswith("raised")
 

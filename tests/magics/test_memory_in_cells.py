@@ -62,16 +62,21 @@ except MemoryError as error: raise RuntimeError('wrapped') from error"""
     assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
 
 
-def test_what_a_rank_held_that_waited_for_the_one_without_memory_is_let_go_too(loaded):
-    code = """%%distributed
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [("MemoryError()", "rank 0 raised MemoryError"), (ERRORS["CPU"], "rank 0 raised RuntimeError (out of memory)")],
+    ids=["Python", "CPU"],
+)
+def test_what_a_rank_held_that_waited_for_the_one_without_memory_is_let_go_too(loaded, error, told):
+    code = f"""%%distributed
 def wait():
     activations = note(torch.zeros(3_000_000))
     dist.all_reduce(torch.ones(1))
 if rank == 0:
-    step(MemoryError())
+    step({error})
 wait()"""
     _, text = failed(loaded, code)
-    assert "rank 0 raised MemoryError" in text
+    assert told in text
     assert text.count("memory of cpu") == 1, "only of the rank that has none left"
     assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
 

@@ -55,10 +55,11 @@ def test_which_errors_are_that_memory_ran_out(error, is_one):
             True,
         ),
         (CollectiveAborted("rank 12 raised MemoryError, so this rank cannot begin all_reduce"), True),
+        (CollectiveAborted("rank 0 raised RuntimeError (out of memory) at cell [5] while this rank waited"), True),
         (CollectiveAborted("rank 1 raised ValueError at cell [5] while this rank waited in barrier"), False),
         (ValueError("rank 1 raised MemoryError"), False),
     ],
-    ids=["in torch", "in Python", "of another kind", "no abort"],
+    ids=["in torch", "in Python", "on the CPU", "of another kind", "no abort"],
 )
 def test_which_errors_are_that_memory_ran_out_on_another_rank(error, is_one):
     assert out_of_memory.is_of_a_peer(error) is is_one
