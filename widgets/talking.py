@@ -12,8 +12,8 @@ cell runs the one that is busy. Ours go where the front end sends them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
+from itertools import count
 from threading import Lock, Thread
 from typing import Any
 
@@ -21,11 +21,12 @@ import anywidget
 
 
 class TalkingWidget(anywidget.AnyWidget):
-    """`_handle` is called with each message, on a thread of its own."""
+    """`_handle` is called with each message, on a thread of its own; `arrived` numbers them, for they may overtake."""
 
     def __init__(self, **traits: object) -> None:
         self._arriving = Lock()  # held for moments only, by the kernel's thread
-        self._handled: deque[str] = deque(maxlen=1000)
+        self._taken: set[str] = set()  # heard early, and not yet delivered: that may be hours later
+        self._arrivals = count()
         self._late = False  # whether messages may be delivered only once the cell that runs has ended
         super().__init__(**traits)
         self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
@@ -42,17 +43,20 @@ class TalkingWidget(anywidget.AnyWidget):
 
         def take(data: object, addressed: str | None) -> str | None:
             if isinstance(data, Mapping) and data.get("method") == "custom":
-                self._arrived(data.get("content"))
+                self._arrived(data.get("content"), early=True)
             return addressed
 
         comm._reply_subshell_for = take  # the one place on the way in that is never busy
 
-    def _arrived(self, content: object) -> None:
-        """A message: it may come twice, early and as ipywidgets delivers it."""
+    def _arrived(self, content: object, *, early: bool = False) -> None:
+        """A message. What was heard early comes once more, as ipywidgets delivers it."""
         if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
             return
         with self._arriving:
-            if content["rankbook"] in self._handled:
+            if early:
+                self._taken.add(content["rankbook"])
+            elif content["rankbook"] in self._taken:
+                self._taken.discard(content["rankbook"])
                 return
-            self._handled.append(content["rankbook"])
-        Thread(target=self._handle, args=(dict(content),), name="rankbook-click", daemon=True).start()
+            message = {**content, "arrived": next(self._arrivals)}
+        Thread(target=self._handle, args=(message,), name="rankbook-click", daemon=True).start()
