@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from threading import Event, RLock, Timer
+from threading import Event, Lock, RLock, Timer
 from typing import Any
 
 import traitlets
@@ -42,7 +42,9 @@ class LiveView(TalkingWidget):
         self._parts = {part.name: part for part in parts}
         self._opened: set[str] = set()
         self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
-        self._lock = RLock()
+        self._heard: dict[str, int] = {}  # by looker, the number of its last message
+        self._lock, self._sending = RLock(), Lock()
+        self._ended = False
         self._first = Event()
         self._lease: Timer | None = None
         self._shown = False
@@ -66,7 +68,11 @@ class LiveView(TalkingWidget):
         """Two outputs: the live view, and below it, hidden by it, what a notebook shows where nothing is installed.
 
         One would do, had not JupyterLab, for a widget whose kernel is gone, an error instead of the HTML beside it.
+        Of a view that was closed there is the HTML.
         """
+        if self.comm is None:
+            screen.show({"text/html": self.html(), "text/plain": self.text()})
+            return
         data, _ = self._repr_mimebundle_()
         if not screen.has_front_end():
             screen.show({"text/plain": data["text/plain"]})
@@ -102,6 +108,7 @@ class LiveView(TalkingWidget):
         """End it: nothing is asked of the ranks, and the output goes."""
         self._pacer.close()
         with self._lock:
+            self._ended = True
             self._lookers.clear()
             self._follow()
             if self._lease is not None:
@@ -120,6 +127,8 @@ class LiveView(TalkingWidget):
 
     def _look(self, looker: str, parts: frozenset[str]) -> None:
         with self._lock:
+            if self._ended:  # a page may not know it yet
+                return
             self._lookers[looker] = (time.monotonic() + LEASE * self._patience, parts & self._parts.keys())
             self._follow()
             if self._lease is None:
@@ -165,10 +174,11 @@ class LiveView(TalkingWidget):
         self._pacer.note()
 
     def _send_state(self) -> None:
-        for name, part in self._parts.items():
-            for trait, value in ((f"{name}_fixed", part.fixed()), (f"{name}_state", part.state())):
-                if getattr(self, trait) != value:
-                    setattr(self, trait, value)
+        with self._sending:  # of two threads neither may send what it has read before the other one
+            for name, part in self._parts.items():
+                for trait, value in ((f"{name}_fixed", part.fixed()), (f"{name}_state", part.state())):
+                    if getattr(self, trait) != value:
+                        setattr(self, trait, value)
         self._remember()
 
     def _remember(self, *, at_once: bool = False) -> None:
@@ -183,14 +193,18 @@ class LiveView(TalkingWidget):
     def _handle(self, message: dict[str, Any]) -> None:
         op, looker = str(message.get("op")), str(message.get("view"))
         try:
-            if op == "look":
-                self._look(looker, frozenset(message.get("parts", ())))
-                self._away("display")
-                self.send({"seen": message["rankbook"]})  # without it the browser says that what it shows may be old
-                return
-            if op == "away":
-                self._away(looker)
-                if not self._lookers:
+            if op in {"look", "away"}:
+                with self._lock:
+                    if message["arrived"] >= self._heard.get(looker, 0):
+                        self._heard[looker] = message["arrived"]
+                        if op == "look":
+                            self._look(looker, frozenset(message.get("parts", ())))
+                            self._away("display")
+                        else:
+                            self._away(looker)
+                if op == "look":
+                    self.send({"seen": message["rankbook"]})  # else the browser says that what it shows may be old
+                elif not self._lookers:
                     self._remember(at_once=True)
                 return
             answer = {"answer": self._parts[str(message.get("part"))].answer(op, message)}

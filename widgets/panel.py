@@ -44,7 +44,7 @@ class CellPanel(TalkingWidget):
 
     def __init__(self, name: str, title: str, ranks: Sequence[int], view: str) -> None:
         self._title, self._ranks = title, tuple(ranks)
-        self._choice = choice_of(view, self._ranks)
+        self._choice, self._chosen = choice_of(view, self._ranks), 0
         self._lock = RLock()
         self._htmls: dict[int, list[str]] = {}
         self._head, self._forgot = "", False
@@ -119,6 +119,9 @@ class CellPanel(TalkingWidget):
             if message.get("op") == "all":
                 self._tell_whole()
             elif message.get("op") == "choose" and message.get("choice") in choices(self._ranks):
-                self._choice = str(message["choice"])
+                arrived = message.get("arrived", 0)
+                if arrived < self._chosen:
+                    return
+                self._choice, self._chosen = str(message["choice"]), arrived
                 # for a page that is loaded again
                 self.skeleton = skeleton(self.name, self._title, self._ranks, self._choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Event
 from xml.etree import ElementTree as ET
 
 import ipykernel
@@ -67,7 +68,13 @@ def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, 
     look(view, parts=["placement"])
     wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched again")
     wait_until(lambda: not feed.watchers["placement"], timeout=5, what="silence is nobody looking")
+    view._handle({"rankbook": "second", "view": "other", "op": "away", "arrived": 1_000_001})
+    view._handle({"rankbook": "first", "view": "other", "op": "look", "arrived": 1_000_000, "parts": ["placement"]})
+    assert not feed.watchers["placement"]  # who has gone has gone, whichever thread was faster
     view.close()
+    look(view, parts=["placement"])
+    wait_until(lambda: len(told) == 4, timeout=2, what="it is heard")
+    assert not feed.watchers["placement"]  # of a page that does not know yet
 
 
 def test_a_bundle_that_no_browser_takes_up_is_watched_for_a_while_only(feed, monkeypatch):
@@ -86,6 +93,26 @@ def test_the_last_state_is_always_sent(feed):
     for tick in range(500):
         feed.push("placement", placement(4, tick=tick, at=float(tick)))
     wait_until(lambda: '"at":499.0' in view.placement_state, timeout=2, what="the last one")
+    view.close()
+
+
+def test_what_one_thread_has_read_is_not_sent_after_what_another_one_has(feed, monkeypatch):
+    view = PlacementView(feed)
+    look(view, parts=["placement"])
+    wait_until(lambda: bool(feed.watchers["placement"]), timeout=2, what="it is watched")
+    part = view._parts["placement"]
+    state = part.state
+
+    def slow() -> str:
+        old = state()
+        monkeypatch.setattr(part, "state", state)
+        feed.push("placement", placement(4, at=7.0))
+        Event().wait(0.3)  # in which the other thread would send it
+        return old
+
+    monkeypatch.setattr(part, "state", slow)
+    view._send_state()  # as a cell's thread does that shows it
+    wait_until(lambda: '"at":7.0' in view.placement_state, timeout=2, what="the last one")
     view.close()
 
 
@@ -110,6 +137,17 @@ def test_a_message_that_comes_twice_is_heard_once(feed):
     for noise in (None, {}, {"rankbook": 3}, "text"):
         view._arrived(noise)
     view.close()
+
+
+def test_a_view_that_was_closed_is_its_last_state(feed, monkeypatch):
+    shown = []
+    monkeypatch.setattr(live.screen, "show", lambda bundle, *_, **__: shown.append(bundle))
+    view = PlacementView(feed)
+    view._repr_mimebundle_()
+    view.close()
+    view._ipython_display_()
+    assert "4 ranks of main" in shown[-1]["text/html"]
+    assert not feed.watchers["placement"]
 
 
 def test_reopening_leaves_one_dashboard(feed):

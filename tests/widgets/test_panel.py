@@ -75,8 +75,9 @@ def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeyp
 
 def test_what_the_reader_has_chosen_stays(panel):
     panel.tell([Put(Piece(0, (1,), text="one"))])
-    panel._handle({"op": "choose", "choice": "1"})
-    panel._handle({"op": "choose", "choice": "<script>"})
+    panel._handle({"op": "choose", "choice": "1", "arrived": 2})
+    panel._handle({"op": "choose", "choice": "0", "arrived": 1})  # its thread was slower
+    panel._handle({"op": "choose", "choice": "<script>", "arrived": 3})
     reloaded = panel.skeleton
     html = panel.end([Piece(0, (1,), text="one")])["text/html"]
     for each in (reloaded, html):
