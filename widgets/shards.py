@@ -30,6 +30,7 @@ class ShardsPart(Part):
     def __init__(self, feed: Feed, variable: str = "", search: str = "") -> None:
         self._feed, self._variable, self._search = feed, variable, search
         self._lock = Lock()
+        self._asked = 0
         self._found: ShardMap | None = None
         self._fixed = compact({"name": variable, "search": search})
         self._tensors: dict[str, ShardedTensorMap] = {}
@@ -67,35 +68,42 @@ class ShardsPart(Part):
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
         """`name` asks for a variable, `tensor` for one of its tensors, `statistic` for one rank's values of it."""
         if op == "name":
-            self._ask(str(message.get("name", "")).strip())
+            trouble = self._ask(str(message.get("name", "")).strip())
             if self._changed is not None:
                 self._changed()
-            return self._found.trouble if self._found is not None else ""
-        tensor = self._tensors.get(str(message.get("key")))
+            return trouble
+        with self._lock:
+            variable, tensor = self._variable, self._tensors.get(str(message.get("key")))
         if tensor is None:
-            raise BadRequest(f"{self._variable} has no tensor {message.get('key')!r} any more: press Show again")
+            raise BadRequest(f"{variable} has no tensor {message.get('key')!r} any more: press Show again")
         self._chosen = tensor
         if op == "tensor":
             return tensor_of(tensor)
         if op == "statistic":
-            found = self._feed.ask("statistic", name=self._variable, key=tensor.key, rank=message.get("rank"))
+            found = self._feed.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
             assert isinstance(found, Statistic)
             return picture.statistic_words(found)
         raise BadRequest(f"the shards view knows no {op!r}")
 
-    def _ask(self, name: str) -> None:
+    def _ask(self, name: str) -> str:
+        """What is wrong with the variable, if anything. Of questions that overlap the last one counts."""
         if not name:
             raise BadRequest("which variable? Write its name, such as model")
+        with self._lock:
+            self._asked = asked = self._asked + 1
         try:
             found = self._feed.ask("shards", name=name)
         except RankbookError as error:
             found = ShardMap(name, "", (), str(error))
         assert isinstance(found, ShardMap)
         with self._lock:
-            self._variable, self._found = name, found
-            self._tensors = {tensor.key: tensor for tensor in found.tensors}
-            self._chosen = None
-            self._fixed = compact({**fixed_of(found), "search": self._search})
+            if asked == self._asked:
+                self._variable, self._found = name, found
+                self._tensors = {tensor.key: tensor for tensor in found.tensors}
+                self._chosen = None
+                # the number, so that the browser hears of parts that have moved between the same tensors, too
+                self._fixed = compact({**fixed_of(found), "search": self._search, "asked": asked})
+        return found.trouble
 
     def summary(self) -> str:
         """See `Part`."""

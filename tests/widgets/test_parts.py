@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+from msgspec import Struct
 
 from rankbook.errors import BadRequest
 from rankbook.telemetry import CheckpointFolder
@@ -18,6 +19,11 @@ from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map
 
 def nothing() -> None:
     """Nobody has to know."""
+
+
+def names_of_threads() -> set[str]:
+    """Of those that run now."""
+    return {each.name for each in threading.enumerate()}
 
 
 def test_placement_is_watched_only_while_it_is_open():
@@ -75,6 +81,29 @@ def test_shards_are_asked_for_once_and_again_when_wanted():
         part.answer("tensor", {"key": "layers.0.weight"})
 
 
+def test_of_two_questions_for_a_variable_the_last_one_counts():
+    class Slow(FakeFeed):
+        gate = threading.Event()
+
+        def ask(self, kind: str, **options: object) -> Struct:
+            found = super().ask(kind, **options)
+            if options["name"] == "slow":
+                self.gate.wait(5)
+            return found
+
+    feed = Slow()
+    part = ShardsPart(feed, "slow")
+    part.open(nothing)
+    wait_until(lambda: bool(feed.asked), timeout=2, what="it is asked for")
+    part.answer("name", {"name": "model"})
+    feed.gate.set()
+    wait_until(lambda: "rankbook-shards" not in names_of_threads(), timeout=2, what="it is answered")
+    fixed = part.fixed()
+    assert json.loads(fixed)["name"] == "model" and part.text().startswith("model")
+    part.answer("name", {"name": "model"})
+    assert part.fixed() != fixed  # whoever presses Show is shown what there is now
+
+
 def test_a_statistic_is_fetched_on_demand_only():
     feed = FakeFeed()
     part = ShardsPart(feed, "")
@@ -116,9 +145,7 @@ def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
     feed.push("saves", saves(1.0, phase="done"))
     wait_until(lambda: 'step-40"' in part.fixed(), timeout=1.5, what="the new step is listed")
     part.close()
-    wait_until(
-        lambda: "rankbook-shelf" not in {each.name for each in threading.enumerate()}, timeout=2, what="nobody reads on"
-    )
+    wait_until(lambda: "rankbook-shelf" not in names_of_threads(), timeout=2, what="nobody reads on")
     assert not feed.watchers["saves"]
 
 

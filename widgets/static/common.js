@@ -5,8 +5,12 @@ const DARK = new Set(["#0072B2"]);
 const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕"};
 const LOOK_EVERY = 5000;  // ms; Python takes 15 s of silence for nobody looking
 const SILENCE = 16000;  // ms without an answer to three looks, after which what stands here may be old
+const GONE = "the kernel was restarted or is gone";
+const HERE = Math.random().toString(36).slice(2, 8);  // each view on a page has a module of its own
 let unique = 0;
 
+/** An id that no other element of the page has. */
+const newId = () => `rb-${HERE}-${++unique}`;
 const rankColour = (rank) => RANK_COLOURS[rank % RANK_COLOURS.length];
 const inkOn = (colour) => (DARK.has(colour) ? "#ffffff" : "#000000");
 
@@ -107,23 +111,36 @@ class Link {
     model.on("msg:custom", this.heard);
   }
 
+  /** The message's id; nothing where it cannot be sent: JupyterLab's comms throw once their kernel has ended. */
   tell(message) {
     const id = `${this.view}-${++unique}`;
-    this.model.send({rankbook: id, view: this.view, ...message});
+    try {
+      this.model.send({rankbook: id, view: this.view, ...message});
+    } catch {
+      this.fail(GONE);
+      return null;
+    }
     return id;
   }
 
   ask(part, op, options) {
     return new Promise((resolve, reject) => {
-      this.waiting.set(this.tell({part, op, ...options}), {resolve, reject});
+      const id = this.tell({part, op, ...options});
+      if (id) this.waiting.set(id, {resolve, reject});
+      else reject(new Error(GONE));
     });
+  }
+
+  /** No question is answered any more. */
+  fail(words) {
+    for (const {reject} of this.waiting.values()) reject(new Error(words));
+    this.waiting.clear();
   }
 
   close() {
     this.tell({op: "away"});
     this.model.off("msg:custom", this.heard);
-    for (const {reject} of this.waiting.values()) reject(new Error("the view was closed"));
-    this.waiting.clear();
+    this.fail("the view was closed");
   }
 }
 
@@ -202,9 +219,9 @@ function mount(name, parts, frame = null) {
       root.append(old);
       let looking = Object.keys(parts);
       const look = () => {
-        if (document.visibilityState === "hidden") return void link.tell({op: "away"});
-        link.tell({op: "look", parts: looking});
-        if (performance.now() - link.heardAt > SILENCE) {
+        const hidden = document.visibilityState === "hidden";
+        if (!link.tell(hidden ? {op: "away"} : {op: "look", parts: looking})) setText(old, `What stands here is old: ${GONE}.`);
+        else if (!hidden && performance.now() - link.heardAt > SILENCE) {
           setText(old, "What stands here may be old: the kernel does not answer. It is busy, was restarted or is gone.");
         }
       };

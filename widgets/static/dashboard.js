@@ -1,7 +1,7 @@
 // The three views as tabs; only the one that is seen is kept up to date.
 
 function tabs(root, names, shown) {
-  const id = `rb-${++unique}`;
+  const id = newId();
   const places = {}, buttons = {};
   const list = make("div", {role: "tablist", "aria-label": "views"});
   root.append(list);

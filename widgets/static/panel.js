@@ -4,7 +4,11 @@ let unique = 0;
 
 function render({model, el}) {
   const view = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
-  const tell = (message) => model.send({rankbook: `${view}-${++unique}`, view, ...message});
+  const tell = (message) => {
+    try {
+      model.send({rankbook: `${view}-${++unique}`, view, ...message});
+    } catch { /* JupyterLab's comms throw once their kernel has ended; what has come is shown all the same */ }
+  };
   const name = model.get("name");
   el.innerHTML = model.get("skeleton").replaceAll(name, `${name}-${view}`);  // shown twice, it needs two names
   const head = el.querySelector(".rb-head"), pieces = el.querySelector(".rb-pieces");

@@ -15,18 +15,19 @@ function drawPlacement(channel, root) {
   const near = nearPanel(channel, () => focusRow(current));
   root.append(title, late, grid, legend, near.element);
   const rows = new Map();
-  let order = [], current = null, cluster = "";
+  let order = [], current = null, opened = null, cluster = "";
 
-  function focusRow(rank) {
+  function focusRow(rank, options) {
     const row = rows.get(rank);
     if (!row) return;
     if (rows.has(current)) rows.get(current).element.tabIndex = -1;
     current = rank;
     row.element.tabIndex = 0;
-    row.element.focus();
+    row.element.focus(options);
   }
 
   function open(rank) {
+    opened = rank;
     for (const [each, row] of rows) setAttribute(row.element, "aria-selected", String(each === rank));
     focusRow(rank);
     near.open(rank);
@@ -66,7 +67,8 @@ function drawPlacement(channel, root) {
       order = [...rows.keys()];
       if (!rows.has(current)) current = order.length ? order[0] : null;
       if (current !== null) rows.get(current).element.tabIndex = 0;
-      if (focused) focusRow(current);
+      if (rows.has(opened)) setAttribute(rows.get(opened).element, "aria-selected", "true");
+      if (focused) focusRow(current, {preventScroll: true});
       near.fixed(fixed.ranks || []);
     },
     state(state) {
@@ -159,12 +161,13 @@ function nearPanel(channel, back) {
   function sure(asked) {
     restart.hidden = asked;
     yes.hidden = no.hidden = !asked;
-    if (asked) setText(said, "A restart loses the variables. Restart?");
+    setText(said, asked ? "A restart loses the variables. Restart?" : "");
     (asked ? no : restart).focus();
   }
 
   async function refresh() {
-    if (rank === null || asking || document.visibilityState === "hidden") return;
+    const seen = document.visibilityState !== "hidden" && element.getClientRects().length;  // and no other tab is
+    if (rank === null || asking || !seen) return;
     asking = true;
     const asked = rank;
     try {
@@ -179,11 +182,11 @@ function nearPanel(channel, back) {
   }
 
   function show(detail) {
-    const text = JSON.stringify(detail);
-    if (text === last) return;
-    last = text;
     setText(stack, detail.stack.join("\n") || "no frame of a cell");
     setText(output, detail.output.join("\n") || "nothing printed");
+    const text = JSON.stringify(detail.variables);
+    if (text === last) return;  // a row that is being copied stays
+    last = text;
     body.replaceChildren(...detail.variables.map((row) =>
       make("tr", {}, ...row.map((value, index) => make(index ? "td" : "th", index ? {} : {scope: "row"}, value)))));
   }

@@ -5,7 +5,7 @@ const EXTRA = 6;  // rows made beyond what is seen
 const PANE = {width: 400, height: 260};
 
 function drawShards(channel, root) {
-  const id = `rb-${++unique}`;
+  const id = newId();
   const title = make("h2", {});
   const said = make("p", {class: "rb-said", role: "status"});
   const name = make("input", {id: `${id}-name`, type: "text", size: "14", placeholder: "model"});
@@ -20,17 +20,18 @@ function drawShards(channel, root) {
   root.append(title, show, said, make("div", {class: "rb-columns"},
     make("div", {}, make("div", {class: "rb-line"}, make("label", {for: `${id}-search`}, "search"), search, count), list.element),
     tensor.element), make("h3", {}, "Held by each rank"), uneven, totals);
-  let tensors = [], searched = false, wanted = null;
+  let tensors = [], searched = false, wanted = null, picks = 0, shows = 0, showing = false;
 
   /** A tensor that is drawn is not asked for again, which would take away the answer that its reader waits for. */
   async function choose(key, again) {
     if (wanted === key && !again) return;
     wanted = key;
+    const asked = ++picks;
     try {
       const found = await channel.ask("tensor", {key});
-      if (wanted === key) tensor.draw(found);  // answers may overtake each other
+      if (asked === picks) tensor.draw(found);  // answers may overtake each other
     } catch (error) {
-      if (wanted !== key) return;
+      if (asked !== picks) return;
       wanted = null;
       setText(said, error.message);
     }
@@ -41,17 +42,22 @@ function drawShards(channel, root) {
     const found = tensors.filter(([key]) => words.every((word) => key.toLowerCase().includes(word)));
     setText(count, `${found.length} of ${tensors.length}`);
     list.fill(found, wanted, again);
+    if (!again || found.length) return;
+    wanted = null;
+    picks++;
+    tensor.hide();  // it is of what was shown before
   }
 
   search.addEventListener("input", () => filter());
   show.addEventListener("submit", async (event) => {
     event.preventDefault();
+    const asked = ++shows;
+    showing = true;
     setText(said, "asking …");
-    try {
-      setText(said, await channel.ask("name", {name: name.value}));
-    } catch (error) {
-      setText(said, error.message);
-    }
+    const words = await channel.ask("name", {name: name.value}).catch((error) => error.message);
+    if (asked !== shows) return;
+    showing = false;
+    setText(said, words);
   });
   for (const input of [name, search]) input.addEventListener("keydown", (event) => event.stopPropagation());
 
@@ -62,7 +68,7 @@ function drawShards(channel, root) {
       if (!searched && fixed.search) search.value = fixed.search;
       searched = true;
       setText(title, fixed.kind ? `${fixed.name} (${fixed.kind}): ${many(tensors.length, "tensor")}` : "shards of a variable on the ranks");
-      setText(said, fixed.trouble || "");
+      if (!showing) setText(said, fixed.trouble || "");
       filter(true);
       const amounts = fixed.totals || [];
       const most = Math.max(1, ...amounts.map(([, amount]) => amount));
@@ -132,6 +138,7 @@ function tensorList(id, chosen) {
     event.stopPropagation();
   });
   return {element, fill(found, wanted, again) {
+    clearTimeout(wait);
     items = found;
     current = -1;
     for (const row of made.values()) row.remove();
@@ -162,8 +169,10 @@ function tensorPane(channel, id) {
     setText(values, "asking …");
     const lines = [];
     try {
-      const ranks = asked.holders.slice(0, 4).map(([rank]) => rank);
-      for (const rank of ranks) lines.push(`rank ${rank}: ${await channel.ask("statistic", {key: tensor.key, rank})}`);
+      for (const [rank] of asked.holders.slice(0, 4)) {
+        lines.push(`rank ${rank}: ${await channel.ask("statistic", {key: tensor.key, rank})}`);
+        if (shown[current] !== asked) return;
+      }
     } catch (error) {
       lines.push(error.message);
     }
@@ -252,7 +261,13 @@ function tensorPane(channel, id) {
       return option;
     });
     const pick = (words, chosen, set) => {
-      const select = make("select", {id: `${id}-${words}`, onchange: () => { set(Number(select.value)); chooseDims(); cut(); }}, ...options(chosen));
+      const changed = () => {
+        set(Number(select.value));
+        chooseDims();
+        cut();
+        dims.querySelector(`#${select.id}`).focus();  // the one in its place
+      };
+      const select = make("select", {id: `${id}-${words}`, onchange: changed}, ...options(chosen));
       return [make("label", {for: `${id}-${words}`}, words), select];
     };
     dims.replaceChildren();
@@ -280,5 +295,7 @@ function tensorPane(channel, id) {
     setText(values, "");
     chooseDims();
     cut();
+  }, hide() {
+    element.hidden = true;
   }};
 }
