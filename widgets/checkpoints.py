@@ -20,6 +20,7 @@ from rankbook.widgets.part import Message, Part, compact
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
 ENDS = {"done", "failed"}
+_DONE = {"verify": "verified", "load": "loaded", "delete": "deleted"}
 
 
 class CheckpointsPart(Part):
@@ -35,6 +36,8 @@ class CheckpointsPart(Part):
         self._end: Callable[[], None] | None = None
         self._changed: Callable[[], None] | None = None
         self._again, self._stop = Event(), Event()
+        self._acting = Lock()
+        self._doing: set[tuple[str, str]] = set()  # checkpoints, each with what is done to it now
 
     def open(self, changed: Callable[[], None]) -> None:
         """See `Part`."""
@@ -74,16 +77,29 @@ class CheckpointsPart(Part):
         return compact(saves_of(self._saves))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
-        """`verify`, `load` or `delete` a checkpoint by its `name`; `look` again."""
+        """`verify`, `load` or `delete` a checkpoint by its `name`; `look` again.
+
+        None is deleted while it is read, and nothing is done twice at once: these may take minutes.
+        """
         if self._shelf is None:
             raise BadRequest("no folder was given: rankbook.checkpoints(folder)")
         name = str(message.get("name", ""))
         doing = {"verify": self._shelf.verify, "load": self._shelf.load, "delete": self._shelf.delete}
         if op != "look" and op not in doing:
             raise BadRequest(f"the checkpoints view knows no {op!r}")
+        if op == "look":
+            self._read()
+            return ""
+        with self._acting:
+            for other, does in self._doing:
+                if other == name and (does == op or "delete" in {does, op}):
+                    raise BadRequest(f"{name} is being {_DONE[does]}: wait until that is over")
+            self._doing.add((name, op))
         try:
-            return "" if op == "look" else doing[op](name)
+            return doing[op](name)
         finally:
+            with self._acting:
+                self._doing.discard((name, op))
             self._read()
 
     def _look(self, stop: Event, again: Event) -> None:

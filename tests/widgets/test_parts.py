@@ -162,6 +162,30 @@ def test_what_is_done_to_a_checkpoint_is_seen_at_once():
         CheckpointsPart(FakeFeed(), None).answer("verify", {"name": "step-30"})
 
 
+def test_a_checkpoint_is_not_deleted_while_it_is_read():
+    class Slow(FakeShelf):
+        gate = threading.Event()
+
+        def verify(self, name: str) -> str:
+            self.gate.wait(5)
+            return super().verify(name)
+
+    shelf = Slow()
+    part = CheckpointsPart(FakeFeed(), shelf)
+    verifies = threading.Thread(target=part.answer, args=("verify", {"name": "step-30"}))
+    verifies.start()
+    wait_until(lambda: bool(part._doing), timeout=2, what="it is verified")
+    for op in ("delete", "verify"):
+        with pytest.raises(BadRequest, match="step-30 is being verified: wait until that is over"):
+            part.answer(op, {"name": "step-30"})
+    part.answer("load", {"name": "step-30"})
+    part.answer("delete", {"name": "step-20"})
+    shelf.gate.set()
+    verifies.join(5)
+    part.answer("delete", {"name": "step-30"})
+    assert [op for op, _ in shelf.done] == ["load", "delete", "verify", "delete"]
+
+
 def test_a_folder_that_cannot_be_read_says_why():
     class Broken(FakeShelf):
         def look(self) -> CheckpointFolder:
