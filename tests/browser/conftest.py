@@ -30,6 +30,7 @@ def browser():
 
     if chromium() is None:
         without("there is no Chromium on PATH: apt-get install chromium")
+    playwright.expect.set_options(timeout=30_000)  # what is there sooner costs nothing
     with playwright.sync_playwright() as started:
         running = launch(started)
         yield running

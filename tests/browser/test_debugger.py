@@ -31,19 +31,19 @@ def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(own_ker
     page = notebook.page
     notebook.run(0, timeout=60)
     page.locator(".jp-DebuggerBugButton").click()
-    expect(page.locator(".jp-DebuggerBugButton")).to_have_attribute("aria-pressed", "true", timeout=30_000)
+    expect(page.locator(".jp-DebuggerBugButton")).to_have_attribute("aria-pressed", "true")
     notebook.cell(1).locator(".cm-breakpoint-gutter .cm-gutterElement").nth(3).click()
     expect(page.locator(".jp-DebuggerBreakpoint")).to_have_count(1)
     notebook.start(1)
 
     frames = page.locator(".jp-DebuggerCallstackFrame")
-    expect(frames).to_have_count(4, timeout=20_000)
+    expect(frames).to_have_count(4)
     highlighted = notebook.cell(1).locator(".jp-DebuggerEditor-highlight")
     expect(highlighted).to_have_text("    return loss")
     variables = page.locator(".jp-DebuggerVariables-body").first
     proceed = page.locator("jp-button[data-command='debugger:continue']")
     proceed.click()
-    expect(variables).to_contain_text(re.compile(r"step\W*1"), timeout=20_000)
+    expect(variables).to_contain_text(re.compile(r"step\W*1"))
     expect(frames).to_have_count(4)
     page.locator(".jp-DebuggerCallstackFrame", has_text="rank 1 · train").click()
     expect(variables).to_contain_text(re.compile(r"loss\W*12"))
@@ -63,9 +63,9 @@ def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(own_ker
     wrong = differs(shots / "debugger-light.png", KEPT / "debugger-light.png")
 
     proceed.click()
-    expect(variables).to_contain_text(re.compile(r"step\W*2"), timeout=20_000)
+    expect(variables).to_contain_text(re.compile(r"step\W*2"))
     proceed.click()
-    expect(frames).to_have_count(0, timeout=20_000)
+    expect(frames).to_have_count(0)
     notebook.run(2, timeout=30)
     expect(notebook.cell(2).locator(".jp-OutputArea").first).to_contain_text("[1] [10, 12, 14]")
     assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps it as it is now"

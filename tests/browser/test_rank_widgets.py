@@ -30,7 +30,7 @@ def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, o
     for number in (1, 2, 4):
         notebook.run(number, timeout=60)
     for rank in (0, 1):
-        expect(cell).to_contain_text(f"made on {rank}", timeout=10_000)
+        expect(cell).to_contain_text(f"made on {rank}")
     expect(cell.locator(".widget-output b")).to_have_count(2)
 
     def move(rank: int) -> None:
@@ -39,11 +39,11 @@ def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, o
         handle.press("ArrowRight")
 
     move(1)
-    expect(cell).to_contain_text("moved to 14", timeout=10_000)
+    expect(cell).to_contain_text("moved to 14")
     notebook.save()
     page.reload()
     notebook.wait_open()
-    expect(cell.locator(".widget-slider")).to_have_count(2, timeout=20_000)
+    expect(cell.locator(".widget-slider")).to_have_count(2)
     expect(cell.locator(".widget-slider").nth(1)).to_contain_text("14")
     expect(cell).to_contain_text("made on 0")
     expect(cell).to_contain_text("moved to 14")
@@ -51,7 +51,7 @@ def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, o
     if own:
         expect(notebook.cell(4).locator("input[type=text]")).to_have_value("of the notebook")
     move(0)
-    expect(cell).to_contain_text("moved to 4", timeout=10_000)
+    expect(cell).to_contain_text("moved to 4")
     notebook.run(3)
     expect(notebook.cell(3)).to_contain_text("[0] 4")
     expect(notebook.cell(3)).to_contain_text("[1] 14")

@@ -41,17 +41,17 @@ def test_placement_follows_a_cell_that_trains_and_ends_it(opened):
     expect(view).to_contain_text("2 idle")
     expect(view.locator("[data-rank='1']")).to_contain_text("idle")
     notebook.start(4)
-    expect(view).to_contain_text("2 running", timeout=10_000)
-    expect(view.locator("[data-rank='1']")).to_contain_text(re.compile(r"cell \[5\] line \d"), timeout=10_000)
-    expect(view.locator("[data-rank='1']")).to_contain_text(re.compile(r"\d/s|steps"), timeout=10_000)
+    expect(view).to_contain_text(re.compile(r"2 ranks.*[12] (running|waiting)"))  # for each other, now and then
+    expect(view.locator("[data-rank='1']")).to_contain_text(re.compile(r"cell \[5\] line \d"))
+    expect(view.locator("[data-rank='1']")).to_contain_text(re.compile(r"\d/s|steps"))
     view.locator("[data-rank='1']").click()
     near = view.locator(".rb-near")
-    expect(near).to_contain_text("net", timeout=10_000)
+    expect(near).to_contain_text("net")
     expect(near).to_contain_text("Linear")
     assert notebook.running(4)
     near.get_by_role("button", name="Interrupt").click()
-    expect(notebook.cell(4)).to_contain_text("KeyboardInterrupt", timeout=10_000)
-    expect(view).to_contain_text("2 idle", timeout=10_000)
+    expect(notebook.cell(4)).to_contain_text("KeyboardInterrupt")
+    expect(view).to_contain_text("2 idle")
 
 
 def test_shards_and_checkpoints_show_what_the_ranks_have(opened, tmp_path):
@@ -69,15 +69,15 @@ def test_shards_and_checkpoints_show_what_the_ranks_have(opened, tmp_path):
     shards = page.locator(".rankbook-part-shards")
     expect(shards).to_contain_text("4 tensors")
     shards.get_by_label("search").fill("0.weight")
-    expect(shards).to_contain_text(re.compile(r"offset \[0, 0\], shape 4 × 8: rank 0 on cpu"), timeout=10_000)
+    expect(shards).to_contain_text(re.compile(r"offset \[0, 0\], shape 4 × 8: rank 0 on cpu"))
     shards.get_by_role("button", name="Statistic").click()
-    expect(shards).to_contain_text(re.compile(r"min -?0\.\d+, mean .*, 0 NaN"), timeout=10_000)
+    expect(shards).to_contain_text(re.compile(r"min -?0\.\d+, mean .*, 0 NaN"))
     notebook.run(4)
     checkpoints = page.locator(".rankbook-part-checkpoints")
     notebook.run(5)
-    expect(checkpoints).to_contain_text("step-7", timeout=10_000)
+    expect(checkpoints).to_contain_text("step-7")
     checkpoints.get_by_role("button", name=re.compile("[Vv]erify")).first.click()
-    expect(checkpoints).to_contain_text("verified", timeout=10_000)
+    expect(checkpoints).to_contain_text("verified")
 
 
 def test_the_dashboard_moves_to_where_it_is_opened_last(opened):
@@ -91,4 +91,4 @@ def test_the_dashboard_moves_to_where_it_is_opened_last(opened):
     tabs.first.focus()
     page.keyboard.press("ArrowRight")
     expect(tabs.nth(1)).to_be_focused()
-    expect(notebook.cell(4)).to_contain_text("net (model): 2 tensors", timeout=10_000)
+    expect(notebook.cell(4)).to_contain_text("net (model): 2 tensors")
