@@ -53,10 +53,11 @@ class TalkingWidget(anywidget.AnyWidget):
         if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
             return
         with self._arriving:
+            if content["rankbook"] in self._taken:
+                if not early:
+                    self._taken.discard(content["rankbook"])
+                return
             if early:
                 self._taken.add(content["rankbook"])
-            elif content["rankbook"] in self._taken:
-                self._taken.discard(content["rankbook"])
-                return
             message = {**content, "arrived": next(self._arrivals)}
         Thread(target=self._handle, args=(message,), name="rankbook-click", daemon=True).start()
