@@ -37,6 +37,9 @@ class Saved:
     seconds: float
 
 
+_latest: list[Saved] = []
+
+
 def perform(
     contents: Contents,
     place: Place,
@@ -71,9 +74,16 @@ def perform(
             error.add_note(f"The save to {place.folder} was broken off; what was saved before is untouched.")
             raise
         break
+    saved = Saved(place.folder, telling.name, telling.step, telling.written, time.monotonic() - began)
+    _latest[:] = [saved]
     telling.enter("done")
     telling.check()  # the checkpoint is there; what the listener raised is told all the same
-    return Saved(place.folder, telling.name, telling.step, telling.written, time.monotonic() - began)
+    return saved
+
+
+def last_saved() -> Saved | None:
+    """The last checkpoint that this process has saved with the others; None if there is none."""
+    return _latest[0] if _latest else None
 
 
 def raise_own(failure: CheckpointException, rank: int, said: str) -> NoReturn:

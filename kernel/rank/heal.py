@@ -27,6 +27,7 @@ from rankbook.rank.recoverable import RecoverableGroup
 from rankbook.transport.payload import Packed, pack, why_not
 from rankbook.transport.segments import SegmentStore
 
+_SAVES = "rankbook.checkpoint.driving"
 _namespaces: list[dict[str, Any]] = []
 """The namespace of this rank's cells, which functions that arrive from a peer see."""
 
@@ -116,11 +117,22 @@ class _Reducer:
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not each.is_replicate() for each in placements):
-                raise TransferError("it is sharded over the ranks: what the dead one held of it is lost")
+                raise TransferError(
+                    f"it is sharded over the ranks: what the dead one held of it is lost{_last_saved()}"
+                )
             if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
                 kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
                 return _on_this_device, (value.detach().cpu(), kind, value.requires_grad)
         return NotImplemented
+
+
+def _last_saved() -> str:
+    """Where a sharded variable may lie still."""
+    driving = sys.modules.get(_SAVES)  # without it no cell has saved anything
+    saved = driving.last_saved() if driving is not None else None
+    if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
+        return ""
+    return f"; the last checkpoint is {saved.folder}/{saved.name}"
 
 
 def _group_here(name: str) -> Any:  # noqa: ANN401 - a group, or what torch has for those that are in none

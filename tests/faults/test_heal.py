@@ -73,6 +73,10 @@ if rank != 1:
 print("sums", total.item())
 """
 
+SAVED = """%%distributed
+import rankbook.checkpoint
+rankbook.checkpoint.save({{"weight": sharded.weight}}, {folder!r}, step=7)"""
+
 
 def kill(notebook: Notebook, rank: int) -> None:
     row = next(line for line in notebook.ok("%distributed status").text.splitlines() if line.startswith(f"{rank} "))
@@ -97,12 +101,15 @@ def three() -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize("victim", [2, 0, 1])
-def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim):
+def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim, tmp_path):
     three.ok(SETUP)
+    if victim == 0:
+        three.ok(SAVED.format(folder=str(tmp_path)))
     kill(three, victim)
     healed = three.ok("%distributed heal")
     assert f"rank {victim} is back with the state of rank {0 if victim else 1}" in healed.stdout
-    assert "sharded: it is sharded over the ranks" in healed.stdout
+    saved = "" if victim else f"; the last checkpoint is {tmp_path}/step-7"
+    assert f"sharded: it is sharded over the ranks: what the dead one held of it is lost{saved}\n" in healed.stdout
     assert "numbers: " in healed.stdout
     assert "generator" in healed.stdout
     if victim == 0:  # its peer was no member of the pair
