@@ -34,6 +34,8 @@ COMMANDS = (
     "view",
 )
 
+_HELP = ("-h", "--help")
+
 
 class _Help(argparse.HelpFormatter):
     """Equally wide everywhere, and without a break behind the longest command."""
@@ -43,11 +45,20 @@ class _Help(argparse.HelpFormatter):
         self._action_max_length = 14
 
 
+class _PointToHelp(argparse.Action):
+    """`--help`, from a person who does not know that a notebook has `?` for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        parser.error(f"{parser.prog.split()[0]}? shows the help")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse that raises one line instead of printing many and exiting."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=_Help, **options)
+        unsaid = argparse.SUPPRESS
+        self.add_argument(*_HELP, action=_PointToHelp, nargs=0, dest=unsaid, default=unsaid, help=unsaid)
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadRequest`, with what is valid."""
@@ -196,6 +207,8 @@ def parse_line(line: str) -> argparse.Namespace:
     if words[0] not in COMMANDS:
         near = get_close_matches(words[0], COMMANDS, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+        if words[0] in {"help", *_HELP}:
+            hint = "; %distributed? shows the help;"
         raise BadRequest(f"%distributed has no command {words[0]!r}{hint} valid: {valid}")
     # The command's own parser: the outer one would blame itself, and name its own options, for a word too many.
     return _command_parsers[words[0]].parse_args(words[1:], argparse.Namespace(command=words[0]))
@@ -222,4 +235,11 @@ def help_text() -> str:
         _cell_parser.format_help(),
         _line_parser.format_help(),
     ]
-    return "\n".join([*lines, *(parser.format_usage().strip() for parser in _command_parsers.values())])
+    return "\n".join([*lines, *map(_told, _command_parsers.values())])
+
+
+def _told(parser: OneLineParser) -> str:
+    """A command's usage, and what is to be said of each thing that may stand there."""
+    usage, *rest = parser.format_help().splitlines()
+    bare = {str(action.metavar) for action in parser._actions if not action.help}
+    return "\n".join([usage, *(line for line in rest if line.startswith(" ") and line.strip() not in bare)])

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.magics.options import COMMANDS, help_text, parse_cell_line, parse_line
+from rankbook.magics.options import COMMANDS, actions_of, help_text, parse_cell_line, parse_line
 
 CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--profile", "--quiet", "--view")
 
@@ -163,3 +163,15 @@ def test_the_help_names_every_option_and_every_command():
     assert "%%local opts one out" in text
     assert "%%%%" not in text
     assert "--auto" not in text
+    assert "--help" not in text
+    words = " ".join(text.split())
+    told = [each.help for command in (None, *COMMANDS) for each in actions_of(command) if each.help]
+    assert [each for each in told if each.replace("%%", "%") not in words] == []
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_who_asks_for_help_as_in_a_terminal_is_told_where_it_is(word):
+    for parse, line in ((parse_cell_line, ""), (parse_line, ""), (parse_line, "help"), (parse_line, "pull ")):
+        text = told(parse, line if line == "help" else line + word)
+        assert "distributed? shows the help; valid" in text
+        assert "did you mean" not in text
