@@ -65,6 +65,10 @@ class Utilisation:
             return None
         try:
             return torch.cuda.utilization(self._device) / 100
-        except (ImportError, RuntimeError, OSError):  # no NVML, or none that knows this device; it will not come either
+        except Exception as error:
+            # No NVML, or none that tells this of the device (a part of a GPU, say); it will not come either. NVML's
+            # errors are of a module that only torch imports.
+            if not (isinstance(error, ImportError | RuntimeError | OSError) or type(error).__module__ == "pynvml"):
+                raise
             self._silent = True
             return None

@@ -14,6 +14,7 @@ from rankbook.errors import BadRequest
 from rankbook.looking import AskLook, AskStatistic, NothingTold
 from rankbook.rank import belongings, parts, shard_map
 from rankbook.rank.look import Lookout
+from rankbook.rank.memory_use import Utilisation
 from rankbook.rank.parts import Breath
 from rankbook.rank.statistic import statistic
 from rankbook.rank.variables import list_variables
@@ -213,6 +214,24 @@ def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch)
     telemetry.withdraw("checkpoint again")
     telemetry.report(later := telemetry.replaced(done, seconds=0.7))
     assert told() == (other, later)
+
+
+def test_a_device_of_which_nvml_tells_nothing_is_not_asked_again_and_other_errors_are_told(monkeypatch):
+    not_supported = type("NVMLError_NotSupported", (Exception,), {"__module__": "pynvml"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for error in (not_supported(), ModuleNotFoundError("No module named 'pynvml'"), KeyError("a bug")):
+        answers = iter([error])
+
+        def utilization(_device, answers=answers):
+            raise next(answers)
+
+        monkeypatch.setattr(torch.cuda, "utilization", utilization)
+        found = Utilisation(torch.device("cuda"))
+        if isinstance(error, KeyError):
+            with pytest.raises(KeyError):
+                found.now()
+        else:
+            assert (found.now(), found.now()) == (None, None)
 
 
 def test_a_look_survives_what_changes_meanwhile():
