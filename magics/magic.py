@@ -127,7 +127,7 @@ class DistributedMagics(Magics):
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         assert submitted.result is not None
         keep(submitted.result)
-        raise_for(submitted, submitted.result)
+        raise_for(submitted, submitted.result, self._shell.user_ns)
         return None
 
     def _keeper(self, name: str | None) -> Callable[[CellResult], None]:

@@ -73,6 +73,16 @@ def test_the_same_error_from_different_lines_is_two_errors(notebook):
     assert "rank 0: ZeroDivisionError" in text and "rank 1: ZeroDivisionError" in text
 
 
+def test_a_name_that_only_the_notebook_has_is_told_with_the_way_to_the_ranks(notebook):
+    notebook.ok("alone, too = [1], 2")
+    _, text = failed(notebook, "%%distributed\nalone if rank else too")
+    told = "alone, too are variables of the notebook: %distributed push alone too copies them to the ranks"
+    assert text.splitlines()[-1] == told
+    assert "of the notebook" not in failed(notebook, "%%distributed\nnobodys")[1]
+    notebook.ok("%distributed push alone too")
+    assert notebook.ok("%%distributed\nalone, too").text == "[0-1] ([1], 2)\n"
+
+
 def test_what_was_printed_before_the_error_is_shown(notebook):
     outcome, _ = failed(notebook, "%%distributed\nprint('before', end='')\n1 / 0")
     assert outcome.stdout == "[0-1] before\n"
