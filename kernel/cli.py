@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "ends the run. Background cells that are not done when the last cell ends are stopped.",
     )
     run.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="the .ipynb file; it is not changed")
-    run.add_argument("-n", "--ranks", type=_positive_int, metavar="N", help="how many ranks its first start uses")
+    run.add_argument(
+        "-n", "--ranks", type=_positive_int, metavar="N", help="how many ranks a start without a number makes"
+    )
     run.add_argument("--output", type=Path, metavar="FILE", help="write the executed notebook here, up to where it got")
     run.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds that each cell may take")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel; default: this interpreter's own")

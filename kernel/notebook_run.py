@@ -80,7 +80,7 @@ class _ThisInterpreter(KernelSpecManager):
 class NotebookRun:
     """Executes `notebook`, which lies in `folder`, and tells `console` what happens.
 
-    `ranks` is how many ranks the notebook's first start uses, `timeout` the seconds that each cell may take, `kernel`
+    `ranks` is how many ranks a start without a number makes, `timeout` the seconds that each cell may take, `kernel`
     the name of an installed kernel that replaces this interpreter's own.
     """
 

@@ -44,7 +44,10 @@ def checkpoints(folder: Folder) -> CheckpointsView:
 
 
 def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
-    """The three as tabs, one for a notebook: opened again it moves here. Raises `NoCluster`."""
+    """The three as tabs, one for a notebook: opened again it moves here. Raises `NoCluster`.
+
+    `folder`: whose checkpoints stand beside the saves. `variable`: whose shards are shown until another is typed in.
+    """
     return Dashboard.reopen(_feed(), None if folder is None else _shelf(folder), variable=variable)
 
 
