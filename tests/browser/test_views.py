@@ -129,6 +129,10 @@ def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
     expect(view).to_contain_text("1 of 2000")
     expect(view).to_contain_text("layers.399.conv: 64 × 4 × 3 × 3, float32")
     expect(view.locator("input[type=range]")).to_have_count(2)
+    view.get_by_label("down", exact=True).select_option("3")  # so that dim 0, along which it is cut, gets a slider
+    view.get_by_label("dim 0 at").press("End")
+    expect(view).to_contain_text("offset [56, 0, 0, 0], shape 8 × 4 × 3 × 3: rank 7 on cuda:7")
+    expect(view.locator("input[type=range]")).to_have_count(2)
     view.get_by_label("search").fill("0.attention")
     expect(view.locator(".rb-item").first).to_contain_text("layers.0.attention")
     parts = view.get_by_role("listbox", name="parts of the tensor")
