@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from itertools import islice
@@ -358,9 +359,8 @@ def test_bad_options_are_errors_that_say_what_to_do():
         )
 
 
-def test_torchdata_that_is_asked_for_and_not_there_is_an_error():
-    if find_spec("torchdata"):
-        pytest.skip("torchdata is installed")
+def test_torchdata_that_is_asked_for_and_not_there_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(BadRequest, match="pip install torchdata"):
         DataLoaderConfiguration(use_stateful_dataloader=True)
 
