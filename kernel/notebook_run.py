@@ -102,6 +102,7 @@ class NotebookRun:
         self._client: AsyncKernelClient
         self._document = NotebookClient(notebook, record_timing=False)
         self._runs: dict[str, _Run] = {}
+        self._stills: set[str] = set()
         self._current: _Run | None = None
         self._stopped: asyncio.Future[Outcome]
         self._ending = False
@@ -329,14 +330,17 @@ class NotebookRun:
     def _show(self, run: _Run, kind: str, content: dict[str, Any]) -> None:
         console = self._console
         key = (content.get("transient") or {}).get("display_id")
+        still = (content.get("metadata") or {}).get("rankbook_still")  # of a live view, as widgets/screen.py has it
         if kind == "execute_input" and not run.started:
             run.started, run.number = True, content["execution_count"]
             console.header(run.number, run.cell.source)
         elif kind == "stream":
             console.text(run.number, content["text"], error=content["name"] == "stderr")
+        elif still:
+            self._stills.add(still)
         elif kind in ("display_data", "execute_result"):
             console.display(run.number, _plain(content["data"]), key=key)
-        elif kind == "update_display_data" and key is not None:
+        elif kind == "update_display_data" and key is not None and key not in self._stills:
             console.update(key, _plain(content["data"]))
         elif kind == "clear_output":
             console.clear(run.number)

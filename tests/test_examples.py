@@ -76,6 +76,8 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
     on_ranks, in_notebook = map(float, re.findall(r"^(?:\[.*\] )?test accuracy ([\d.]+)%$", printed, re.MULTILINE))
     assert on_ranks == in_notebook >= 95
     assert re.search(rf"^{int(world[-1]) + 1} ranks agree on all 29,\d+ weights$", printed, re.MULTILINE)
+    assert len(re.findall(r"^model \(model\): 6 tensors; 116 kB on each rank$", printed, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\d ranks: ", printed, re.MULTILINE)) == 1, "a view once, also where the run takes long"
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     nbformat.validate(executed)
     assert len(pictures(executed)) == 1

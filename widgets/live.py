@@ -78,7 +78,7 @@ class LiveView(TalkingWidget):
             screen.show({"text/plain": data["text/plain"]})
             return
         still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
-        screen.show({**data, "text/plain": self.summary()})
+        screen.show({**data, "text/plain": self.summary()}, still=self.still)
         screen.show(still, display_id=self.still)
         self._shown, self._remembered = True, time.monotonic()
 

@@ -17,9 +17,14 @@ def has_front_end() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def show(bundle: Mapping[str, Any], display_id: str | None = None, *, update: bool = False) -> None:
-    """Show a mime bundle as an output, or as the new state of the one that has that id."""
+def show(
+    bundle: Mapping[str, Any], display_id: str | None = None, *, update: bool = False, still: str | None = None
+) -> None:
+    """Show a mime bundle as an output, or as the new state of the one that has that id.
+
+    `still`: the id of the output below, which says all of it where nothing is live; `rankbook run` shows that alone.
+    """
     if display_id is None:
-        display(dict(bundle), raw=True)
+        display(dict(bundle), raw=True, metadata={"rankbook_still": still} if still else None)
     else:
         display(dict(bundle), raw=True, display_id=display_id, update=update)
