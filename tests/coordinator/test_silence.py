@@ -61,12 +61,12 @@ def sleeper() -> Iterator[psutil.Process]:
 
 
 def test_a_look_tells_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
-    wait_until(lambda: look_at(sleeper.pid).doing == "sleeping", timeout=5, what="it sleeps")
+    wait_until(lambda: look_at(sleeper.pid).doing == "sleeping", timeout=20, what="it sleeps")
     assert not look_at(sleeper.pid).stopped
     os.kill(sleeper.pid, signal.SIGSTOP)
-    wait_until(lambda: look_at(sleeper.pid).stopped, timeout=5, what="it is stopped")
+    wait_until(lambda: look_at(sleeper.pid).stopped, timeout=20, what="it is stopped")
     os.kill(sleeper.pid, signal.SIGKILL)
-    wait_until(lambda: look_at(sleeper.pid) is None, timeout=5, what="it is gone, if not reaped")
+    wait_until(lambda: look_at(sleeper.pid) is None, timeout=20, what="it is gone, if not reaped")
     assert look_at(None) is None
 
 
@@ -128,5 +128,5 @@ def test_of_a_straggler_that_was_not_asked_only_a_stop_is_told(sleeper):
     presence = Presence(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
     assert presence.straggler(0) is None
     os.kill(sleeper.pid, signal.SIGSTOP)
-    wait_until(lambda: presence.straggler(0) is not None, timeout=5, what="it is stopped")
+    wait_until(lambda: presence.straggler(0) is not None, timeout=20, what="it is stopped")
     os.kill(sleeper.pid, signal.SIGCONT)

@@ -70,13 +70,13 @@ def test_a_lock_that_is_being_given_back_is(interrupts):
 def test_who_waits_for_a_lock_is_interrupted_all_the_same(interrupts):
     class Slow:
         def __enter__(self):
+            timer.start()
             go_on_for(20)
 
         def __exit__(self, *_):
             pass
 
     timer = threading.Timer(0.05, interrupts.request, (1,))
-    timer.start()
     with pytest.raises(KeyboardInterrupt), Slow():
         pass
     timer.join()

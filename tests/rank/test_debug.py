@@ -119,17 +119,17 @@ def test_whoever_connects_without_the_word_is_sent_away():
                 break
             time.sleep(0)
         began = time.monotonic()
-        debug_seconds, debug._SECONDS = debug._SECONDS, 0.5
+        debug_seconds, debug._SECONDS = debug._SECONDS, 2.0
         try:
             connection, stream = debug._wait_for_engine(listener, "right")
         finally:
             debug._SECONDS = debug_seconds
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert connection.getpeername()[0] == "127.0.0.1"
         stream.close()
         connection.close()
         for thread in threads:
-            thread.join(timeout=5)
+            thread.join(timeout=20)
         assert said.count("pydevdAuthorize") == 4
 
 

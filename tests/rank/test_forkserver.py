@@ -269,7 +269,7 @@ print(child.pid, other_group.pid, orphan)"""
     assert all(alive(pid) for pid in pids)
     home.stream.send(KillRank(rank=0, incarnation=1))
     home.hear(RankExited)
-    wait_until(lambda: not any(alive(pid) for pid in pids), timeout=2, what="the children's end")
+    wait_until(lambda: not any(alive(pid) for pid in pids), timeout=10, what="the children's end")
 
 
 def test_the_death_of_a_rank_takes_its_children_along(home):
@@ -277,7 +277,7 @@ def test_the_death_of_a_rank_takes_its_children_along(home):
     pid = int(home.printed("import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid)"))
     home.cell("import os; os._exit(1)")
     home.hear(RankExited)
-    wait_until(lambda: not alive(pid), timeout=2, what="the child's end")
+    wait_until(lambda: not alive(pid), timeout=10, what="the child's end")
 
 
 def test_a_kill_of_an_earlier_process_leaves_the_new_one_alone(home):
@@ -294,7 +294,7 @@ def test_a_kill_right_after_the_fork_is_not_too_early(home):
     for incarnation in range(1, 21):
         home.stream.send(home.request(0, incarnation=incarnation))
         home.stream.send(KillRank(rank=0, incarnation=incarnation))
-        told = home.hear(RankExited, timeout=5)
+        told = home.hear(RankExited)
         assert (told.incarnation, told.code) == (incarnation, -signal.SIGKILL)
 
 
@@ -334,7 +334,11 @@ def test_descriptors_do_not_pile_up(home):
     before = server.num_fds(), server.num_threads()
     for incarnation in range(2, 7):
         cycle(incarnation)
-    assert (server.num_fds(), server.num_threads()) == before
+    wait_until(
+        lambda: server.num_fds() <= before[0] and server.num_threads() <= before[1],
+        timeout=SOON,
+        what=f"(descriptors, threads) as before, {before}",
+    )
 
 
 def test_a_second_cluster_is_served_after_the_first(server):
@@ -365,8 +369,8 @@ def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
         wait_until(lambda: len(rank.children(recursive=True)) == 3, timeout=SOON, what="the sleep")
     family = psutil.Process(home.process.pid).children(recursive=True)
     home.stream.close()
-    wait_until(lambda: home.process.poll() is not None, timeout=2, what="the forkserver's end")
-    wait_until(lambda: not any(alive(each.pid) for each in family), timeout=2, what="the ranks' end")
+    wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
+    wait_until(lambda: not any(alive(each.pid) for each in family), timeout=10, what="the ranks' end")
     assert not folder.exists()
     home.end()
 
@@ -387,6 +391,6 @@ def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_
     home.stream.send(OpenCluster(folders=(str(sockets),)))
     wait_until(begun.exists, timeout=30, what="the import")
     home.stream.close()
-    wait_until(lambda: home.process.poll() is not None, timeout=2, what="the forkserver's end")
+    wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
     assert not sockets.exists()
     home.end()

@@ -253,9 +253,9 @@ def test_a_large_answer_is_cut_and_a_long_cell_is_read_from_its_end():
         assert len(names("many['")) == MOST
     finally:
         del NAMESPACE["many"]
-    began = time.perf_counter()
+    began = time.thread_time()
     assert names("value = 'text' + (1, [2])  # more\n" * 20_000 + "model.lay") == ["layers"]
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 def test_a_namespace_that_changes_meanwhile_is_no_trouble():

@@ -55,51 +55,60 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
 
 
 def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, monkeypatch):
-    monkeypatch.setattr(live, "LEASE", 1.0)
     view = PlacementView(feed)
     told = []
     monkeypatch.setattr(view, "send", told.append)
     assert not feed.watchers["placement"]
     look(view, parts=["placement"])
-    wait_until(lambda: [*map(list, told)] == [["seen"]], timeout=2, what="the browser hears that it was heard")
-    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched")
+    wait_until(lambda: [*map(list, told)] == [["seen"]], timeout=10, what="the browser hears that it was heard")
+    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=10, what="it is watched")
     look(view, "away")
-    wait_until(lambda: not feed.watchers["placement"], timeout=2, what="it is not")
+    wait_until(lambda: not feed.watchers["placement"], timeout=10, what="it is not")
     look(view, parts=["placement"])
-    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=2, what="it is watched again")
-    wait_until(lambda: not feed.watchers["placement"], timeout=5, what="silence is nobody looking")
+    wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=10, what="it is watched again")
+    look(view, "away")
+    wait_until(lambda: not feed.watchers["placement"], timeout=10, what="it is not")
     view._handle({"rankbook": "second", "view": "other", "op": "away", "arrived": 1_000_001})
     view._handle({"rankbook": "first", "view": "other", "op": "look", "arrived": 1_000_000, "parts": ["placement"]})
     assert not feed.watchers["placement"]  # who has gone has gone, whichever thread was faster
     view.close()
     look(view, parts=["placement"])
-    wait_until(lambda: len(told) == 4, timeout=2, what="it is heard")
+    wait_until(lambda: len(told) == 4, timeout=10, what="it is heard")
     assert not feed.watchers["placement"]  # of a page that does not know yet
+
+
+def test_a_browser_that_has_not_said_so_for_a_while_does_not_look_any_more(feed, monkeypatch):
+    monkeypatch.setattr(live, "LEASE", 0.3)
+    view = PlacementView(feed)
+    look(view, parts=["placement"])
+    wait_until(lambda: feed.ended == 1, timeout=10, what="silence is nobody looking")
+    assert not feed.watchers["placement"]
+    view.close()
 
 
 def test_a_bundle_that_no_browser_takes_up_is_watched_for_a_while_only(feed, monkeypatch):
     monkeypatch.setattr(live, "LEASE", 0.3)
     view = PlacementView(feed)
     view._repr_mimebundle_()
-    assert feed.watchers["placement"]
-    wait_until(lambda: not feed.watchers["placement"], timeout=3, what="nobody came")
+    wait_until(lambda: feed.ended == 1, timeout=10, what="it was watched, and nobody came")
+    assert not feed.watchers["placement"]
     view.close()
 
 
 def test_the_last_state_is_always_sent(feed):
     view = PlacementView(feed)
     look(view, parts=["placement"])
-    wait_until(lambda: bool(feed.watchers["placement"]), timeout=2, what="it is watched")
+    wait_until(lambda: bool(feed.watchers["placement"]), timeout=10, what="it is watched")
     for tick in range(500):
         feed.push("placement", placement(4, tick=tick, at=float(tick)))
-    wait_until(lambda: '"at":499.0' in view.placement_state, timeout=2, what="the last one")
+    wait_until(lambda: '"at":499.0' in view.placement_state, timeout=10, what="the last one")
     view.close()
 
 
 def test_what_one_thread_has_read_is_not_sent_after_what_another_one_has(feed, monkeypatch):
     view = PlacementView(feed)
     look(view, parts=["placement"])
-    wait_until(lambda: bool(feed.watchers["placement"]), timeout=2, what="it is watched")
+    wait_until(lambda: bool(feed.watchers["placement"]), timeout=10, what="it is watched")
     part = view._parts["placement"]
     state = part.state
 
@@ -112,7 +121,7 @@ def test_what_one_thread_has_read_is_not_sent_after_what_another_one_has(feed, m
 
     monkeypatch.setattr(part, "state", slow)
     view._send_state()  # as a cell's thread does that shows it
-    wait_until(lambda: '"at":7.0' in view.placement_state, timeout=2, what="the last one")
+    wait_until(lambda: '"at":7.0' in view.placement_state, timeout=10, what="the last one")
     view.close()
 
 
@@ -122,7 +131,7 @@ def test_an_error_is_the_answer(feed, monkeypatch):
     monkeypatch.setattr(view, "send", answers.append)
     look(view, "detail", part="placement", rank=99)
     look(view, "detail", part="nowhere", rank=0)
-    wait_until(lambda: len(answers) == 2, timeout=2, what="both are answered")
+    wait_until(lambda: len(answers) == 2, timeout=10, what="both are answered")
     assert {next(iter(each["error"].split(":"))) for each in answers} == {"there is no detail of {'rank'", "KeyError"}
     view.close()
 
@@ -132,7 +141,7 @@ def test_a_message_that_comes_twice_is_heard_once(feed):
     message = {"rankbook": "m1", "op": "act", "part": "placement", "kind": "interrupt", "rank": 1}
     view._arrived(message, early=True)
     view._arrived(dict(message))
-    wait_until(lambda: bool(feed.acts), timeout=2, what="it is heard")
+    wait_until(lambda: bool(feed.acts), timeout=10, what="it is heard")
     assert feed.acts == [("interrupt", 1)] and not view._taken
     for noise in (None, {}, {"rankbook": 3}, "text"):
         view._arrived(noise)
@@ -194,7 +203,7 @@ def test_a_click_acts_while_a_cell_runs_and_never_again(module_notebook):
     send(1001, op="act", part="placement", kind="interrupt", rank=2)
     outcome = notebook.finish(blocking)
     assert "[('interrupt', 3), ('interrupt', 2)]" in outcome.text
-    assert outcome.seconds < 5
+    assert outcome.seconds < 20
     assert "[('interrupt', 3), ('interrupt', 2)]" in notebook.ok("feed.acts").text
 
 

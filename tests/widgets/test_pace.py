@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
 
 from rankbook.widgets.pace import Pacer
+
+LAST = 1 << 60
 
 
 def test_what_comes_faster_is_one_and_the_last_is_always_sent():
@@ -14,19 +15,18 @@ def test_what_comes_faster_is_one_and_the_last_is_always_sent():
 
     def send() -> None:
         sent.append((time.monotonic(), said[0]))
-        if said[0] == 3000:
+        if said[0] == LAST:
             enough.set()
 
     pacer = Pacer(send, interval=0.05)
     began = time.monotonic()
-    while time.monotonic() - began < 0.5:
+    while len(sent) < 10 and time.monotonic() - began < 20:
         said[0] += 1
         pacer.note()
-    said[0] = 3000
+    said[0] = LAST
     pacer.note()
-    assert enough.wait(2)
-    assert 5 <= len(sent) <= 13
-    assert min(after[0] - before[0] for before, after in pairwise(sent)) > 0.02
+    assert enough.wait(10)
+    assert 10 <= len(sent) <= (sent[-1][0] - began) / 0.05 + 3  # one that is late may come right before the next
 
 
 def test_nothing_runs_while_there_is_nothing_to_send_and_nothing_is_sent_once_closed():
@@ -34,7 +34,7 @@ def test_nothing_runs_while_there_is_nothing_to_send_and_nothing_is_sent_once_cl
     pacer = Pacer(sent.set)
     assert not [thread for thread in threading.enumerate() if thread.name == "rankbook-view"]
     pacer.note()
-    assert sent.wait(2)
+    assert sent.wait(10)
     sent.clear()
     pacer.note()
     pacer.close()

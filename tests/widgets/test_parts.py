@@ -69,7 +69,7 @@ def test_shards_are_asked_for_once_and_again_when_wanted():
     part = ShardsPart(feed, "model")
     for _ in range(2):
         part.open(nothing)
-        wait_until(part.ready, timeout=2, what="the shards are there")
+        wait_until(part.ready, timeout=10, what="the shards are there")
         part.close()
     assert [kind for kind, _ in feed.asked] == ["shards"]
     assert len(json.loads(part.fixed())["tensors"]) == 10
@@ -94,10 +94,10 @@ def test_of_two_questions_for_a_variable_the_last_one_counts():
     feed = Slow()
     part = ShardsPart(feed, "slow")
     part.open(nothing)
-    wait_until(lambda: bool(feed.asked), timeout=2, what="it is asked for")
+    wait_until(lambda: bool(feed.asked), timeout=10, what="it is asked for")
     part.answer("name", {"name": "model"})
     feed.gate.set()
-    wait_until(lambda: "rankbook-shards" not in names_of_threads(), timeout=2, what="it is answered")
+    wait_until(lambda: "rankbook-shards" not in names_of_threads(), timeout=10, what="it is answered")
     fixed = part.fixed()
     assert json.loads(fixed)["name"] == "model" and part.text().startswith("model")
     part.answer("name", {"name": "model"})
@@ -139,13 +139,13 @@ def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
     part = CheckpointsPart(feed, shelf)
     changed = threading.Event()
     part.open(changed.set)
-    wait_until(part.ready, timeout=2, what="the folder is read")
+    wait_until(part.ready, timeout=10, what="the folder is read")
     feed.push("saves", saves(0.5))
     shelf.names.append("step-40")
     feed.push("saves", saves(1.0, phase="done"))
     wait_until(lambda: 'step-40"' in part.fixed(), timeout=1.5, what="the new step is listed")
     part.close()
-    wait_until(lambda: "rankbook-shelf" not in names_of_threads(), timeout=2, what="nobody reads on")
+    wait_until(lambda: "rankbook-shelf" not in names_of_threads(), timeout=10, what="nobody reads on")
     assert not feed.watchers["saves"]
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read():
     part = CheckpointsPart(FakeFeed(), shelf)
     verifies = threading.Thread(target=part.answer, args=("verify", {"name": "step-30"}))
     verifies.start()
-    wait_until(lambda: bool(part._doing), timeout=2, what="it is verified")
+    wait_until(lambda: bool(part._doing), timeout=10, what="it is verified")
     for op in ("delete", "verify"):
         with pytest.raises(BadRequest, match="step-30 is being verified: wait until that is over"):
             part.answer(op, {"name": "step-30"})
