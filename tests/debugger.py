@@ -133,7 +133,7 @@ def finish(front_end: FrontEnd, message: str) -> Outcome:
     outcome = Outcome()
     notebook = front_end.notebook
     notebook.follow(message, outcome, lambda seen: any(is_end(each) for each in seen.messages), timeout=30)
-    notebook.take_reply(message, outcome, timeout=10)
+    notebook.take_reply(message, outcome, timeout=30)
     return outcome
 
 

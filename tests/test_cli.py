@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from rankbook import cli
+from tests.conftest import ipython_folder, wait_until
 
 MARK = "RANKBOOK_TEST_RUN"
 GONE_WITHIN = 2.0  # seconds after the command's end
@@ -48,7 +50,7 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rankbook.cli", "run", *args],
             cwd=folder,
-            env={**os.environ, MARK: self.mark, "TMPDIR": self.tmp.name},
+            env={"IPYTHONDIR": ipython_folder(), **os.environ, MARK: self.mark, "TMPDIR": self.tmp.name},
             stdout=subprocess.PIPE,
             stderr=self.errors,
         )
@@ -99,7 +101,10 @@ class Command:
     def close(self) -> None:
         """Fails where the run left a process or a file behind."""
         ended = self.process.poll() is not None
-        _, left = psutil.wait_procs(self.family(), timeout=self.gone_within if ended else 0)
+        if ended:
+            with contextlib.suppress(pytest.fail.Exception):
+                wait_until(lambda: not self.family(), timeout=self.gone_within, what="the end of its processes")
+        left = self.family()
         files = sorted(path.name for path in Path(self.tmp.name).iterdir()) if ended and self.tidy else []
         survivors = [str(process) for process in left]
         for process in left:

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests.conftest import MARK, check_nothing_left, leftovers
+from tests.conftest import MARK, check_nothing_left, ipython_folder, leftovers
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
@@ -52,6 +52,7 @@ def run(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """What each cell printed and showed, by its id. Nothing may be left of the kernel."""
     before, mark = leftovers(), f"upstream-{folder.name}"
     monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("IPYTHONDIR", ipython_folder())
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()

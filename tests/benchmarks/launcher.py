@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
     options = parser.parse_args()
     values = {"CALLS": options.calls, "SEED": options.seed, "PEER": find_spec("accelerate") is not None}
-    notebook = Notebook()
+    notebook = Notebook(patient=False)
     try:
         notebook.ok("%load_ext rankbook\n%distributed start -n 2")
         notebook.ok(_filled(SETUP, values))

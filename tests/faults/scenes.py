@@ -422,14 +422,14 @@ class Stage:
         def more() -> set[int]:
             return set(self.notebook.processes()) - known - mine
 
-        wait_until(lambda: len(more()) <= allowed, timeout=5, what="workers and subprocesses gone")
+        wait_until(lambda: len(more()) <= allowed, timeout=10, what="workers and subprocesses gone")
 
 
 @contextlib.contextmanager
 def stage(world: int) -> Iterator[Stage]:
     """A kernel with that many ranks; nothing of it may be left."""
     before = leftovers()
-    notebook = Notebook()
+    notebook = Notebook(patient=False)  # a fault comes once its culprit's line is seen, which the others have not
     try:
         notebook.ok("%load_ext rankbook")
         notebook.ok(f"%distributed start -n {world}")

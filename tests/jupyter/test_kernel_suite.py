@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 from jupyter_kernel_test import KernelTests
+
+from tests.conftest import ipython_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,10 +19,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernel(install: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def kernel(install: Callable[..., subprocess.CompletedProcess[str]]) -> Iterator[None]:
     """The kernel that they start by its name."""
     installed = install("-n", "2", "--name", "rankbook-suite")
     assert installed.returncode == 0, installed.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", ipython_folder())
+        yield
 
 
 class _Suite(KernelTests):

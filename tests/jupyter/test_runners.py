@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from tests.conftest import MARK, check_nothing_left, leftovers
+from tests.conftest import MARK, check_nothing_left, ipython_folder, leftovers
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_a_notebook_gives_the_same_outputs(runner, install, tmp_path):
     ended = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, "IPYTHONDIR": ipython_folder()},
         capture_output=True,
         text=True,
         check=False,

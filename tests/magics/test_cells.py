@@ -87,7 +87,7 @@ def test_timeout_interrupts_the_cell_and_says_so(notebook):
     outcome = notebook.run("%%distributed --timeout 0.3\nimport time\ntime.sleep(60)")
     assert (outcome.status, outcome.ename) == ("error", "CellTimeout")
     assert "--timeout 0.3" in outcome.traceback
-    assert 0.3 <= outcome.seconds < 3
+    assert 0.3 <= outcome.seconds < 10
 
 
 def test_a_cell_that_is_in_time_is_none_of_the_timeouts_business(notebook):

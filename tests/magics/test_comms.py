@@ -11,7 +11,7 @@ import pytest
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WAIT = """%%distributed{options}
 import time
-until = time.monotonic() + 5
+until = time.monotonic() + 20
 while not ({condition}) and time.monotonic() < until: time.sleep(0.01)
 {then}"""
 SLIDER = "%%distributed\nimport ipywidgets\nslider = ipywidgets.IntSlider(value=3 + rank, max=50)\nslider"

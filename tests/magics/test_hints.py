@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
 
 import ipykernel
@@ -119,10 +120,11 @@ def test_auto_mode_has_the_same(notebook, names):
 def test_it_is_answered_while_the_rank_runs_a_cell(notebook, ask, names):
     notebook.ok("%%distributed --background --out busy\nimport time\nfor step in range(10**9):\n    pass")
     try:
-        wait_until(lambda: names("%%distributed\nste") == ["step"], timeout=5, what="the loop's variable is there")
+        wait_until(lambda: names("%%distributed\nste") == ["step"], timeout=20, what="the loop's variable is there")
         assert "weight" in names("%%distributed\nmodel.layers[0].we")
-        reply, seconds = ask("inspect", "%%distributed\nmodel")
-        assert reply["found"] and seconds < 0.2
+        answers = [ask("inspect", "%%distributed\nmodel") for _ in range(5)]
+        assert all(reply["found"] for reply, _ in answers)
+        assert statistics.median(seconds for _, seconds in answers) < 0.2
     finally:
         notebook.ok("%distributed interrupt")
 
@@ -156,15 +158,27 @@ def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
         control.get_msg(timeout=10)
 
 
-def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask):
+@pytest.fixture
+def in_time(notebook):
+    """The ranks have as long to answer as elsewhere than in tests."""
+    change = "import rankbook.coordinator.sight as _sight\n_asks = _sight.Sight.complete, _sight.Sight.inspect\n"
+    change += "_before = [dict(each.__kwdefaults__) for each in _asks]\n"
+    notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _sight.hints.SOON")
+    yield
+    notebook.ok("for _each, _was in zip(_asks, _before): _each.__kwdefaults__.update(_was)")
+
+
+def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask, in_time):
     pids = notebook.ok("%%distributed\nimport os\nos.getpid()").displays
     first = int(pids[0]["text/plain"].split()[-1])
     os.kill(first, signal.SIGSTOP)
     try:
         for kind in ("complete", "inspect"):
-            reply, seconds = ask(kind, "%%distributed\nmodel.layers")
-            assert not reply.get("matches") and not reply.get("data") and reply["status"] == "ok"
-            assert seconds < 0.3, "a tenth of a second, and what a busy machine adds"
+            answers = [ask(kind, "%%distributed\nmodel.layers") for _ in range(3)]
+            for reply, _ in answers:
+                assert not reply.get("matches") and not reply.get("data") and reply["status"] == "ok"
+            took = statistics.median(seconds for _, seconds in answers)
+            assert took < 0.3, "a tenth of a second, and what a busy machine adds"
     finally:
         os.kill(first, signal.SIGCONT)
     assert psutil.Process(first).status() != psutil.STATUS_STOPPED

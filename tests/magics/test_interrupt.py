@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import Notebook, Outcome, wait_until
 
+HUNG = 10.0  # seconds; what waits here would take a minute
 WAITS = {
     "a loop": "i = 0\nwhile True: i += 1",
     "a sleep": "import time\ntime.sleep(60)",
@@ -47,7 +48,7 @@ def interrupt_in(notebook: Notebook, code: str, *, ranks: str = "0-1", commands:
     def press(outcome):
         if not pressed and have_begun(outcome.text, ranks):
             if commands:
-                wait_until(lambda: len(sleepers(notebook)) >= 2, timeout=5, what="the commands run")
+                wait_until(lambda: len(sleepers(notebook)) >= 2, timeout=20, what="the commands run")
             pressed.append(notebook.interrupt())
 
     outcome = notebook.finish(notebook.send(f"%%distributed --ranks {ranks}\n{code}"), seen=press, timeout=20)
@@ -66,15 +67,15 @@ def test_every_rank_is_interrupted_and_the_next_cell_works_at_once(notebook, cod
     outcome = interrupt_in(notebook, f"print('begun')\n{code}", commands=commands)
     assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
     assert "rank 1: Key" in outcome.traceback or "ranks 0-1: Key" in outcome.traceback
-    assert outcome.seconds < 3
+    assert outcome.seconds < HUNG
     assert notebook.ok("%%distributed\nprint('next')").stdout == "[0-1] next\n"
-    wait_until(lambda: not sleepers(notebook), timeout=2, what="the commands are gone too")
+    wait_until(lambda: not sleepers(notebook), timeout=10, what="the commands are gone too")
 
 
 def test_a_bash_cell_is_interrupted(notebook):
     outcome = interrupt_in(notebook, "%%bash\necho begun\nsleep 60", commands=True)
     assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
-    wait_until(lambda: not sleepers(notebook), timeout=2, what="the commands are gone too")
+    wait_until(lambda: not sleepers(notebook), timeout=10, what="the commands are gone too")
 
 
 def test_again_and_again_the_next_cell_works_however_soon_it_is_sent(notebook):
@@ -201,11 +202,13 @@ async def stubborn():
 await stubborn()""",
     )
     assert outcome.ename == "KeyboardInterrupt"
-    assert outcome.seconds < 3
+    assert outcome.seconds < HUNG
 
 
-def test_a_queued_cell_is_taken_back_and_never_runs(notebook):
-    notebook.ok("%%distributed --background\nimport time\ntime.sleep(0.8)\nprint('first')")
+def test_a_queued_cell_is_taken_back_and_never_runs(notebook, tmp_path):
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    notebook.ok(f"%%distributed --background\n{wait}\nprint('first')")
     notebook.ok("first = _")
     pressed = []
 
@@ -216,6 +219,7 @@ def test_a_queued_cell_is_taken_back_and_never_runs(notebook):
     outcome = notebook.finish(notebook.send("%%distributed\nprint('never')"), seen=press)
     assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
     assert "never" not in outcome.text
+    gate.touch()
     assert notebook.ok("first.wait().ok").displays[-1]["text/plain"] == "True", "the cell before it is left alone"
     assert notebook.ok("%%distributed\nprint('after')").text == "[0-1] after\n"
 
@@ -236,6 +240,7 @@ def test_the_ranks_processes_are_the_same_afterwards(notebook):
 
 def test_a_second_press_gives_control_back_whatever_the_ranks_do(notebook, tmp_path):
     gate = tmp_path / "gate"
+    notebook.ok("from rankbook.coordinator import state\nlong, state.RELEASE_AFTER_INTERRUPT = 5.0, 60.0")
     presses = []
 
     def press(outcome):
@@ -253,6 +258,7 @@ while not os.path.exists({str(gate)!r}):
     outcome = notebook.finish(message, seen=press, timeout=20)
     assert outcome.status == "error"
     assert "still runs" in outcome.traceback
-    assert outcome.seconds < 4, "not only after the patience with one press is over"
+    assert outcome.seconds < HUNG, "not only after the patience with one press is over"
+    notebook.ok("state.RELEASE_AFTER_INTERRUPT = long")
     gate.touch()
     assert notebook.ok("%%distributed\nprint('next')", timeout=20).stdout == "[0-1] next\n"

@@ -164,4 +164,4 @@ def test_the_debug_launcher_has_ranks_of_its_own_on_the_cpu(ranks):
     assert [device for device, _ in found] == ["cpu"] * 3
     assert not {pid for _, pid in found} & before
     # A forkserver stays warm for the next such call.
-    wait_until(lambda: len(set(ranks.processes()) - before) <= 1, timeout=2, what="the end of its ranks")
+    wait_until(lambda: len(set(ranks.processes()) - before) <= 1, timeout=10, what="the end of its ranks")

