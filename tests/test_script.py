@@ -261,4 +261,6 @@ def test_output_is_kept_and_a_sink_shows_it_live(run):
         "    cluster.run('print(rank > 5)', sink=TerminalSink())"
     )
     assert script.wait_end() == 0, script.text
-    assert script.text == "nothing so far\n[0-1] False\n"
+    first, *others = script.text.splitlines()
+    assert first == "nothing so far"
+    assert set(others) in ({"[0-1] False"}, {"[0] False", "[1] False"}), "one may be late"

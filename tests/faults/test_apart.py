@@ -51,10 +51,10 @@ def test_a_receive_from_anybody_ends_when_nobody_can_send_any_more(three):
     told = failed.traceback + failed.text
     assert "rank 0 raised ValueError at cell [" in told
     assert "while this rank waited in recv (float32[1]) at line" in told
-    assert failed.seconds < 5
+    assert failed.seconds < 15
     interrupted = three.run("%%distributed --timeout 1\ndist.recv(torch.ones(1))", timeout=20)
     assert "KeyboardInterrupt" in interrupted.traceback + interrupted.text
-    assert interrupted.seconds < 4
+    assert interrupted.seconds < 15
     sent = (
         "if rank == 1:\n    print('from', dist.recv(torch.ones(1)))\nelif rank == 0:\n    dist.send(torch.ones(1), 1)"
     )

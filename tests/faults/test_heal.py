@@ -82,7 +82,7 @@ def kill(notebook: Notebook, rank: int) -> None:
     row = next(line for line in notebook.ok("%distributed status").text.splitlines() if line.startswith(f"{rank} "))
     os.kill(int(row.split()[3]), signal.SIGKILL)
     wait_until(
-        lambda: "dead" in notebook.ok("%distributed status").text, timeout=5, what=f"rank {rank} is told to be dead"
+        lambda: "dead" in notebook.ok("%distributed status").text, timeout=20, what=f"rank {rank} is told to be dead"
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def place() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
     try:
         yield folder
-        wait_until(lambda: not list(folder.glob("rankbook-*")), timeout=2, what=f"nothing left in {folder}")
+        wait_until(lambda: not list(folder.glob("rankbook-*")), timeout=10, what=f"nothing left in {folder}")
     finally:
         shutil.rmtree(folder)
 
@@ -124,7 +125,7 @@ def test_after_a_restart_everything_works_as_before_and_after_a_second_one_too(n
     assert "[0] True" in outcome.stdout
     assert "[1] False" in outcome.stdout
     assert "2 ranks stopped" in notebook.ok("%distributed stop").stdout
-    wait_until(lambda: set(notebook.processes()) == {notebook.pid}, timeout=2, what="the end of the ranks")
+    wait_until(lambda: set(notebook.processes()) == {notebook.pid}, timeout=10, what="the end of the ranks")
 
 
 def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool] | None = None) -> None:
@@ -264,15 +265,15 @@ def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_no
 
 def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook, place):
     notebook = open_notebook()
-    notebook.ok("%distributed start -n 2 --keep 2")
+    notebook.ok("%distributed start -n 2 --keep 5")
     notebook.ok(
         "%%distributed --background\nimport subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
     )
-    kept = set(notebook.processes()) - {notebook.pid}
+    kept, began = set(notebook.processes()) - {notebook.pid}, time.monotonic()
     kill(notebook)
     assert len(kept & set(notebook.processes())) >= 4
-    waited = wait_until(lambda: not notebook.processes(), timeout=10, what="the end of the kept processes")
-    assert waited > 1
+    wait_until(lambda: not notebook.processes(), timeout=20, what="the end of the kept processes")
+    assert time.monotonic() - began > 5
     assert not list(place.iterdir())
 
 
@@ -325,7 +326,7 @@ def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, plac
     holder = json.loads(record.read_text())["forkserver"]
     kill(notebook)
     os.kill(holder, signal.SIGKILL)
-    wait_until(lambda: not notebook.processes(), timeout=5, what="the end of the ranks")
+    wait_until(lambda: not notebook.processes(), timeout=10, what="the end of the ranks")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
     told = refusal(notebook, "%distributed attach")
@@ -355,7 +356,7 @@ def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
     notebook.ok("%distributed stop")
     notebook.ok("%distributed start -n 2")
     kill(notebook)
-    wait_until(lambda: not notebook.processes(), timeout=2, what="the end of everything")
+    wait_until(lambda: not notebook.processes(), timeout=10, what="the end of everything")
     assert not list(place.iterdir())
 
 
@@ -409,6 +410,7 @@ def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_w
     told = refusal(notebook, "%distributed attach")
     assert f"rank 1 (pid {pids[1]}) did not answer within 1 s" in told
     os.kill(pids[1], signal.SIGCONT)
+    notebook.ok("reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 10.0, 10_000")
     assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
     assert "[0-1] 5" in notebook.ok("%%distributed\nprint(x)").stdout
     notebook.ok("%distributed stop")

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, marked_processes, wait_until
+from tests.rank.test_forkserver import alive
 
 pytestmark = pytest.mark.slow
 
@@ -77,10 +77,7 @@ def count(notebook: Notebook, words: str) -> int:
 
 
 def gone(pids: set[int]) -> Callable[[], bool]:
-    def look() -> bool:
-        return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
-
-    return look
+    return lambda: not any(map(alive, pids))
 
 
 def test_a_kernel_that_is_killed_while_its_ranks_are_busy_leaves_nothing(notebook):

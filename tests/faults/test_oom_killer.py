@@ -63,7 +63,7 @@ def small() -> Iterator[Notebook]:
     finally:
         notebook.close()
         check_nothing_left(notebook.mark, before)
-        wait_until(lambda: _removed(group), timeout=5, what="the control group is empty")
+        wait_until(lambda: _removed(group), timeout=20, what="the control group is empty")
 
 
 def _removed(group: Path) -> bool:
@@ -82,5 +82,5 @@ def test_a_rank_that_the_oom_killer_ends_is_told_as_that(small):
 
 def test_a_plain_kill_in_such_a_group_is_only_a_question(small):
     os.kill(pids(small)[1], signal.SIGKILL)
-    wait_until(lambda: "dead" in small.ok("%distributed status").text, timeout=5, what="its end is told")
+    wait_until(lambda: "dead" in small.ok("%distributed status").text, timeout=20, what="its end is told")
     assert "was killed by signal 9 (out of memory?)" in small.ok("%distributed status").text

@@ -119,7 +119,7 @@ def test_random_faults_leave_nothing_behind(scene):
     after = settled(scene)
     print(f"slowest: {slowest[1]}, {slowest[0]:.2f} s")
     print("(descriptors, threads) before and after:", before, after, sep="\n")
-    wait_until(lambda: not too_many(before, held(scene)), timeout=5, what=f"no more than before: {details(scene)}")
+    wait_until(lambda: not too_many(before, held(scene)), timeout=10, what=f"no more than before: {details(scene)}")
     for role in ("rank 0", "kernel", "forkserver"):
         grown = memory(roles(scene)[role]) - memory_before[role]
         print(f"{role}: {grown:+.1f} MB over {FAULTS_IN_ALL - warm} faults")

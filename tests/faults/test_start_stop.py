@@ -35,7 +35,7 @@ def loaded(one_kernel: Notebook) -> Iterator[Notebook]:
     yield one_kernel
     restore = "os.environ.clear(); os.environ.update(original[0]); os.chdir(original[1]); sys.path[:] = original[2]"
     one_kernel.ok(f"{restore}\n%distributed stop")
-    wait_until(lambda: len(one_kernel.processes()) == 2, timeout=2, what="only the kernel and its forkserver are left")
+    wait_until(lambda: len(one_kernel.processes()) == 2, timeout=10, what="only the kernel and its forkserver are left")
     assert "0 folders" in one_kernel.ok(COUNT_FOLDERS).stdout
 
 
@@ -73,7 +73,7 @@ def test_ranks_can_be_stopped_while_they_run_something_and_started_anew(loaded):
     loaded.ok("%distributed start -n 2")
     loaded.ok("%%distributed --background\nimport time\nx = 1\ntime.sleep(600)")
     stopped = loaded.ok("%distributed stop")
-    assert stopped.seconds < 5
+    assert stopped.seconds < 20
     loaded.ok("%distributed start -n 3")
     assert "[0-2] False" in loaded.ok("%%distributed\nprint('x' in globals())").stdout
 
@@ -266,16 +266,18 @@ def test_files_with_the_names_of_modules_break_nothing(tmp_path):
 
 
 def test_an_interrupt_while_ranks_start_leaves_none_and_the_next_start_works(loaded):
-    known = set(loaded.processes())
-    message = loaded.send("%distributed start -n 8")
-    wait_until(lambda: len(set(loaded.processes()) - known) >= 2, timeout=10, what="the first rank")
-    loaded.interrupt()
-    outcome = loaded.finish(message, timeout=20)
-    if outcome.status == "ok":
-        pytest.fail("the start was over before the interrupt came")
+    for _ in range(5):  # it may be over before the interrupt comes
+        known = set(loaded.processes())
+        message = loaded.send("%distributed start -n 8")
+        wait_until(lambda known=known: len(set(loaded.processes()) - known) >= 2, timeout=20, what="the first rank")
+        loaded.interrupt()
+        outcome = loaded.finish(message)
+        if outcome.status == "error":
+            break
+        loaded.ok("%distributed stop")
     assert outcome.ename == "KeyboardInterrupt"
     assert "no ranks are running" in loaded.ok("%distributed status").stdout
-    wait_until(lambda: len(loaded.processes()) == 2, timeout=2, what="only the kernel and its forkserver are left")
+    wait_until(lambda: len(loaded.processes()) == 2, timeout=10, what="only the kernel and its forkserver are left")
     assert "2 ranks are ready" in loaded.ok("%distributed start -n 2").stdout
 
 
@@ -313,7 +315,7 @@ def test_the_extension_can_be_loaded_twice_and_unloaded_with_its_ranks(loaded):
     loaded.ok("%load_ext rankbook\n%reload_ext rankbook")
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
     loaded.ok("%unload_ext rankbook")
-    wait_until(lambda: len(loaded.processes()) == 1, timeout=2, what="only the kernel is left")
+    wait_until(lambda: len(loaded.processes()) == 1, timeout=10, what="only the kernel is left")
     assert loaded.run("%distributed status").status == "error"
     loaded.ok("%load_ext rankbook")
     assert "[0-1] hello" in loaded.ok(HELLO).stdout

@@ -15,10 +15,10 @@ from tests.faults.test_death import REDUCE, pids, status, told
 
 pytestmark = pytest.mark.slow
 
-HOLD = """import ctypes, time
+HOLD = """import ctypes, os, time
 print('begun')
 time.sleep(0.5)  # what it prints goes out on the thread that is about to be held up
-ctypes.PyDLL(None).sleep({})"""
+ctypes.PyDLL(None).read(os.open({!r}, os.O_RDWR), ctypes.create_string_buffer(1), 1)"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def two(two_ranks: Notebook) -> Iterator[Notebook]:
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout=5, what="the rank is stopped")
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout=20, what="the rank is stopped")
 
 
 def begin(notebook: Notebook, body: str, *, ranks: str = "1") -> Outcome:
@@ -80,7 +80,7 @@ def test_a_stopped_rank_is_told_as_such_and_goes_on_as_if_nothing_had_happened(t
     os.kill(pid, signal.SIGCONT)
     assert two.ok("handle.wait().ok", timeout=20).displays[-1]["text/plain"] == "True"
     two.follow(message, outcome, lambda seen: "[1] to the end" in seen.stdout or "[0-1] to the end" in seen.stdout)
-    wait_until(lambda: "unresponsive" not in status(two)[1], timeout=5, what="rank 1 answers again")
+    wait_until(lambda: "unresponsive" not in status(two)[1], timeout=20, what="rank 1 answers again")
     assert "[1] 10" in two.ok("%%distributed\nprint(remembered)").stdout
 
 
@@ -88,8 +88,8 @@ def test_an_idle_rank_that_is_stopped_is_told_and_the_other_goes_on(two):
     pid = pids(two)[1]
     stop(pid)
     shown = two.ok("%distributed status")
-    assert "process stopped" in shown.text and shown.seconds < 3
-    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=5).stdout
+    assert "process stopped" in shown.text and shown.seconds < 10
+    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=20).stdout
     os.kill(pid, signal.SIGCONT)
 
 
@@ -111,7 +111,7 @@ def test_the_cell_that_waits_for_a_stopped_rank_says_so_and_is_interrupted(two):
     assert f"rank 1 is stopped (process stopped: kill -CONT {pid} lets it go on)" in told(failed)
     assert "%distributed restart 1" in told(failed)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: "idle" in status(two)[1], timeout=5, what="the interrupt is heard once it goes on")
+    wait_until(lambda: "idle" in status(two)[1], timeout=20, what="the interrupt is heard once it goes on")
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
@@ -120,23 +120,28 @@ def test_a_stopped_rank_can_be_restarted(two, busy):
         begin(two, "import time\nprint('begun')\ntime.sleep(60)")
     pid = pids(two)[1]
     stop(pid)
-    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=10).stdout
+    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=20).stdout
     assert not psutil.pid_exists(pid)
     assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)").stdout
 
 
-def test_a_rank_whose_c_code_holds_the_interpreter_is_told_with_its_cpu_time(two):
-    begin(two, HOLD.format(4))
+def test_a_rank_whose_c_code_holds_the_interpreter_is_told_with_its_cpu_time(two, tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    ours = os.open(gate, os.O_RDWR)
+    begin(two, HOLD.format(str(gate)))
     rows: dict[int, str] = {}
 
     def held() -> bool:
         rows.update(status(two))
         return "running" not in rows[1]
 
-    wait_until(held, timeout=5, what="it holds the interpreter")
+    wait_until(held, timeout=20, what="it holds the interpreter")
     assert re.search(r"1 +unresponsive.*process sleeping, \d+\.\d s of CPU time", rows[1])
-    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=5).stdout
+    assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=20).stdout
     assert "process sleeping" in two.ok("%distributed stacks").stdout
+    os.write(ours, b"x")
+    os.close(ours)
     assert two.ok("handle.wait().ok", timeout=20).displays[-1]["text/plain"] == "True"
     assert "idle" in status(two)[1]
 
@@ -149,13 +154,13 @@ def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restar
 
     def press(outcome: Outcome) -> None:
         if "begun" in outcome.stdout and not pressed:
-            wait_until(held.exists, timeout=5, what="it holds the interpreter")
+            wait_until(held.exists, timeout=20, what="it holds the interpreter")
             pressed.append(two.interrupt())
 
     failed = two.finish(message, timeout=40, seen=press)
     assert re.search(r"rank 1 still runs, unresponsive for \d+ s, process sleeping", told(failed))
     assert "%distributed restart 1" in told(failed)
-    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=10).stdout
+    assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=20).stdout
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
@@ -167,9 +172,9 @@ def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
     ranks = pids(fresh_notebook)
     stop(ranks[1])
     if end == "stop":
-        stopped = fresh_notebook.ok("%distributed stop", timeout=10)
+        stopped = fresh_notebook.ok("%distributed stop", timeout=30)
         assert "2 ranks stopped" in stopped.stdout
-        assert stopped.seconds < 2
+        assert stopped.seconds < 4.5, "and not after all the time that others may take"
     else:
         fresh_notebook.close()
-    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())), timeout=2, what="the ranks are gone")
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())), timeout=10, what="the ranks are gone")
