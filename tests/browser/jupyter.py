@@ -22,6 +22,8 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Browser, Page, Playwright, expect
 
+from tests.conftest import ipython_folder
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CELL = ".jp-Notebook .jp-CodeCell"
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
@@ -53,6 +55,7 @@ class Server:
         self.log = (folder / "server.log").open("wb")
         environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "PYTHONDONTWRITEBYTECODE": "1"}
         environment["TZ"] = "UTC"  # the pictures show times
+        environment["IPYTHONDIR"] = ipython_folder()
         environment["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
         environment["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
         root = ["--allow-root"] if os.geteuid() == 0 else []
