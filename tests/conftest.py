@@ -24,6 +24,17 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from tests.suite import (  # noqa: F401 - pytest finds its hooks and fixtures here
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_call,
+    pytest_runtest_protocol,
+    pytest_xdist_auto_num_workers,
+    runtime_folder,
+    short_path,
+    worker_folders,
+)
+
 MARK = "RANKBOOK_TEST_MARK"
 
 # A shell's background job, or one below nohup, ignores these, and so would every process that the tests start.
@@ -45,12 +56,23 @@ def _patience():
 
 _patience()
 del _patience
+import os, sys
+sys.rankbook_tests_original = dict(os.environ), os.getcwd(), list(sys.path)
+del os, sys
 """
 """What the tests' kernels run first. On a busy machine a rank may be held up for longer than a person would wait.
 
 A person sees what one rank prints a tenth of a second later by itself, no completions that take as long, and a rank as
 unresponsive that takes ten times that to say where it is.
 """
+
+
+RESTORE = """import os, sys
+os.environ.clear()
+os.environ.update(sys.rankbook_tests_original[0])
+os.chdir(sys.rankbook_tests_original[1])
+sys.path[:] = sys.rankbook_tests_original[2]"""
+"""Gives a kernel that is shared the environment, working folder and path that it began with."""
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> float:
@@ -89,6 +111,26 @@ def ipython_folder() -> str:
     folder = tempfile.mkdtemp(prefix="rb-ipython-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(patient_ipython(Path(folder)))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A file that a cell waits for: `{gate.wait}` is a statement of its code, `gate.open()` lets it go on."""
+
+    path: Path
+
+    @property
+    def wait(self) -> str:
+        """Return one line of code that waits, and can be interrupted."""
+        exists = f"__import__('os').path.exists({str(self.path)!r})"
+        return f"while not {exists}: __import__('select').select([], [], [], 0.01)"
+
+    @property
+    def is_open(self) -> bool:
+        return self.path.exists()
+
+    def open(self) -> None:
+        self.path.touch()
 
 
 @dataclass
@@ -316,12 +358,18 @@ def stacks_of(processes: dict[int, str]) -> str:
     return "\n".join(said)
 
 
+def cluster_folders(pid: int) -> list[Path]:
+    """Return the runtime folders of the clusters of the process `pid`, wherever they may lie."""
+    places = {runtime_folder(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/tmp")}
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        places.add(Path(runtime))
+    return sorted(folder for place in places for folder in place.glob(f"rankbook-*-{pid}-*"))
+
+
 def leftovers() -> set[str]:
-    """Folders of clusters, in every place where they may lie, but for those of other people's living kernels."""
-    places = {tempfile.gettempdir(), "/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}
-    found = {path for place in places for path in Path(place).glob("rankbook-*-*-*")}
-    owners = {path: int(path.name.split("-")[2]) for path in found}
-    return {str(path) for path in found if owners[path] == os.getpid() or not psutil.pid_exists(owners[path])}
+    """Return the cluster folders in this worker's runtime folder, except those of other living kernels."""
+    found = {path: int(path.name.split("-")[2]) for path in runtime_folder().glob("rankbook-*-*-*")}
+    return {str(path) for path, pid in found.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
 
 
 def check_nothing_left(mark: str, before: set[str], *, timeout: float = 10.0) -> None:
@@ -330,36 +378,105 @@ def check_nothing_left(mark: str, before: set[str], *, timeout: float = 10.0) ->
     wait_until(lambda: leftovers() <= before, timeout=timeout, what=f"folders gone: {leftovers() - before}")
 
 
-@pytest.fixture
-def fresh_notebook() -> Iterator[Notebook]:
-    """A kernel with the extension loaded, no ranks yet. Nothing of it may be left afterwards."""
+@contextlib.contextmanager
+def running_kernel(
+    *, ranks: int | None = None, load: str = "rankbook", timeout: float = 10.0, **options: Any
+) -> Iterator[Notebook]:
+    """Run a kernel with the extension `load` and, if given, that many ranks. Nothing of it may be left afterwards.
+
+    `options` are those of `Notebook`; `timeout` is for the end of its processes, in seconds.
+    """
     before = leftovers()
-    notebook = Notebook()
+    notebook = Notebook(**options)
     try:
-        notebook.ok("%load_ext rankbook")
+        if load:
+            notebook.ok(f"%load_ext {load}")
+        if ranks is not None:
+            notebook.ok(f"%distributed start -n {ranks}")
         yield notebook
     finally:
         notebook.close()
-    check_nothing_left(notebook.mark, before)
+    check_nothing_left(notebook.mark, before, timeout=timeout)
+
+
+Kernel = Callable[..., Notebook]
 
 
 @pytest.fixture(scope="module")
-def module_notebook() -> Iterator[Notebook]:
-    """A kernel with two ranks, shared by a module's tests. Nothing of it may be left afterwards."""
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok("%distributed start -n 2")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def kernel() -> Iterator[Kernel]:
+    """Return a function that starts a kernel for the rest of the module: `kernel(ranks=3)`, see `running_kernel`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(running_kernel(**options))
 
 
 @pytest.fixture
-def notebook(module_notebook: Notebook) -> Notebook:
-    """The module's kernel; both ranks idle and answering."""
+def fresh_notebook() -> Iterator[Notebook]:
+    """Return a kernel of the test's own, with the extension loaded and no ranks yet."""
+    with running_kernel() as notebook:
+        yield notebook
+
+
+class SharedKernel:
+    """A kernel that the modules of a worker use one after the other: one process, a clean notebook for each module."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._notebook: Notebook | None = None
+
+    def take(self) -> Notebook:
+        """Return the kernel with an empty namespace and two fresh ranks; another kernel where it does not answer."""
+        if self._notebook is not None:
+            try:
+                self._clean(self._notebook)
+            except (AssertionError, pytest.fail.Exception, RuntimeError, queue.Empty):  # a test has broken it
+                self.close()
+        if self._notebook is None:
+            self._notebook = self._stack.enter_context(running_kernel())
+        self._notebook.ok("%distributed start -n 2")
+        return self._notebook
+
+    def give_back(self) -> None:
+        """Stop the ranks. Only the kernel and its forkserver may be left."""
+        notebook = self._notebook
+        assert notebook is not None
+        notebook.run("%distributed stop", timeout=60)
+        wait_until(lambda: len(notebook.processes()) <= 2, timeout=10, what=f"ranks gone: {notebook.processes()}")
+        wait_until(lambda: not cluster_folders(notebook.pid), timeout=10, what="the cluster's folders removed")
+
+    def close(self) -> None:
+        """End the kernel."""
+        self._notebook = None
+        self._stack.close()
+
+    @staticmethod
+    def _clean(notebook: Notebook) -> None:
+        notebook.late.clear()
+        for channel in (notebook.client.iopub_channel, notebook.client.control_channel):
+            while channel.msg_ready():
+                channel.get_msg(timeout=1)
+        notebook.ok(f"%unload_ext rankbook\n{RESTORE}")
+        notebook.ok("%reset -f")
+        notebook.ok("%load_ext rankbook")
+
+
+@pytest.fixture(scope="session")
+def shared_kernel() -> Iterator[SharedKernel]:
+    """Return the kernel that the modules of this worker share."""
+    shared = SharedKernel()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def module_notebook(shared_kernel: SharedKernel) -> Iterator[Notebook]:
+    """Return a clean notebook with two fresh ranks, shared by the module's tests."""
+    yield shared_kernel.take()
+    shared_kernel.give_back()
+
+
+@pytest.fixture
+def notebook(module_notebook: Notebook) -> Iterator[Notebook]:
+    """Return the module's kernel; afterwards both ranks must be idle and answer."""
     yield module_notebook
     outcome = module_notebook.run("%%distributed\nprint('still here')", timeout=20)
     assert outcome.status == "ok", f"the test left the ranks unusable: {outcome.traceback or outcome.text}"

@@ -23,7 +23,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from rankbook import cli
-from tests.conftest import ipython_folder, wait_until
+from tests.conftest import Gate, ipython_folder, wait_until
 
 MARK = "RANKBOOK_TEST_RUN"
 GONE_WITHIN = 2.0  # seconds after the command's end
@@ -165,17 +165,19 @@ def test_every_output_of_a_plain_cell_is_printed_under_its_header(run: Run) -> N
     assert command.err == "to stderr\n"
 
 
+@pytest.mark.processes
 def test_output_is_printed_while_the_cell_still_runs(run: Run, tmp_path: Path) -> None:
-    wait = "import os, threading\nwhile not os.path.exists('go'):\n    threading.Event().wait(0.01)\nprint('after')"
-    command = run(["print('first')", "print('before')\n" + wait])
+    gate = Gate(tmp_path / "gate")
+    command = run(["print('first')", f"print('before')\n{gate.wait}\nprint('after')"])
     command.wait_output("first\n[2]")
     command.wait_output("before\n")
     assert "after" not in command.out
-    (tmp_path / "go").touch()
+    gate.open()
     assert command.wait_end() == 0
     assert command.out.endswith("before\nafter\n")
 
 
+@pytest.mark.processes
 def test_a_failing_cell_ends_the_run_with_its_traceback(run: Run, tmp_path: Path) -> None:
     old = new_code_cell("print('never')", execution_count=9, outputs=[nbformat.v4.new_output("stream", text="old")])
     command = run(["print('one')", "def f():\n    raise ValueError('broken')\nf()", old], "--output", "out.ipynb")
@@ -199,6 +201,7 @@ def test_a_cell_that_is_tagged_may_fail(run: Run) -> None:
     assert command.out.endswith("on\n")
 
 
+@pytest.mark.processes
 def test_the_executed_notebook_is_written(run: Run, tmp_path: Path) -> None:
     progress = "print('10 %', end='\\r'); print('100 %'); print('done')"
     display = "shown = display('start', display_id=True)\nshown.update('end')\n'result'"
@@ -282,6 +285,7 @@ def test_a_kernel_that_dies_is_reported(run: Run) -> None:
     assert "the kernel was killed by signal 9 (SIGKILL) while running cell [2]" in command.err
 
 
+@pytest.mark.processes
 def test_an_interrupt_ends_the_cell_and_the_run(run: Run, tmp_path: Path) -> None:
     command = run(["import time\nprint('go')\ntime.sleep(600)", "print('never')"], "--output", "out.ipynb")
     command.wait_output("go\n")
@@ -473,6 +477,7 @@ def test_without_nbclient_the_command_says_what_to_install(
     assert capsys.readouterr().err == 'rankbook: running a notebook needs nbclient; pip install "rankbook[notebook]"\n'
 
 
+@pytest.mark.processes
 def test_the_command_alone_costs_no_heavy_import() -> None:
     heavy = "{'torch', 'IPython', 'nbclient', 'jupyter_client', 'zmq'}"
     subprocess.run(
@@ -485,6 +490,7 @@ def test_the_command_alone_costs_no_heavy_import() -> None:
     )
 
 
+@pytest.mark.processes
 def test_the_installed_command_tells_its_version() -> None:
     command = Path(sysconfig.get_path("scripts")) / "rankbook"
     told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)

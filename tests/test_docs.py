@@ -77,6 +77,7 @@ def test_the_readme_names_the_environment_variables_that_the_code_reads():
     assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", README)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
 
 
+@pytest.mark.processes
 def test_the_example_of_the_python_interface_runs_and_returns_what_it_says():
     example = next(
         each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "rankbook.start" in each

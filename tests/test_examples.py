@@ -60,12 +60,13 @@ def test_an_example_is_stored_clean(path: Path) -> None:
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "world"),
     [
         pytest.param((), "0-1", id="default"),
-        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.full),
     ],
 )
 def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: str, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
     ("options", "world"),
     [
         pytest.param((), "0-1", id="default"),
-        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.full),
     ],
 )
 def test_accelerator_trains_resumes_and_changes_precision_on_all_ranks(
@@ -142,7 +143,7 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             2,
             id="torchrun",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -499,6 +499,7 @@ def test_every_folder_of_the_package_is_packed():
     assert packages == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
+@pytest.mark.processes
 def test_the_notebook_side_imports_no_torch():
     """Nor does it fork anything: to import is not to start."""
     ours = [module.removesuffix(".__init__") for module in read_sources()]
@@ -513,6 +514,7 @@ def test_the_notebook_side_imports_no_torch():
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
 
 
+@pytest.mark.processes
 def test_the_front_door_alone_loads_next_to_nothing():
     code = "import sys, rankbook; print(sorted({'IPython', 'msgspec', 'numpy', 'zmq'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)

@@ -32,7 +32,7 @@ FORMATTED = [
 FAULTS = ["import json\n\nwrong: int = 'text'\nprint(not_there)"]
 KINDS = pytest.mark.parametrize("kind", ["rankbook", "python3"])
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 
 def cells(kind: str, on_ranks: list[str]) -> list[str]:

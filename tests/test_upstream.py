@@ -76,6 +76,7 @@ def test_a_notebook_written_for_accelerate(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_it_gives_the_numbers_that_accelerate_gives(tmp_path, monkeypatch):
     """But for the order that `shuffle=True` draws, and for schedules, which there step once per process."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")

@@ -92,6 +92,7 @@ def opened(browser) -> Iterator[Callable[[], Opened]]:
         page.close()
 
 
+@pytest.mark.full
 def test_a_rank_from_near_is_shown_again_after_it_did_not_answer(opened):
     view = opened()
     page = view.page
@@ -116,6 +117,7 @@ def test_a_rank_from_near_is_shown_again_after_it_did_not_answer(opened):
     expect(near).not_to_contain_text("A restart loses the variables")
 
 
+@pytest.mark.full
 def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened):
     view = opened()
     page = view.page
@@ -171,6 +173,7 @@ def test_answers_that_overtake_each_other(opened):
     expect(shards.get_by_role("button", name="Statistic")).to_be_visible()
 
 
+@pytest.mark.full
 def test_a_tensors_dims_are_chosen_with_the_keyboard_and_its_statistic_asked_for_while_it_is_looked_at(opened):
     view = opened()
     page, shards = view.page, view.page.locator(".rankbook-part-shards")
@@ -194,6 +197,7 @@ def test_a_tensors_dims_are_chosen_with_the_keyboard_and_its_statistic_asked_for
     assert view.asked("statistic") == 2
 
 
+@pytest.mark.full
 def test_two_views_of_a_page_share_no_id(opened):
     view = opened()
     once = view.page.evaluate(IDS)
@@ -202,6 +206,7 @@ def test_two_views_of_a_page_share_no_id(opened):
     assert len(set(twice)) == len(twice) == 2 * len(once) - 1  # one is the page's own
 
 
+@pytest.mark.full
 def test_a_kernel_that_was_restarted_is_told_at_the_next_look_and_ends_what_was_asked(opened):
     view = opened()
     page, shards = view.page, view.page.locator(".rankbook-part-shards")

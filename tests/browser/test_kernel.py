@@ -9,7 +9,7 @@ from tests.jupyter.test_runners import CELLS, EXPECTED, shown
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(240)]
 
 
 def test_a_notebook_gives_the_outputs_that_it_gives_everywhere_and_tab_knows_the_ranks(own_kernel):

@@ -10,7 +10,7 @@ from PIL import Image, ImageChops, ImageStat
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(240)]
 
 VIEWS = {
     "placement": "from rankbook.widgets.placement import PlacementView\nPlacementView(feed)",

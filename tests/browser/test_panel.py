@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.browser.test_looks import GRAVE, KEPT, differs
+from tests.conftest import Gate
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
@@ -16,7 +17,7 @@ START = "%load_ext rankbook\n%distributed start -n 2"
 RUNS = """%%distributed --view tabs
 import os, time
 print('same'); print('of', rank)
-while not os.path.exists({gate!r}): time.sleep(0.01)
+{gate.wait}
 print('last', rank)"""
 CHART = """%%distributed --view grid
 from IPython.display import SVG, display
@@ -39,10 +40,10 @@ def shows(panel, *wanted, in_order=True):
     return False
 
 
-@pytest.mark.parametrize("front_end", ["lab", "notebook"])
+@pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.full)])
 def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, front_end):
-    gate = tmp_path / "gate"
-    notebook = opened(START, RUNS.format(gate=str(gate)), front_end=front_end)
+    gate = Gate(tmp_path / "gate")
+    notebook = opened(START, RUNS.format(gate=gate), front_end=front_end)
     page = notebook.page
     notebook.run(1, timeout=60)
     notebook.start(2)
@@ -60,7 +61,7 @@ def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, fro
     line = panel.locator(".rb-head").inner_text()
     expect(panel.locator(".rb-head")).not_to_have_text(line)  # a second later Python has heard of the choice
     assert notebook.running(2)
-    gate.touch()
+    gate.open()
     expect(panel.locator(".rb-head")).to_contain_text("ok after")
     panel = page.locator(".rankbook-panel")
     expect(panel).to_have_count(1)
@@ -73,10 +74,11 @@ def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, fro
     assert abs(left["y"] - right["y"]) < 4
 
 
+@pytest.mark.full
 def test_a_saved_notebook_shows_it_without_a_kernel(opened, tmp_path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    notebook = opened(START, RUNS.format(gate=str(gate)), CHART)
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    notebook = opened(START, RUNS.format(gate=gate), CHART)
     for cell in (1, 2, 3):
         notebook.run(cell, timeout=60)
     expect(notebook.page.locator("svg title")).to_have_count(2)
@@ -105,6 +107,7 @@ SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="230" height="120" role="img
     f'<polyline points="{points}" fill="none" stroke="#0072B2" stroke-width="3"/></svg>')"""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_it_has_a_picture_and_no_grave_violation(opened, axe, theme, shots):
     notebook = opened(START, TRAINS, theme=theme)
@@ -126,8 +129,8 @@ def test_it_has_a_picture_and_no_grave_violation(opened, axe, theme, shots):
 
 
 def test_a_line_stands_above_a_cell_that_runs_and_stays_with_its_time(opened, tmp_path):
-    gate = tmp_path / "gate"
-    notebook = opened(START, RUNS.format(gate=str(gate)).replace(" --view tabs", ""))
+    gate = Gate(tmp_path / "gate")
+    notebook = opened(START, RUNS.format(gate=gate).replace(" --view tabs", ""))
     notebook.run(1, timeout=60)
     notebook.start(2)
     area = notebook.cell(2).locator(".jp-OutputArea").first
@@ -137,6 +140,6 @@ def test_a_line_stands_above_a_cell_that_runs_and_stays_with_its_time(opened, tm
     text = area.inner_text()
     assert re.match(r"\s*● cell \[\d+\] on ranks 0-1 · ", text), text
     assert text.count("same") == 1
-    gate.touch()
+    gate.open()
     expect(area).to_contain_text("ok after")
     expect(area).to_contain_text("[1] last 1")

@@ -23,7 +23,13 @@ with out:
 ipywidgets.VBox([slider, out])"""
 
 
-@pytest.mark.parametrize("own", ["", "import ipywidgets; own = ipywidgets.Text(value='of the notebook'); own"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        "",
+        pytest.param("import ipywidgets; own = ipywidgets.Text(value='of the notebook'); own", marks=pytest.mark.full),
+    ],
+)
 def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, own):
     notebook = opened(START, MAKE, "%%distributed\nslider.value", own or "None")
     page, cell = notebook.page, notebook.cell(2)

@@ -54,6 +54,7 @@ def test_placement_follows_a_cell_that_trains_and_ends_it(opened):
     expect(view).to_contain_text("2 idle")
 
 
+@pytest.mark.full
 def test_shards_and_checkpoints_show_what_the_ranks_have(opened, tmp_path):
     folder = tmp_path / "run"
     notebook = opened(
@@ -80,6 +81,7 @@ def test_shards_and_checkpoints_show_what_the_ranks_have(opened, tmp_path):
     expect(checkpoints).to_contain_text("verified")
 
 
+@pytest.mark.full
 def test_the_dashboard_moves_to_where_it_is_opened_last(opened):
     notebook = opened(START, MODEL, "rankbook.dashboard(variable='net')", "rankbook.dashboard(variable='net')")
     page = notebook.page

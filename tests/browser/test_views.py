@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.conftest import Gate
+
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
@@ -15,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 # 7.4 sends what the browser answers to the shell that runs it.
 BLOCK = """import os, select
 {before}
-while not os.path.exists({gate!r}):
-    select.select([], [], [], 0.01)"""
+{gate.wait}"""
 PLACEMENT = "from rankbook.widgets.placement import PlacementView\nfeed = FakeFeed({ranks})\nPlacementView(feed)"
 SHARDS = (
     "from rankbook.widgets.shards import ShardsView\nfeed = FakeFeed({ranks}, {parameters})\nShardsView(feed, 'model')"
@@ -40,7 +41,7 @@ watched"""
 
 
 def block(gate, before=""):
-    return BLOCK.format(gate=str(gate), before=before)
+    return BLOCK.format(gate=gate, before=before)
 
 
 def updates(view):
@@ -59,9 +60,9 @@ def updates_per_second(notebook, view, seconds=2.0):
     return most
 
 
-@pytest.mark.parametrize("front_end", ["lab", "notebook"])
+@pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.full)])
 def test_placement_is_live_and_acts_while_a_cell_blocks(opened, tmp_path, front_end):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     notebook = opened(PLACEMENT.format(ranks=4), block(gate, "feed.tick()"), "feed.acts", front_end=front_end)
     page = notebook.page
     notebook.run(1)
@@ -82,7 +83,7 @@ def test_placement_is_live_and_acts_while_a_cell_blocks(opened, tmp_path, front_
     near.get_by_role("button", name="Yes, restart").click()
     expect(near).to_contain_text("rank 3 was told to restart")
     assert notebook.running(2)
-    gate.touch()
+    gate.open()
     notebook.run(3)
     expect(notebook.cell(3)).to_contain_text("[('interrupt', 3), ('restart', 3)]")
 
@@ -117,7 +118,7 @@ def test_placement_is_walked_with_the_keyboard_and_tells_that_its_kernel_was_res
 
 
 def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     notebook = opened(SHARDS.format(ranks=8, parameters=2000), block(gate))
     page = notebook.page
     notebook.run(1)
@@ -157,11 +158,11 @@ def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
     view.get_by_label("variable").fill("nothing")
     page.keyboard.press("Enter")
     expect(view).to_contain_text("no rank has a variable `nothing`")
-    gate.touch()
+    gate.open()
 
 
 def test_checkpoints_are_followed_and_deleted_while_a_cell_blocks(opened, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     notebook = opened(CHECKPOINTS, block(gate, "feed.tick(kinds=('saves',))"), "feed.stop(); shelf.done")
     page = notebook.page
     notebook.run(1)
@@ -186,7 +187,7 @@ def test_checkpoints_are_followed_and_deleted_while_a_cell_blocks(opened, tmp_pa
     expect(view).to_contain_text("step-20 was deleted")
     expect(view).to_contain_text("2 checkpoints in /ckpt")
     assert notebook.running(2)
-    gate.touch()
+    gate.open()
     notebook.run(3)
     expect(notebook.cell(3)).to_contain_text("[('verify', 'step-30'), ('load', 'step-30'), ('delete', 'step-20')]")
 
@@ -216,7 +217,7 @@ def test_the_dashboard_is_one_and_asks_only_for_the_tab_that_is_seen(opened):
 
 
 def test_a_view_is_live_again_after_a_reload_of_the_page(opened, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     notebook = opened(PLACEMENT.format(ranks=4), block(gate, "feed.tick()"))
     notebook.run(1)
     expect(notebook.page.locator(".rankbook-part-placement")).to_contain_text("4 ranks of main")
@@ -226,11 +227,12 @@ def test_a_view_is_live_again_after_a_reload_of_the_page(opened, tmp_path):
     notebook.page.wait_for_selector(".jp-CodeCell", timeout=60000)
     view = notebook.page.locator(".rankbook-part-placement")
     if not view.count():  # the front end asks the kernel for its widgets, which answers between cells
-        gate.touch()
+        gate.open()
     expect(view).to_contain_text("4 ranks of main")
     assert updates_per_second(notebook, view) >= 8
 
 
+@pytest.mark.full
 def test_a_saved_notebook_shows_the_last_state_where_no_kernel_is(opened, server):
     notebook = opened(PLACEMENT.format(ranks=4), "feed.push('placement', placement(4, tick=77)); feed.stop()")
     page = notebook.page

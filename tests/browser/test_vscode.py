@@ -17,7 +17,7 @@ from tests.widgets import fakes
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(60)]
 
 PAGE = """<!doctype html><html lang="en"><head><title>outputs</title><style>
 :root { --jp-ui-font-color0: rgba(0,0,0,1); --jp-ui-font-color1: rgba(0,0,0,.8); --jp-layout-color0: white;

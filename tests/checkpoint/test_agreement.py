@@ -125,6 +125,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.processes
 def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
     import re
 

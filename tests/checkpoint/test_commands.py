@@ -77,6 +77,7 @@ def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys):
         assert err.startswith("rankbook: ") and "there is no checkpoint" in err and err.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_looking_needs_no_torch(run):
     code = (
         "import sys\nfrom rankbook import cli\n"

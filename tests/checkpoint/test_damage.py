@@ -15,6 +15,8 @@ import pytest
 from tests.checkpoint import crew
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ROWS = 2
 STEPS = (30, 40)
 
@@ -153,7 +155,7 @@ def test_what_is_damaged_is_found_and_named_on_every_rank(tmp_path):
     assert {name for _, name in struck} >= {"latest", "manifest.json", ".metadata", "metadata.json", "common.pt"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 2)])
 def test_three_hundred_bits_a_hundred_ends_fifty_files(tmp_path, world, seed):

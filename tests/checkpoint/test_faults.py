@@ -14,6 +14,8 @@ import pytest
 from tests.checkpoint import crew
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ROWS = 64
 
 

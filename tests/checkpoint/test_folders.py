@@ -255,6 +255,7 @@ def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
     folders.commit(storage, 50)
 
 
+@pytest.mark.processes
 def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)

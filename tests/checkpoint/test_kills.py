@@ -181,7 +181,7 @@ def test_a_kill_leaves_the_previous_step_or_the_new_one():
     assert seen["left"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_hundred_kills_leave_the_previous_step_or_the_new_one():
     (seen,) = run_ranks(many, 1, 100, 11, timeout=850, group=False)

@@ -16,7 +16,10 @@ MB = 1_000_000
 ROWS, COLUMNS = 4096, 8192  # of float32: 134 MB
 MOST = 64 * MB
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is reset through /proc")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is reset through /proc"),
+]
 
 
 def memory(field):

@@ -165,6 +165,7 @@ def ranks():
 CASES = [(world, kind) for world, kinds in WORLDS.items() for kind in kinds]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "kind"), CASES)
 def test_all_ranks_store_what_one_process_would_have(ranks, world, kind):
     found, expected = ranks[world][0][0][kind], reference(2)
@@ -182,6 +183,7 @@ def test_all_ranks_store_what_one_process_would_have(ranks, world, kind):
         assert_same(saved[kind], ranks[1][0][0]["plain"])
 
 
+@pytest.mark.processes
 def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(ranks):
     found = ranks[2][0][0]["ddp"]
     assert max(found["sizes"]) < 1.2 * min(found["sizes"])
@@ -192,6 +194,7 @@ def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(ranks):
     assert min(ranks[4][0][0]["ddp"]["sizes"]) > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "kind"), CASES)
 def test_what_others_stored_is_gone_on_from(ranks, world, kind):
     expected = reference(3)

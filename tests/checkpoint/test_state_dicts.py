@@ -206,6 +206,7 @@ def of_dtensors():
     return found, messages
 
 
+@pytest.mark.processes
 def test_dtensors_are_shards_with_their_copies_counted():
     ranks = run_ranks(of_dtensors, 4)
     whole = torch.arange(15.0).reshape(5, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,15 +28,16 @@ from rankbook import (
     TransferError,
 )
 from rankbook.launch import local
-from tests.conftest import wait_until
+from tests.conftest import Gate, cluster_folders, wait_until
+
+pytestmark = pytest.mark.processes
 
 TOLD_AT_EXIT = {"log": "the last step", "raw": "its bytes", "exit": "1"}
 REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
 
 
-def own_folders() -> set[Path]:
-    places = {Path(tempfile.gettempdir()), Path("/dev/shm"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")}
-    return {folder for place in places for folder in place.glob(f"rankbook-*-{os.getpid()}-*")}
+def own_folders() -> list[Path]:
+    return cluster_folders(os.getpid())
 
 
 def children() -> set[int]:
@@ -255,8 +255,8 @@ def test_a_rank_that_dies_is_an_error_that_names_it_and_status_knows(two):
 
 
 def test_status_names_device_process_and_cell(two, tmp_path):
-    done, gate = threading.Event(), tmp_path / "gate"
-    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    done, gate = threading.Event(), Gate(tmp_path / "gate")
+    wait = f"import os, time\n{gate.wait}"
     worker = threading.Thread(target=lambda: (two.run(wait, ranks=0), done.set()))
     worker.start()
     wait_until(lambda: two.status()[0].state == "running", timeout=20, what="rank 0 runs")
@@ -264,7 +264,7 @@ def test_status_names_device_process_and_cell(two, tmp_path):
     assert (busy.rank, busy.device, busy.cell) == (0, "cpu", "a call")
     assert (idle.state, idle.cell) == ("idle", None)
     assert psutil.Process(busy.pid).is_running()
-    gate.touch()
+    gate.open()
     worker.join(20)
     assert done.is_set()
     assert repr(two) == "<Cluster of 2 on cpu, gloo; 0: idle, 1: idle>"

@@ -19,6 +19,8 @@ from rankbook.looking import AskLook, Question
 from rankbook.telemetry import Placement
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
 MODELS = """
 import copy, os, time
 from torch.distributed.device_mesh import init_device_mesh

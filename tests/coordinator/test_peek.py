@@ -47,6 +47,7 @@ def cluster():
         yield cluster
 
 
+@pytest.mark.processes
 def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
     ended = []
 
@@ -83,6 +84,7 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
     assert [(each.text, each.cell) for each in cluster.peek("x")] == [("tensor([2.])", "")] * 2
 
 
+@pytest.mark.processes
 def test_a_rank_whose_interpreter_is_kept_is_told_and_answers_once_it_has_it_again(cluster):
     keeps = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
     found = cluster.peek(f"rank and {keeps}", timeout=1)
@@ -91,6 +93,7 @@ def test_a_rank_whose_interpreter_is_kept_is_told_and_answers_once_it_has_it_aga
     assert [each.text for each in cluster.peek("rank", timeout=30)] == ["0", "1"]
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_gone_is_told_beside_those_that_answer():
     with rankbook.Cluster(2) as cluster:
         with contextlib.suppress(CellError, rankbook.LostRank):

@@ -60,6 +60,7 @@ def sleeper() -> Iterator[psutil.Process]:
         process.kill()
 
 
+@pytest.mark.processes
 def test_a_look_tells_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
     wait_until(lambda: look_at(sleeper.pid).doing == "sleeping", timeout=20, what="it sleeps")
     assert not look_at(sleeper.pid).stopped
@@ -124,6 +125,7 @@ def test_an_answer_that_comes_too_late_is_dropped():
     assert ranks.presence._stacks == {}
 
 
+@pytest.mark.processes
 def test_of_a_straggler_that_was_not_asked_only_a_stop_is_told(sleeper):
     presence = Presence(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
     assert presence.straggler(0) is None

@@ -21,7 +21,7 @@ from typing import Literal
 import psutil
 
 from rankbook.ranks import parse_ranks
-from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+from tests.conftest import Notebook, Outcome, running_kernel, wait_until
 
 HUNG = 10.0
 """Seconds after which a fault has not been recovered from; what is required is less, and the benchmark's business."""
@@ -428,15 +428,9 @@ class Stage:
 @contextlib.contextmanager
 def stage(world: int) -> Iterator[Stage]:
     """A kernel with that many ranks; nothing of it may be left."""
-    before = leftovers()
-    notebook = Notebook(patient=False)  # a fault comes once its culprit's line is seen, which the others have not
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok(f"%distributed start -n {world}")
+    # Not patient: a fault comes once its culprit's line is seen, which the others have not.
+    with running_kernel(ranks=world, patient=False, timeout=5) as notebook:
         yield Stage(world, notebook)
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before, timeout=5)
 
 
 def table(measured: Iterable[Times]) -> str:

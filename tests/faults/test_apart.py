@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import Kernel, Notebook
+
+pytestmark = pytest.mark.processes
 
 TRAIN = """import threading
 for _ in range(60):
@@ -22,16 +22,8 @@ product @ product"""  # seconds in one call, which no signal ends, so that the c
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok("%distributed start -n 3")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def three(kernel: Kernel) -> Notebook:
+    return kernel(ranks=3)
 
 
 def test_an_interrupt_of_one_ranks_cell_breaks_no_group_that_it_is_no_member_of(three):

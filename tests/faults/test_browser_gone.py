@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Notebook
+from tests.conftest import Gate, Notebook
+
+pytestmark = pytest.mark.processes
 
 CELL = """%%distributed {options}
 import os, select
 print('first')
-while not os.path.exists({gate!r}):
-    select.select([], [], [], 0.01)
+{gate.wait}
 for i in range(3):
     print('line', i)
 """
@@ -51,12 +52,12 @@ def read_until(client: Any, words: str, *, timeout: float = 20) -> list[dict[str
 @pytest.mark.parametrize("options", ["", "--background"])
 def test_output_flows_on_into_the_right_cell_after_a_reload(module_notebook, tmp_path, options):
     notebook = module_notebook
-    gate = tmp_path / "gate"
-    message = notebook.send(CELL.format(options=options, gate=str(gate)))
+    gate = Gate(tmp_path / "gate")
+    message = notebook.send(CELL.format(options=options, gate=gate))
     read_until(notebook.client, "[0-1] first")
     notebook.client.stop_channels()  # the page is gone
     notebook.client = connect(notebook)
-    gate.touch()
+    gate.open()
     seen = read_until(notebook.client, "[0-1] line 2")
     texts = [each for each in seen if each["msg_type"] == "stream"]
     assert "".join(each["content"]["text"] for each in texts) == "".join(f"[0-1] line {i}\n" for i in range(3))

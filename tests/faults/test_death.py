@@ -6,14 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+from tests.conftest import Gate, Kernel, Notebook, Outcome, cluster_folders, wait_until
+
+pytestmark = pytest.mark.processes
 
 WORLD = 4
 TOLD_WITHIN = 10.0  # seconds; the promise is 1, which the benchmarks measure on a quiet machine
@@ -26,16 +26,8 @@ print('sum', total.item())"""
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok(f"%distributed start -n {WORLD}")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def four_ranks(kernel: Kernel) -> Notebook:
+    return kernel(ranks=WORLD)
 
 
 @pytest.fixture
@@ -217,11 +209,11 @@ def test_a_background_cell_that_loses_a_rank_ends_with_an_error_and_says_so(four
 
 
 def test_a_queued_cell_whose_rank_dies_says_that_it_never_ran(four, tmp_path):
-    gate = tmp_path / "gate"
-    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\nos._exit(9)"
+    gate = Gate(tmp_path / "gate")
+    wait = f"import os, time\n{gate.wait}\nos._exit(9)"
     four.ok(f"%%distributed --background --ranks 2\n{wait}")
     message = four.send("%%distributed --ranks 2-3\nprint('never')")
-    failed = four.finish(message, seen=lambda outcome: gate.touch() if "is queued" in outcome.stderr else None)
+    failed = four.finish(message, seen=lambda outcome: gate.open() if "is queued" in outcome.stderr else None)
     assert "rank 2 exited with code 9 before cell" in told(failed)
     assert "never" not in failed.stdout
     assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)").stdout
@@ -300,8 +292,9 @@ for _ in range({}):
     four.ok(code.format(2))
 
     def held() -> tuple[int, ...]:
-        files = sum(len(list(folder.iterdir())) for folder in own_folders(four))
-        return kernel.num_fds(), kernel.num_threads(), len(four.processes()), files, len(own_folders(four))
+        folders = cluster_folders(four.pid)
+        files = sum(len(list(folder.iterdir())) for folder in folders)
+        return kernel.num_fds(), kernel.num_threads(), len(four.processes()), files, len(folders)
 
     before = held()  # what a moment later will have ended may be counted too
     four.ok(code.format(20))
@@ -314,11 +307,6 @@ for _ in range({}):
     with contextlib.suppress(pytest.fail.Exception):
         wait_until(settled, timeout=10, what="no more than before")
     assert settled(), f"(descriptors, threads, processes, files, folders): {before} before, {after[0]} after"
-
-
-def own_folders(notebook: Notebook) -> set[Path]:
-    places = {Path(tempfile.gettempdir()), Path("/dev/shm"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")}
-    return {folder for place in places for folder in place.glob(f"rankbook-*-{notebook.pid}-*")}
 
 
 def test_the_end_of_the_forkserver_is_told_and_a_new_start_works(fresh_notebook):

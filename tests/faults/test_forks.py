@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 FAILS = """%%distributed
 dist.all_reduce(torch.ones(1))
 if rank == 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Notebook, check_nothing_left, leftovers, wait_until
+from tests.conftest import Kernel, Notebook, wait_until
+
+pytestmark = pytest.mark.processes
 
 SETUP = """%%distributed
 import collections
@@ -87,17 +88,10 @@ def kill(notebook: Notebook, rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok("%distributed start -n 3")
-        notebook.ok(SETUP)
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def three(kernel: Kernel) -> Notebook:
+    notebook = kernel(ranks=3)
+    notebook.ok(SETUP)
+    return notebook
 
 
 @pytest.mark.parametrize("victim", [2, 0, 1])

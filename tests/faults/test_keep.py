@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Notebook, check_nothing_left, leftovers, marked_processes, wait_until
+from tests.conftest import Gate, Notebook, check_nothing_left, leftovers, marked_processes, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -133,10 +133,10 @@ def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool
 
     `until` says when the next kernel may come.
     """
-    gate, ended = place / "gate", place / "ended"
+    gate, ended = Gate(place / "gate"), place / "ended"
     head = (
         "%%distributed --background\nimport os, pathlib, select\n"
-        f"def go():\n    while not os.path.exists({str(gate)!r}):\n        select.select([], [], [], 0.01)\n"
+        f"def go():\n    {gate.wait}\n"
         f"def tell():\n    pathlib.Path({str(ended)!r} + str(rank)).touch()\n"
     )
     notebook.ok(head + "tell()\n" + cell)
@@ -144,7 +144,7 @@ def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool
     for each in place.glob("ended*"):
         each.unlink()
     kill(notebook)
-    gate.touch()
+    gate.open()
     wait_until(until or (lambda: len(list(place.glob("ended*"))) == 2), timeout=20, what="the cell's end")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
@@ -169,6 +169,7 @@ def test_what_a_cell_printed_meanwhile_is_shown_with_its_error_once(notebook, pl
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_what_was_shown_before_the_kernel_went_is_not_shown_again(notebook):
     notebook.ok("%%distributed\nprint('seen')")
     restart(notebook)
@@ -177,8 +178,8 @@ def test_what_was_shown_before_the_kernel_went_is_not_shown_again(notebook):
 
 
 def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(notebook, place):
-    second = place / "second"
-    wait = f"while not os.path.exists({str(second)!r}):\n    select.select([], [], [], 0.01)\n"
+    second = Gate(place / "second")
+    wait = f"{second.wait}\n"
     cell = (
         f"print('first')\ngo()\nprint('meanwhile')\ntell()\n{wait}print('afterwards')\nselect.select([], [], [], 600)"
     )
@@ -192,7 +193,7 @@ def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(
     status = notebook.ok("%distributed status").text
     assert status.count("running") == 2
     assert status.count("cell [3]") == 2
-    second.touch()
+    second.open()
     notebook.follow(message, outcome, lambda seen: "[0-1] afterwards" in seen.stdout)
     assert "interrupted ranks 0-1" in notebook.ok("%distributed interrupt").stdout
     notebook.follow(message, outcome, lambda seen: "cell [3] on ranks 0-1: interrupted" in seen.text)
@@ -200,6 +201,7 @@ def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
     away(notebook, place, "go()\ntell()\nprint('got', input('name? ') if rank == 0 else '')")
     message = notebook.send("%distributed attach")
@@ -214,6 +216,7 @@ def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(notebook, place):
     away(
         notebook, place, "go()\nfor i in range(200_000):\n    print(i, 'x' * 100)\nprint('the end', flush=True)\ntell()"
@@ -226,6 +229,7 @@ def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(note
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
     show = "display({'text/plain': f'picture {i} ' + 'x' * 10_000}, raw=True)"
     cell = f"from IPython.display import display\ngo()\nfor i in range(3000):\n    {show}\ntell()"
@@ -286,6 +290,7 @@ def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
     assert "no ranks are kept here" in refusal(other, "%distributed attach")
 
 
+@pytest.mark.full
 def test_of_several_a_key_chooses(notebook, open_notebook):
     second = open_notebook()
     second.ok("%distributed start -n 1 --keep 60")
@@ -303,6 +308,7 @@ def test_of_several_a_key_chooses(notebook, open_notebook):
     third.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_who_does_not_have_the_token_is_refused(notebook, place):
     (record,) = place.glob("rankbook-*/kept.json")
     assert record.stat().st_mode & 0o777 == 0o600
@@ -321,6 +327,7 @@ def test_who_does_not_have_the_token_is_refused(notebook, place):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, place):
     (record,) = place.glob("rankbook-*/kept.json")
     holder = json.loads(record.read_text())["forkserver"]
@@ -335,6 +342,7 @@ def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, plac
     assert not record.parent.exists()
 
 
+@pytest.mark.full
 def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2")
@@ -342,6 +350,7 @@ def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
 
 
+@pytest.mark.full
 def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
     notebook = open_notebook()
     notebook.send("import os, rankbook, signal\nrankbook.start(2, keep=60)\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -352,6 +361,7 @@ def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
     notebook.ok("%distributed stop")
     notebook.ok("%distributed start -n 2")
@@ -360,6 +370,7 @@ def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
     assert not list(place.iterdir())
 
 
+@pytest.mark.full
 def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_the_next(notebook):
     pids = ranks_of(notebook)
     known = set(notebook.processes())
@@ -376,20 +387,22 @@ def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_t
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place):
+    gate = Gate(place / "gate")
     code = (
         "import rankbook, threading\n"
-        f"def late(gate={str(place / 'gate')!r}, ended={str(place / 'ended')!r}):\n"
+        f"def late(ended={str(place / 'ended')!r}):\n"
         "    import os, pathlib, select, torch.distributed\n"
         "    pathlib.Path(ended + os.environ['RANK']).touch()\n"
-        "    while not os.path.exists(gate):\n        select.select([], [], [], 0.01)\n"
+        f"    {gate.wait}\n"
         "    return torch.ones(1 << 20)\n"
         "threading.Thread(target=rankbook.current().apply, args=(late,), daemon=True).start()"
     )
     notebook.ok(code)
     wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the call")
     kill(notebook)
-    (place / "gate").touch()
+    gate.open()
     wait_until(lambda: len(list(place.glob("*/segment-*"))) == 2, timeout=20, what="its answers")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
@@ -398,6 +411,7 @@ def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_was(notebook):
     notebook.ok("%%distributed\nx = 5")
     pids = ranks_of(notebook)
@@ -416,6 +430,7 @@ def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_w
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_plain_scripts_hand_their_ranks_on_too(place):
     def script(code: str) -> str:
         environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(place)}

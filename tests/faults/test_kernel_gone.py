@@ -5,13 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, marked_processes, wait_until
+from tests.conftest import (
+    Notebook,
+    Outcome,
+    check_nothing_left,
+    cluster_folders,
+    leftovers,
+    marked_processes,
+    wait_until,
+)
 from tests.rank.test_forkserver import alive
 
 pytestmark = pytest.mark.slow
@@ -152,10 +159,8 @@ def test_a_kernel_that_is_killed_while_torch_is_imported_leaves_nothing(notebook
 
 
 def sockets(pid: int) -> list[Path]:
-    places = {Path("/dev/shm"), Path(tempfile.gettempdir()), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")}
-    folders = [folder for place in places for folder in place.glob(f"rankbook-*-{pid}-*")]
     found: list[Path] = []
-    for folder in folders:
+    for folder in cluster_folders(pid):
         with contextlib.suppress(FileNotFoundError):  # a folder that goes while one looks has nothing in it any more
             found += folder.iterdir()
     return found

@@ -1,6 +1,8 @@
-"""A fault costs the cell that it came in and nothing else: each fault, at each moment, with each thing in ranks' hands.
+"""The fault matrix: a fault costs the cell in which it happens and nothing else.
 
-A few cases are in the suite, all of them run with `-m exhaustive`. What each took is printed in the end.
+A case is a fault, a number of ranks, and what the ranks hold. Twelve cases are in the standard suite. Every fault on 2,
+3 and 4 ranks that hold everything at once is `slow`: 96 cases. Every fault with a single holding is `full`: 348 cases.
+The time that each case took is printed at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from tests.faults.scenes import FAULTS, HOLDINGS, HUNG, Case, Stage, Times, case
 EVERYTHING = tuple(HOLDINGS)
 
 
-def in_suite() -> Iterator[Case]:
-    """Three ranks that hold everything at once, and one fault of each kind and of each holding."""
-    names = (
+def with_everything() -> Iterator[pytest.ParameterSet]:
+    """Yield every fault on 2, 3 and 4 ranks that hold everything; slow, but for one fault of each kind on 3 ranks."""
+    standard = (
         "raises, others in barrier",
         "raises, others in a loader's broadcast",
         "raises, others in a sub-group's all_reduce",
@@ -31,9 +33,10 @@ def in_suite() -> Iterator[Case]:
         "interrupt in a loader with workers",
         "interrupt in all_reduce",
     )
-    for fault in FAULTS:
-        if fault.name in names:
-            yield Case(3, fault, EVERYTHING)
+    for world in (2, 3, 4):
+        for fault in FAULTS:
+            layer = pytest.mark.processes if world == 3 and fault.name in standard else pytest.mark.slow
+            yield pytest.param(Case(world, fault, EVERYTHING), marks=layer, id=f"{world} ranks-{fault.name}")
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +64,12 @@ def strike(on_stage: Callable[[int], Stage], measured: list[Times], case: Case) 
     assert times.works < HUNG
 
 
-@pytest.mark.parametrize("case", [*in_suite()], ids=str)
-def test_the_cell_is_lost_and_nothing_else(on_stage, measured, case):
+@pytest.mark.parametrize("case", [*with_everything()])
+def test_fault_costs_only_its_cell(on_stage, measured, case):
     strike(on_stage, measured, case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*cases()], ids=str)
-def test_the_whole_matrix(on_stage, measured, case):
+def test_fault_costs_only_its_cell_for_each_holding(on_stage, measured, case):
     strike(on_stage, measured, case)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import Notebook, running_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +24,9 @@ BACKWARD = "DDP(torch.nn.Linear(64, 64))(torch.ones(1, 64)).sum().backward()"
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3)])
 def ranks(request) -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok(f"%distributed start -n {request.param}")
+    with running_kernel(ranks=request.param) as notebook:
         notebook.ok("%%distributed\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nkept = rank * 10")
         yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
 
 
 @pytest.mark.parametrize(

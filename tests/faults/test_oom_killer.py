@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.rank.control_groups import find_counter
-from tests.conftest import Notebook, check_nothing_left, leftovers, wait_until
+from tests.conftest import Notebook, running_kernel, wait_until
 from tests.faults.test_death import pids, told
 
 pytestmark = pytest.mark.slow
@@ -49,20 +49,17 @@ def make_group() -> Path:
 def small() -> Iterator[Notebook]:
     """A kernel whose forkserver, and two ranks with it, have little memory; it is not in their group itself."""
     group = make_group()
-    before = leftovers()
-    notebook = Notebook()
     try:
-        try:
-            (group / "cgroup.procs").write_text(str(notebook.pid))
-        except OSError as error:
-            pytest.skip(f"no process can be moved into a new control group: {error}")
-        notebook.ok("%load_ext rankbook")
-        (group.parent / "cgroup.procs").write_text(str(notebook.pid))  # the forkserver stays
-        notebook.ok("%distributed start -n 2")
-        yield notebook
+        with running_kernel(load="") as notebook:
+            try:
+                (group / "cgroup.procs").write_text(str(notebook.pid))
+            except OSError as error:
+                pytest.skip(f"no process can be moved into a new control group: {error}")
+            notebook.ok("%load_ext rankbook")
+            (group.parent / "cgroup.procs").write_text(str(notebook.pid))  # the forkserver stays
+            notebook.ok("%distributed start -n 2")
+            yield notebook
     finally:
-        notebook.close()
-        check_nothing_left(notebook.mark, before)
         wait_until(lambda: _removed(group), timeout=20, what="the control group is empty")
 
 

@@ -11,37 +11,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+from tests.conftest import (
+    RESTORE,
+    Gate,
+    Kernel,
+    Notebook,
+    Outcome,
+    cluster_folders,
+    running_kernel,
+    wait_until,
+)
+
+pytestmark = pytest.mark.processes
 
 HELLO = "%%distributed\nprint('hello')"
 
 
 @pytest.fixture(scope="module")
-def one_kernel() -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok("import os, sys; original = dict(os.environ), os.getcwd(), list(sys.path)")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def one_kernel(kernel: Kernel) -> Notebook:
+    return kernel()
 
 
 @pytest.fixture
 def loaded(one_kernel: Notebook) -> Iterator[Notebook]:
     """The extension is loaded, no ranks run. Afterwards they are stopped, and then only the forkserver is there."""
     yield one_kernel
-    restore = "os.environ.clear(); os.environ.update(original[0]); os.chdir(original[1]); sys.path[:] = original[2]"
-    one_kernel.ok(f"{restore}\n%distributed stop")
+    one_kernel.ok(f"{RESTORE}\n%distributed stop")
     wait_until(lambda: len(one_kernel.processes()) == 2, timeout=10, what="only the kernel and its forkserver are left")
-    assert "0 folders" in one_kernel.ok(COUNT_FOLDERS).stdout
-
-
-COUNT_FOLDERS = """import glob, os, tempfile
-places = {"/dev/shm", tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}
-print(sum(len(glob.glob(f"{place}/rankbook-*-{os.getpid()}-*")) for place in places), "folders")"""
+    assert cluster_folders(one_kernel.pid) == []
 
 
 def one_line(outcome: Outcome) -> str:
@@ -251,18 +248,12 @@ def test_a_runtime_folder_without_room_for_a_value_costs_no_rank(loaded, mounted
 @pytest.mark.slow
 def test_files_with_the_names_of_modules_break_nothing(tmp_path):
     names = ("random", "queue", "socket", "heapq", "magics", "widgets", "kernel", "rank", "transport", "messages")
-    before = leftovers()
-    notebook = Notebook(cwd=tmp_path)
-    try:
-        for name in names:
-            (tmp_path / f"{name}.py").write_text("raise ImportError('the wrong one')")
-        notebook.ok("%load_ext rankbook")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('the wrong one')")
+    with running_kernel(cwd=tmp_path) as notebook:
         assert "[0-1] hello" in notebook.ok(HELLO).stdout
         notebook.ok("%distributed restart 1")
         assert "[0-1] hello" in notebook.ok(HELLO).stdout
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
 
 
 def test_an_interrupt_while_ranks_start_leaves_none_and_the_next_start_works(loaded):
@@ -282,12 +273,12 @@ def test_an_interrupt_while_ranks_start_leaves_none_and_the_next_start_works(loa
 
 
 def test_an_interrupt_while_torch_is_imported_is_heeded_at_once(loaded, tmp_path):
-    begun, proceed = tmp_path / "begun", tmp_path / "proceed"
+    begun, proceed = tmp_path / "begun", Gate(tmp_path / "proceed")
     slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "psutil.py").write_text(
-        f"open({str(begun)!r}, 'w').close()\nimport os, select, sys\nwhile not os.path.exists({str(proceed)!r}):\n"
-        f"    select.select([], [], [], 0.01)\nsys.path.remove({str(slow)!r})\ndel sys.modules['psutil']\n"
+        f"open({str(begun)!r}, 'w').close()\nimport sys\n"
+        f"{proceed.wait}\nsys.path.remove({str(slow)!r})\ndel sys.modules['psutil']\n"
         "import psutil"
     )
     loaded.ok("%unload_ext rankbook")
@@ -295,19 +286,14 @@ def test_an_interrupt_while_torch_is_imported_is_heeded_at_once(loaded, tmp_path
     loaded.ok("%load_ext rankbook")
     wait_until(begun.exists, timeout=20, what="the import")
     message = loaded.send("%distributed start -n 2")
-    wait_until(lambda: bool(folders_of(loaded.pid)), timeout=10, what="the start")
+    wait_until(lambda: bool(cluster_folders(loaded.pid)), timeout=10, what="the start")
     loaded.interrupt()
     outcome = loaded.finish(message, timeout=20)
     assert outcome.ename == "KeyboardInterrupt"
-    assert not proceed.exists(), "the import goes on"
-    proceed.touch()
+    assert not proceed.is_open, "the import goes on"
+    proceed.open()
     assert "2 ranks are ready" in loaded.ok("%distributed start -n 2").stdout
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
-
-
-def folders_of(pid: int) -> list[Path]:
-    places = {Path("/dev/shm"), Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}
-    return [folder for place in places for folder in place.glob(f"rankbook-*-{pid}-*")]
 
 
 def test_the_extension_can_be_loaded_twice_and_unloaded_with_its_ranks(loaded):

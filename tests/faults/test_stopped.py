@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.conftest import Notebook, Outcome, check_nothing_left, leftovers, wait_until
+from tests.conftest import Kernel, Notebook, Outcome, wait_until
 from tests.faults.test_death import REDUCE, pids, status, told
 
 pytestmark = pytest.mark.slow
@@ -22,16 +22,8 @@ ctypes.PyDLL(None).read(os.open({!r}, os.O_RDWR), ctypes.create_string_buffer(1)
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook()
-    try:
-        notebook.ok("%load_ext rankbook")
-        notebook.ok("%distributed start -n 2")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def two_ranks(kernel: Kernel) -> Notebook:
+    return kernel(ranks=2)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from tests.debugger import FrontEnd, finish, said_by_both
 from tests.jupyter.conftest import spec_folder
 from tests.jupyter.test_kernel import started
 
+pytestmark = pytest.mark.processes
+
 CELL = """\
 base = 10
 

@@ -11,19 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import Notebook, running_kernel
 from tests.jupyter.conftest import spec_folder
 
+pytestmark = pytest.mark.processes
 
-@contextlib.contextmanager
-def started(name: str, **env: str) -> Iterator[Notebook]:
-    before = leftovers()
-    notebook = Notebook(kernel_name=name, env=env)
-    try:
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+
+def started(name: str, **env: str) -> contextlib.AbstractContextManager[Notebook]:
+    """Run the kernel of a kernelspec."""
+    return running_kernel(load="", kernel_name=name, env=env)
 
 
 @pytest.fixture(scope="module")

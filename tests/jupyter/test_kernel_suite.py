@@ -65,6 +65,7 @@ class TestOnTheRanks(_Suite):
     code_history_pattern = "1+2?world*"
 
 
+@pytest.mark.full
 class TestInTheNotebook(_Suite):
     """After `%distributed auto off`."""
 

@@ -23,33 +23,34 @@ def test_they_can_be_entered_by_their_owner_only_and_are_gone_after_remove():
     assert not made.segments.exists()
 
 
-def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(tmp_path))
+@pytest.mark.processes
+def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(short_path, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    left = tmp_path / f"rankbook-{os.getuid()}-{dead.stdout.strip()}-abc"
-    alive = tmp_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc"
-    other = tmp_path / f"rankbook-{os.getuid() + 1}-{dead.stdout.strip()}-abc"
+    left = short_path / f"rankbook-{os.getuid()}-{dead.stdout.strip()}-abc"
+    alive = short_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc"
+    other = short_path / f"rankbook-{os.getuid() + 1}-{dead.stdout.strip()}-abc"
     for folder in (left, alive, other):
         folder.mkdir()
     made = make_folders()
     assert not left.exists()
     assert alive.exists()
     assert other.exists()
-    assert made.sockets.parent == made.segments.parent == tmp_path
+    assert made.sockets.parent == made.segments.parent == short_path
 
 
-def test_a_folder_that_is_missing_or_a_file_names_it_and_the_variable(tmp_path, monkeypatch):
-    for bad in (tmp_path / "nowhere", tmp_path / "file"):
-        (tmp_path / "file").touch()
+def test_a_folder_that_is_missing_or_a_file_names_it_and_the_variable(short_path, monkeypatch):
+    for bad in (short_path / "nowhere", short_path / "file"):
+        (short_path / "file").touch()
         monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(bad))
         with pytest.raises(StartError, match=f"{bad}.*RANKBOOK_RUNTIME_DIR"):
             make_folders()
 
 
-def test_a_full_folder_is_said_to_be_full(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(tmp_path))
+def test_a_full_folder_is_said_to_be_full(short_path, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
 
     def full(**_):
         raise OSError(28, "No space left on device")

@@ -10,6 +10,8 @@ import pytest
 from rankbook.errors import StartError
 from rankbook.launch.local import LocalLauncher
 
+pytestmark = pytest.mark.processes
+
 ELSEWHERE = """
 import cloudpickle, msgspec, numpy, platformdirs, psutil, zmq  # which take the platform at its word
 import os, signal, sys

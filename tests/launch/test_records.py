@@ -16,9 +16,9 @@ from rankbook.launch.records import RECORD, KeptRank, Record, find_records, star
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def base(short_path, monkeypatch) -> Path:
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    return short_path
 
 
 def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
@@ -101,6 +101,7 @@ def test_one_that_tells_of_another_folder_is_not_believed(base):
     assert "another folder" in find_records().notes[0]
 
 
+@pytest.mark.processes
 def test_one_whose_process_has_ended_is_removed_and_told(base):
     run = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True

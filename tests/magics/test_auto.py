@@ -6,6 +6,8 @@ import pytest
 
 from rankbook.magics.auto import keep_local, stays_local
 
+pytestmark = pytest.mark.processes
+
 # Which cells, without a kernel ---------------------------------------------------------------------------------------
 
 

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from tests.conftest import Notebook, Outcome
+from tests.conftest import Gate, Notebook, Outcome
 
-GATE = "import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n"
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
 def gate(tmp_path):
-    """A background cell that begins with `GATE` runs until this file is touched."""
-    return tmp_path / "gate"
+    """Return what a background cell waits for."""
+    return Gate(tmp_path / "gate")
 
 
 def start(notebook: Notebook, code: str, name: str, *, options: str = "") -> tuple[str, Outcome]:
@@ -38,41 +38,41 @@ def value(notebook: Notebook, expression: str) -> str:
 
 
 def test_it_returns_at_once_and_its_display_follows_it_to_the_end(notebook, gate):
-    message, outcome = start(notebook, GATE.format(gate=str(gate)) + "print('let go')", "handle")
+    message, outcome = start(notebook, f"{gate.wait}\nprint('let go')", "handle")
     assert state(outcome) == f"cell [{outcome.count}] on ranks 0-1: running"
     assert len(outcome.displays) == 1, "one display, not a second one that stands still"
     assert "text/html" in outcome.displays[0]
-    gate.touch()
+    gate.open()
     notebook.follow(message, outcome, lambda o: "ok after" in state(o))
     assert outcome.stdout == "[0-1] let go\n", "what it prints comes into its own cell"
 
 
 def test_output_flows_into_its_cell_while_other_cells_run(notebook, gate):
     message, outcome = start(
-        notebook, "print('early')\n" + GATE.format(gate=str(gate)) + "print('late')", "handle", options="--ranks 0"
+        notebook, "print('early')\n" + f"{gate.wait}\nprint('late')", "handle", options="--ranks 0"
     )
     notebook.follow(message, outcome, lambda o: "[0] early" in o.stdout)
     between = notebook.ok("%%distributed --ranks 1\nprint('other rank')")
     assert between.text == "[1] other rank\n"
-    gate.touch()
+    gate.open()
     notebook.follow(message, outcome, lambda o: "ok after" in state(o))
     assert outcome.stdout == "[0] early\n[0] late\n"
 
 
 def test_every_display_of_the_handle_is_live(notebook, gate):
-    start(notebook, GATE.format(gate=str(gate)), "handle")
+    start(notebook, gate.wait, "handle")
     message = notebook.send("handle")
     again = notebook.finish(message)
     assert "running" in state(again)
-    gate.touch()
+    gate.open()
     notebook.ok("handle.wait()")
     assert "ok after" in state(notebook.ok("handle"))
 
 
 def test_wait_returns_the_result(notebook, gate):
-    start(notebook, GATE.format(gate=str(gate)) + "print('text'); rank * 2", "handle")
+    start(notebook, f"{gate.wait}\nprint('text'); rank * 2", "handle")
     assert value(notebook, "handle.result is None, handle.state") == "(True, 'running')"
-    gate.touch()
+    gate.open()
     assert value(notebook, "r = handle.wait()\nr.ok, r.stdout, r.text(1)") == (
         "(True, {0: 'text\\n', 1: 'text\\n'}, '2')"
     )
@@ -87,11 +87,11 @@ def test_out_has_the_result_once_it_is_there(notebook):
 
 
 def test_wait_has_patience(notebook, gate):
-    start(notebook, GATE.format(gate=str(gate)), "handle")
+    start(notebook, gate.wait, "handle")
     outcome = notebook.run("handle.wait(0.2)")
     assert (outcome.status, outcome.ename) == ("error", "TimeoutError")
     assert "it goes on" in outcome.evalue
-    gate.touch()
+    gate.open()
     notebook.ok("handle.wait(20)")
 
 
@@ -137,7 +137,7 @@ def test_timeout_holds_in_the_background(notebook):
 
 
 def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, gate):
-    first, one = start(notebook, GATE.format(gate=str(gate)) + "order = ['one']\nprint('one')", "one")
+    first, one = start(notebook, f"{gate.wait}\norder = ['one']\nprint('one')", "one")
     second, two = start(notebook, "order.append('two')\nprint('two')", "two", options="--ranks 1")
     third, three = start(notebook, "order.append('three')\nprint('three')", "three", options="--ranks 1")
     assert state(two) == f"cell [{two.count}] on rank 1: queued, waiting for rank 1"
@@ -146,7 +146,7 @@ def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, 
     assert f"cell [{two.count}] is queued" in status and f"cell [{three.count}] is queued" in status
     assert f"cell [{one.count}]" in status
     message = notebook.send("%%distributed --ranks 1\nprint(order)")
-    last = notebook.finish(message, seen=lambda outcome: gate.touch() if "is queued" in outcome.stderr else None)
+    last = notebook.finish(message, seen=lambda outcome: gate.open() if "is queued" in outcome.stderr else None)
     assert last.stdout == "[1] ['one', 'two', 'three']\n"
     assert f"cell [{last.count}] is queued: it waits for rank 1" in last.stderr
     for message, outcome, word in ((first, one, "one"), (second, two, "two"), (third, three, "three")):
@@ -155,22 +155,22 @@ def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, 
 
 
 def test_a_free_rank_does_not_overtake_for_a_cell_that_wants_both(notebook, gate):
-    start(notebook, GATE.format(gate=str(gate)) + "seen = ['first']", "first", options="--ranks 0")
+    start(notebook, f"{gate.wait}\nseen = ['first']", "first", options="--ranks 0")
     notebook.ok("%%distributed --ranks 1\nseen = []")
     start(notebook, "seen.append('both')", "both")
     start(notebook, "seen.append('after')", "after", options="--ranks 1")
     assert value(notebook, "both.state, after.state") == "('queued', 'queued')"
-    gate.touch()
+    gate.open()
     assert notebook.ok("%%distributed\nprint(seen)").stdout == "[0] ['first', 'both']\n[1] ['both', 'after']\n"
 
 
 def test_a_queued_cell_can_be_taken_back(notebook, gate):
-    start(notebook, GATE.format(gate=str(gate)), "running")
+    start(notebook, gate.wait, "running")
     message, outcome = start(notebook, "print('never')", "waiting")
     notebook.ok("waiting.interrupt()")
     notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=20)
     assert value(notebook, "running.state") == "'running'"
-    gate.touch()
+    gate.open()
     notebook.ok("running.wait()")
     assert "never" not in outcome.text
 

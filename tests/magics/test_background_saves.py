@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.checkpoint import steps, verify
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import running_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -78,12 +78,7 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
 
 
 def test_it_is_finished_when_the_kernel_ends(tmp_path):
-    before, notebook = leftovers(), Notebook()
-    try:
-        notebook.ok("%load_ext rankbook\n%distributed start -n 2")
+    with running_kernel(ranks=2) as notebook:
         notebook.ok("from rankbook.coordinator import crew\ncrew.LAST_SAVE_SECONDS = 4.0  # for a slow machine")
         notebook.ok(SAVE.format(folder=str(tmp_path), seconds=0.1, step=1))
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
     assert steps(tmp_path) == [1]

@@ -6,6 +6,10 @@ import base64
 
 import pytest
 
+from tests.conftest import Gate
+
+pytestmark = pytest.mark.processes
+
 CONTRACT = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
 
 
@@ -296,17 +300,17 @@ def test_a_command_sees_the_cells_variables(notebook):
 
 
 def test_a_command_is_shown_while_it_runs(notebook, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     message = notebook.send(
-        f"%%distributed --ranks 0\n!echo started; while [ ! -e {gate} ]; do sleep 0.02; done; echo opened"
+        f"%%distributed --ranks 0\n!echo started; while [ ! -e {gate.path} ]; do sleep 0.02; done; echo opened"
     )
 
     def open_gate(outcome):
         if outcome.stdout == "[0] started\n":
-            gate.touch()
+            gate.open()
 
     outcome = notebook.finish(message, seen=open_gate, timeout=20)
-    assert gate.exists()
+    assert gate.is_open
     assert outcome.stdout == "[0] started\n[0] opened\n"
 
 

@@ -6,6 +6,10 @@ import re
 
 import pytest
 
+from tests.conftest import Gate
+
+pytestmark = pytest.mark.processes
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -124,16 +128,13 @@ def test_status_shows_each_rank_as_text_and_as_a_table(notebook):
 
 
 def test_status_shows_what_a_rank_runs(notebook, tmp_path):
-    gate = tmp_path / "gate"
-    started = notebook.ok(
-        "%%distributed --background --ranks 1\nimport os, time\n"
-        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
-    )
+    gate = Gate(tmp_path / "gate")
+    started = notebook.ok(f"%%distributed --background --ranks 1\nimport os, time\n{gate.wait}")
     notebook.ok("handle = _")
     lines = notebook.ok("%distributed status").displays[-1]["text/plain"].splitlines()
     assert lines[1].split()[1] == "idle"
     assert lines[2].split()[1] == "running" and f"cell [{started.count}]" in lines[2]
-    gate.touch()
+    gate.open()
     notebook.ok("handle.wait()")
 
 
@@ -142,22 +143,17 @@ def test_status_shows_what_a_rank_runs(notebook, tmp_path):
 
 def test_stacks_shows_where_each_rank_is(notebook, tmp_path):
     assert notebook.ok("%distributed stacks").stdout == "ranks 0-1: idle\n"
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     started = notebook.ok(
-        "%%distributed --background --ranks 1\n"
-        "import os, time\n"
-        "def waiting():\n"
-        f"    while not os.path.exists({str(gate)!r}):\n"
-        "        time.sleep(0.05)\n"
-        "waiting()"
+        f"%%distributed --background --ranks 1\nimport os, time\ndef waiting():\n    {gate.wait}\nwaiting()"
     )
     notebook.ok("handle = _")
     stacks = notebook.ok("%distributed stacks").stdout
     assert "rank 0: idle" in stacks
     assert "rank 1: running" in stacks
-    assert f"Cell In[{started.count}]:6 in <module>" in stacks
-    assert re.search(rf"Cell In\[{started.count}\]:[45] in waiting", stacks)
-    gate.touch()
+    assert f"Cell In[{started.count}]:5 in <module>" in stacks
+    assert re.search(rf"Cell In\[{started.count}\]:4 in waiting", stacks)
+    gate.open()
     notebook.ok("handle.wait()")
 
 

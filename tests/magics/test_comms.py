@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WAIT = """%%distributed{options}
 import time

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Notebook
+from tests.conftest import Kernel, Notebook
 from tests.debugger import FrontEnd, finish, said_by_both
+
+pytestmark = pytest.mark.processes
 
 CELL = """\
 %%distributed
@@ -18,6 +20,12 @@ base = 10
 value = base + rank
 print('value', value)"""
 LOCAL = "here = 1\nthere = here + 1"
+
+
+@pytest.fixture(scope="module")
+def module_notebook(kernel: Kernel) -> Notebook:
+    """Return a kernel of this module's own: a debugger's adapter stays as long as the kernel."""
+    return kernel(ranks=2)
 
 
 @pytest.fixture

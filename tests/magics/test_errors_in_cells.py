@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

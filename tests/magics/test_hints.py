@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
 SETUP = """%%distributed
 class Net(torch.nn.Module):
     "A small one."

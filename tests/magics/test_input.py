@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

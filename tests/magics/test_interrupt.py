@@ -5,7 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tests.conftest import Notebook, Outcome, wait_until
+from tests.conftest import Gate, Notebook, Outcome, wait_until
+
+pytestmark = pytest.mark.processes
 
 HUNG = 10.0  # seconds; what waits here would take a minute
 WAITS = {
@@ -206,8 +208,8 @@ await stubborn()""",
 
 
 def test_a_queued_cell_is_taken_back_and_never_runs(notebook, tmp_path):
-    gate = tmp_path / "gate"
-    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    gate = Gate(tmp_path / "gate")
+    wait = f"import os, time\n{gate.wait}"
     notebook.ok(f"%%distributed --background\n{wait}\nprint('first')")
     notebook.ok("first = _")
     pressed = []
@@ -219,7 +221,7 @@ def test_a_queued_cell_is_taken_back_and_never_runs(notebook, tmp_path):
     outcome = notebook.finish(notebook.send("%%distributed\nprint('never')"), seen=press)
     assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
     assert "never" not in outcome.text
-    gate.touch()
+    gate.open()
     assert notebook.ok("first.wait().ok").displays[-1]["text/plain"] == "True", "the cell before it is left alone"
     assert notebook.ok("%%distributed\nprint('after')").text == "[0-1] after\n"
 
@@ -239,7 +241,7 @@ def test_the_ranks_processes_are_the_same_afterwards(notebook):
 
 
 def test_a_second_press_gives_control_back_whatever_the_ranks_do(notebook, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     notebook.ok("from rankbook.coordinator import state\nlong, state.RELEASE_AFTER_INTERRUPT = 5.0, 60.0")
     presses = []
 
@@ -251,7 +253,7 @@ def test_a_second_press_gives_control_back_whatever_the_ranks_do(notebook, tmp_p
         f"""%%distributed
 import os, time
 print("begun")
-while not os.path.exists({str(gate)!r}):
+while not os.path.exists({str(gate.path)!r}):
     try: time.sleep(0.01)
     except KeyboardInterrupt: print("no!")"""
     )
@@ -260,5 +262,5 @@ while not os.path.exists({str(gate)!r}):
     assert "still runs" in outcome.traceback
     assert outcome.seconds < HUNG, "not only after the patience with one press is over"
     notebook.ok("state.RELEASE_AFTER_INTERRUPT = long")
-    gate.touch()
+    gate.open()
     assert notebook.ok("%%distributed\nprint('next')", timeout=20).stdout == "[0-1] next\n"

@@ -11,6 +11,8 @@ import rankbook
 from rankbook.magics.launchers import debug_launcher, notebook_launcher
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
 SETUP = """
 import rankbook
 from rankbook import notebook_launcher

@@ -10,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import Gate
+
+pytestmark = pytest.mark.processes
+
 LINE = re.compile(r"\[([0-9,-]+)\] ?(.*)")
 
 
@@ -36,23 +40,23 @@ def test_what_all_print_shows_once_and_what_differs_rank_by_rank(notebook):
 
 
 def test_a_rank_that_is_late_does_not_hold_the_others_back(notebook, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     message = notebook.send(
         f"""%%distributed
 import os, time
 if rank == 0:
     print("early")
 else:
-    while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+    {gate.wait}
     print("late")"""
     )
 
     def open_gate(outcome):
         if outcome.stdout == "[0] early\n":
-            gate.touch()
+            gate.open()
 
     outcome = notebook.finish(message, seen=open_gate, timeout=20)
-    assert gate.exists()
+    assert gate.is_open
     assert outcome.stdout == "[0] early\n[1] late\n"
 
 
@@ -188,21 +192,21 @@ def test_a_half_line_at_the_end_of_a_cell_is_shown(notebook):
 
 
 def test_a_half_line_is_shown_while_the_rank_computes_on(notebook, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     message = notebook.send(
         f"""%%distributed --ranks 0
 import os, time
 print("loading...", end="", flush=True)
-while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+{gate.wait}
 print(" done")"""
     )
 
     def open_gate(outcome):
         if "loading..." in outcome.text:
-            gate.touch()
+            gate.open()
 
     outcome = notebook.finish(message, seen=open_gate, timeout=20)
-    assert gate.exists()
+    assert gate.is_open
     assert "loading... done" in outcome.text
 
 
@@ -222,20 +226,20 @@ def test_progress_bars_keep_a_line_for_each_rank(notebook):
 
 
 def test_a_progress_bar_moves_while_it_runs(notebook, tmp_path):
-    states, gate = set(), tmp_path / "gate"
+    states, gate = set(), Gate(tmp_path / "gate")
     message = notebook.send(
         "%%distributed --ranks 0\nimport os, time\nfrom tqdm import tqdm\n"
         "for step in tqdm(range(1000), mininterval=0.02):\n"
-        f"    if not os.path.exists({str(gate)!r}): time.sleep(0.02)"
+        f"    if not os.path.exists({str(gate.path)!r}): time.sleep(0.02)"
     )
 
     def look(outcome):
         states.update(re.findall(r"(\d+)%", outcome.text))
         if len(states) >= 4:
-            gate.touch()
+            gate.open()
 
     notebook.finish(message, seen=look)
-    assert gate.exists(), states
+    assert gate.is_open, states
 
 
 # Much ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rankbook.magics.measured import Measuring, latecomers, seconds, times_table
 from rankbook.magics.options import parse_cell_line
 from rankbook.magics.profile import Trace, check_file, merge_ops, profile_table
 from rankbook.measuring import OpTime, Times
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import Kernel
 
 MARK = '{"rankbook": "profile of cell [7]"'
 
@@ -150,19 +150,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def module_notebook(folder):
-    before = leftovers()
-    notebook = Notebook(cwd=folder)
-    try:
-        notebook.ok("%load_ext rankbook\n%distributed start -n 2")
-        notebook.ok("%%distributed\nimport sys, time\nfrom torch.nn.parallel import DistributedDataParallel\n")
-        notebook.ok("%%distributed\nmodel = DistributedDataParallel(torch.nn.Linear(50, 50))\ntotal = torch.ones(3)")
-        notebook.ok("%%distributed\ndef step():\n    model(torch.ones(4, 50)).sum().backward()\n")
-        notebook.ok("%%distributed\nfor _ in range(3):  # the second one is DDP's last to wait in Python\n    step()")
-        yield notebook
-    finally:
-        notebook.close()
-    check_nothing_left(notebook.mark, before)
+def module_notebook(kernel: Kernel, folder):
+    notebook = kernel(ranks=2, cwd=folder)
+    notebook.ok("%%distributed\nimport sys, time\nfrom torch.nn.parallel import DistributedDataParallel\n")
+    notebook.ok("%%distributed\nmodel = DistributedDataParallel(torch.nn.Linear(50, 50))\ntotal = torch.ones(3)")
+    notebook.ok("%%distributed\ndef step():\n    model(torch.ones(4, 50)).sum().backward()\n")
+    notebook.ok("%%distributed\nfor _ in range(3):  # the second one is DDP's last to wait in Python\n    step()")
+    return notebook
 
 
 def rows(outcome, heading):
@@ -177,6 +171,7 @@ def milliseconds(words):
     return [float(amount.replace(",", "")) * units[unit] for amount, unit in pairwise(words) if unit in units]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("work", ["dist.all_reduce(total)", "step()", "dist.barrier()"])
 def test_who_waited_and_for_whom(notebook, work):
     outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(0.4)\n{work}")
@@ -189,6 +184,7 @@ def test_who_waited_and_for_whom(notebook, work):
     assert "the others" not in " ".join(found["0"])
 
 
+@pytest.mark.processes
 def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
     spin = "def spin():\n    until = time.thread_time() + 0.3\n    while time.thread_time() < until: pass\n"
     outcome = notebook.ok(
@@ -200,6 +196,7 @@ def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
     assert not found and cpu > 290 and main < 150 and wall > 290
 
 
+@pytest.mark.processes
 def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
     outcome = notebook.run("%%distributed --time\n1 / (rank - 1)")
     assert outcome.status == "error" and "ZeroDivisionError" in outcome.traceback
@@ -210,6 +207,7 @@ def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
     assert min(milliseconds(rows(outcome, "rank")["0"])[:1]) > 290
 
 
+@pytest.mark.processes
 def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, folder):
     outcome = notebook.ok(
         "%%distributed --profile\n"
@@ -236,6 +234,7 @@ def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, fol
     assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 200_000, "microseconds since 1970"
 
 
+@pytest.mark.processes
 def test_what_ran_before_an_error_or_an_interrupt_is_in_the_profile(notebook, folder):
     outcome = notebook.run("%%distributed --profile=err.json\ntotal.exp()\nstep()\n1 / 0")
     assert outcome.status == "error"
@@ -254,6 +253,7 @@ def test_what_ran_before_an_error_or_an_interrupt_is_in_the_profile(notebook, fo
     assert "aten::exp" not in (folder / "err.json").read_text(), "an earlier trace of ours is replaced"
 
 
+@pytest.mark.processes
 def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(notebook, folder):
     (folder / "notes.json").write_text("{}")
     outcome = notebook.run("%%distributed --profile=notes.json\nran = True")
@@ -262,6 +262,7 @@ def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(note
     assert (folder / "notes.json").read_text() == "{}"
 
 
+@pytest.mark.processes
 def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
     notebook.ok("%%distributed --profile --time\ndist.all_reduce(total)")
     code = "from rankbook.rank import waits\nimport os\nprint(waits.watching.by, os.environ.get('KINETO_LOG_LEVEL'))"
@@ -270,6 +271,7 @@ def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
     assert "nothing of torch ran" in outcome.stdout
 
 
+@pytest.mark.processes
 def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
     seen = "print('aten::exp' in {e.name for e in mine.events()})"
     cell = f"with torch.profiler.profile() as mine:\n    total.exp()\n{seen}"
@@ -285,6 +287,7 @@ def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
     assert "aten::exp" in rows(notebook.ok("%%distributed --profile\ntotal.exp()"), "op")
 
 
+@pytest.mark.processes
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")

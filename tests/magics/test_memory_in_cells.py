@@ -8,6 +8,8 @@ import pytest
 
 from tests.magics.test_errors_in_cells import failed
 
+pytestmark = pytest.mark.processes
+
 SETUP = """%%distributed
 import gc, weakref
 alive = weakref.WeakSet()

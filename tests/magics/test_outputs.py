@@ -6,7 +6,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.magics.test_comms import move, said
+
+pytestmark = pytest.mark.processes
 
 SETUP = "%%distributed\nimport ipywidgets, sys, time\nfrom IPython.display import HTML, clear_output, display\n"
 

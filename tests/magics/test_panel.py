@@ -10,6 +10,9 @@ import pytest
 from rankbook.magics.panel import Panel
 from rankbook.messages import Text
 from rankbook.output import OutputMerger
+from tests.conftest import Gate
+
+pytestmark = pytest.mark.processes
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PRINTS = "\nprint('same'); print('of', rank); rank"
@@ -100,15 +103,15 @@ def test_an_error_is_told_below_the_panel_and_what_was_printed_before_is_in_it(n
 
 
 def test_what_a_thread_prints_after_the_end_is_shown_below(notebook, tmp_path):
-    gate = tmp_path / "gate"
+    gate = Gate(tmp_path / "gate")
     message = notebook.send(
         "%%distributed --view tabs\nimport os, threading, time\nprint('now')\n"
-        f"def late():\n    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n    print('late')\n"
+        f"def late():\n    {gate.wait}\n    print('late')\n"
         "threading.Thread(target=late).start()"
     )
     outcome = notebook.finish(message)
     assert "late" not in panel(outcome)["text/plain"]
-    gate.touch()
+    gate.open()
     notebook.follow(message, outcome, lambda seen: "late" in seen.stdout)
     assert outcome.stdout.splitlines()[0] in ("[0-1] late", "[0] late", "[1] late")
 
@@ -141,7 +144,7 @@ def test_a_view_that_there_is_not_names_those_that_there_are(notebook):
 WAITS = """%%distributed{options}
 import os, time
 print('first')
-while not os.path.exists({gate!r}): time.sleep(0.01)
+{gate.wait}
 print('last')"""
 
 
@@ -150,13 +153,13 @@ def held(notebook, tmp_path):
     """Run a cell until what is shown of it fulfils a condition; its outcome."""
 
     def run(options, condition):
-        gate = tmp_path / "gate"
+        gate = Gate(tmp_path / "gate")
 
         def look(outcome):
             if condition(outcome):
-                gate.touch()
+                gate.open()
 
-        message = notebook.send(WAITS.format(options=options, gate=str(gate)))
+        message = notebook.send(WAITS.format(options=options, gate=gate))
         outcome = notebook.finish(message, seen=look, timeout=20)
         assert outcome.status == "ok"
         return outcome

@@ -44,6 +44,7 @@ def test_equal_answers_are_shown_once_and_a_moving_target_is_told():
     assert describe_peeks([Peeked(0, "1", "", "")]) == ("[0] 1\n", "")
 
 
+@pytest.mark.processes
 def test_a_peek_beside_a_cell_and_between_two(notebook):
     notebook.ok("rank_of_the_notebook = 1\n%distributed push rank_of_the_notebook")
     cell = (
@@ -77,6 +78,7 @@ def test_a_peek_beside_a_cell_and_between_two(notebook):
     assert failed.stderr.endswith("%distributed peek: [0-1] NameError: name 'valeu' is not defined; near: value\n")
 
 
+@pytest.mark.processes
 def test_other_commands_expand_the_notebooks_names_as_before(notebook):
     notebook.ok("pushed, name = 5, 'pushed'\n%distributed push $name\n%distributed pull {name} --as back")
     assert notebook.ok("back").displays[-1]["text/plain"] == "[5, 5]"

@@ -58,6 +58,7 @@ def test_names_and_patterns_choose():
         told(variables, "los")
 
 
+@pytest.mark.processes
 def test_in_a_notebook_also_while_the_ranks_run(notebook):
     assert "no variables" in notebook.ok("%distributed vars").stdout
     notebook.ok(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 MODEL = """%%distributed
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -13,6 +13,8 @@ from rankbook.messages import Text, TextCut
 from rankbook.rank import capture
 from rankbook.rank.capture import SHOWN, TAIL, Pace
 
+pytestmark = pytest.mark.processes
+
 BEFORE = """
 import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subprocess, sys, threading
 from pathlib import Path

@@ -58,6 +58,7 @@ STATE = """import sys
 print('debugpy' in sys.modules, sys.gettrace() is not None, sys.breakpointhook is sys.__breakpointhook__)"""
 
 
+@pytest.mark.processes
 def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
     with Cluster(1) as cluster:
         client = Client(cluster)

@@ -34,6 +34,8 @@ from rankbook.transport.stream import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
 SOON = 10.0
 
 # A cell that prints and dies while it holds the interpreter lock, so that the rank's other thread reads nothing.

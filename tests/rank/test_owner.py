@@ -157,6 +157,7 @@ def test_after_the_cluster_was_closed_it_ends_with_its_owner_again(stage):
     assert not stage.owner.look()
 
 
+@pytest.mark.processes
 def test_a_child_process_sees_whether_there_is_an_owner(stage):
     stage.keep()
     read, write = os.pipe()
@@ -178,6 +179,7 @@ def test_a_child_process_sees_whether_there_is_an_owner(stage):
         os.close(end)
 
 
+@pytest.mark.processes
 def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ended = host.end_of(process.pid)

@@ -16,9 +16,11 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = {
         name for each in SPELLINGS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)
     }
-    for name in [*os.environ]:
-        if name in names or name.startswith(("MASTER_", "SLURM_", "ACCELERATE_", "RANKBOOK_")):
-            monkeypatch.delenv(name)
+    for name in os.environ:
+        if name.startswith(("MASTER_", "SLURM_", "ACCELERATE_", "RANKBOOK_")):
+            names.add(name)
+    for name in names - {"RANKBOOK_RUNTIME_DIR", "RANKBOOK_LOG_DIR"}:  # the worker's folders
+        monkeypatch.delenv(name, raising=False)
     _forget()
     yield
     _forget()

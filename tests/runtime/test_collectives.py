@@ -21,6 +21,8 @@ from rankbook.runtime.collectives import (
 from rankbook.runtime.process_state import PartialState
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ODD_TYPES = (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64)
 
 

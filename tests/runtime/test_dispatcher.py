@@ -170,6 +170,7 @@ def same_as_read_by_each():
     return found
 
 
+@pytest.mark.processes
 def test_each_rank_gets_what_it_would_have_read():
     first, second = run_ranks(same_as_read_by_each)
     assert first[0][0][0][0] != second[0][0][0][0]
@@ -198,6 +199,7 @@ def resumed():
     return found
 
 
+@pytest.mark.processes
 def test_the_next_batch_is_the_next_batch_however_far_rank_0_has_read():
     assert run_ranks(resumed) == [[5, 5, 5]] * 2
 
@@ -222,6 +224,7 @@ def collate_plain(records):
     return {name: [record[name] for record in records] for name in records[0]}
 
 
+@pytest.mark.processes
 def test_a_bad_record_raises_on_every_rank_and_nobody_is_left_waiting():
     first, second = run_ranks(bad_records)
     assert first[0][:3] == ([[0, 1]], "LookupError", "record 5 is broken")
@@ -243,6 +246,7 @@ def own_slices():
     return [batch["id"].tolist() for batch in loader], calls
 
 
+@pytest.mark.processes
 def test_a_slice_function_cuts_all_ranks_batches():
     first, second = run_ranks(own_slices)
     assert (first[0], second[0]) == ([[0, 1], [4, 5]], [[102, 103], [100, 101]])
@@ -258,6 +262,7 @@ def test_streams_for_a_device_are_dispatched_unless_told_otherwise():
     assert kinds == ["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderShard"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [3])
 def test_uneven_data_ends_for_each_rank_where_its_own_ends(world_size):
     def read():
@@ -320,6 +325,7 @@ def heavy_passes():
     return wrong, counts, ids, set(shapes), gather_object([dist.get_rank()]), came["in place"]
 
 
+@pytest.mark.processes
 def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_was():
     first, second = run_ranks(heavy_passes)
     assert first[0] == second[0] == []
@@ -359,6 +365,7 @@ def where_memory_cannot_be_opened():
     return good and all((batch["large"] == batch["id"][:, None]).all() for batch in apart), len(made)
 
 
+@pytest.mark.processes
 def test_where_memory_cannot_be_shared_large_tensors_travel_as_messages():
     first, second = run_ranks(where_memory_cannot_be_opened)
     assert first == (True, 0)
@@ -399,6 +406,7 @@ def over_a_mesh(sizes):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}, {"tp": 2}])
 def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
     ranks = run_ranks(over_a_mesh, 2 ** len(sizes), sizes)

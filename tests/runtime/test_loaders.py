@@ -222,6 +222,7 @@ class Careless(Sampler):
         return self.n
 
 
+@pytest.mark.processes
 def test_a_persons_own_generator_gives_the_order_that_torch_would():
     for workers in (0, 1):
         orders = []
@@ -258,6 +259,7 @@ def test_loaders_that_do_not_batch_deal_what_the_dataset_gives():
         assert metrics(for_ranks(source, 2)) == list(range(6))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_is_split_over_ranks_and_workers(persistent):
     source = DataLoader(Stream(11), batch_size=2, num_workers=2, persistent_workers=persistent)
@@ -289,6 +291,7 @@ class SharedEpoch(Unaware):
         return iter([(100 * self.epoch.item() + i, self.late) for i in range(self.n)])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_find_the_epoch_set_where_they_share_it(persistent):
     source = DataLoader(SharedEpoch(4), batch_size=2, num_workers=2, persistent_workers=persistent)
@@ -300,6 +303,7 @@ def test_workers_find_the_epoch_set_where_they_share_it(persistent):
         assert found == [[[100 * epoch + i, 100 * epoch + i + 1], [0, 0]] for i in (0, 2)]
 
 
+@pytest.mark.processes
 def test_a_worker_start_that_splits_the_stream_finds_the_dataset_and_one_worker():
     source = DataLoader(Cut(8), batch_size=2, num_workers=2, worker_init_fn=cut)
     assert metrics(for_ranks(source, 1)) == list(range(8))

@@ -41,6 +41,7 @@ def test_a_warning_is_given_once(caplog):
     assert [each.getMessage() for each in caplog.records] == ["a", "b"]
 
 
+@pytest.mark.processes
 def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
     def on_rank():
         state, store = PartialState(), dist.distributed_c10d._get_default_store()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.runtime.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 CASES = [
     # samples, batch size, loader options

@@ -14,6 +14,8 @@ import rankbook
 from rankbook import CellError, Cluster
 from rankbook.launch import local
 
+pytestmark = pytest.mark.processes
+
 AFTER = """
 assert (s.process_index, s.num_processes, s.local_process_index) == (rank, world_size, rank)
 assert gather(torch.tensor(rank)).tolist() == [0, 1, 2]

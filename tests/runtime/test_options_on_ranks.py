@@ -8,6 +8,8 @@ import pytest
 
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def parts():
     """A model with blocks and a plain twin, an optimizer for each, and a step of both that compares them."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 STEPS = 50
 BATCH = 12  # of all ranks together; 1, 2, 3 and 4 divide it

@@ -8,6 +8,8 @@ import torch
 from rankbook.errors import CheckpointingException
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def small_model(seed=3):
     from torch import nn
@@ -87,7 +89,7 @@ def prepare_again_and_again(strategy, cells, models):
     return found
 
 
-@pytest.mark.parametrize(("cells", "models"), [(100, 20), pytest.param(1000, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cells", "models"), [(100, 20), pytest.param(1000, 200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_cells_that_prepare_again_and_again_leave_nothing_behind(strategy, cells, models):

@@ -100,6 +100,7 @@ def test_decorators_take_both_forms_alone():
 # Together
 
 
+@pytest.mark.processes
 def test_the_ranks_group_is_used_and_left_to_its_maker():
     def on_rank():
         group = dist.group.WORLD
@@ -112,6 +113,7 @@ def test_the_ranks_group_is_used_and_left_to_its_maker():
     assert run_ranks(on_rank, 3) == [(rank, rank, 3, "gloo", "MULTI_CPU", rank == 0, rank == 2) for rank in range(3)]
 
 
+@pytest.mark.processes
 def test_a_group_says_more_than_the_environment():
     def on_rank():
         state = PartialState()
@@ -131,6 +133,7 @@ MPI = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("environment", [None, MPI], ids=["torchrun", "mpirun"])
 def test_under_a_launcher_a_group_is_started_used_and_destroyed(environment):
     def on_rank():
@@ -172,6 +175,7 @@ def test_one_script_runs_alone_and_under_torchrun_and_its_error_ends_all_ranks(t
     assert "FileNotFoundError: no data.csv" in several.stderr
 
 
+@pytest.mark.processes
 def test_a_rank_that_failed_once_alone_still_meets_the_others():
     def on_rank():
         def fail(*_):
@@ -191,6 +195,7 @@ def test_a_rank_that_failed_once_alone_still_meets_the_others():
     assert run_ranks(on_rank, 2, group=False) == [True, True]
 
 
+@pytest.mark.processes
 def test_turns_shares_and_printing():
     def on_rank():
         state = PartialState()
@@ -224,6 +229,7 @@ def test_turns_shares_and_printing():
     assert sorted(turn for each in results for turn in each[0]) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.processes
 def test_an_error_of_the_first_one_is_an_error_of_all_and_the_group_goes_on():
     def on_rank(block, first):
         state = PartialState()
@@ -246,6 +252,7 @@ def test_an_error_of_the_first_one_is_an_error_of_all_and_the_group_goes_on():
     assert run_ranks(on_rank, 3, "local_main_process_first", 0) == expected
 
 
+@pytest.mark.processes
 def test_an_error_of_one_that_came_later_is_its_own():
     def on_rank():
         state = PartialState()
@@ -261,6 +268,7 @@ def test_an_error_of_one_that_came_later_is_its_own():
     assert run_ranks(on_rank, 2) == [True, True]
 
 
+@pytest.mark.processes
 def test_when_the_others_cannot_be_told_the_first_error_is_still_the_one_that_is_raised():
     def on_rank():
         state = PartialState()

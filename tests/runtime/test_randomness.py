@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.runtime import prepare_data_loader, seeding, set_seed
 
+pytestmark = pytest.mark.processes
+
 WORKERS = [
     pytest.param({"num_workers": 0}, id="no-workers"),
     pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="fork"),

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from tests.runtime.ranks import RankFailed, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_results_come_in_rank_order_from_processes_that_are_gone_then():
     base = 10

@@ -58,6 +58,7 @@ def taken(loader, batches):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("own", [False, True], ids=["ours", "own-generator"])
 def test_the_next_batch_is_the_next_batch(workers, own):
@@ -80,6 +81,7 @@ def test_the_next_batch_is_the_next_batch(workers, own):
         assert [batch.tolist() for batch in again] == [batch.tolist() for batch in whole], "the epoch after it"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_is_resumed_in_the_middle(workers):
     first = fresh(AugmentedStream(), 2, 0)
@@ -151,6 +153,7 @@ def ranks_agree():
     return None
 
 
+@pytest.mark.processes
 def test_ranks_that_were_seeded_apart_agree_on_shuffle_and_epoch():
     first, second = run_ranks(ranks_agree)
     for one, other in zip(first[0], second[0], strict=True):

@@ -153,6 +153,7 @@ def test_a_stream_is_dealt_like_a_split_sampler_of_all_ranks_samples(case):
     assert [len(each) for each in streams] == [len(each) for each in expected]
 
 
+@pytest.mark.processes
 def test_workers_of_a_plain_loader_share_a_stream_in_its_order():
     class Stream(IterableDataset):
         def __iter__(self):

@@ -98,6 +98,7 @@ def test_plugins_of_other_engines_are_refused():
     assert not AcceleratorState._shared_state
 
 
+@pytest.mark.processes
 def test_on_several_ranks():
     def on_rank():
         state = AcceleratorState(fsdp_plugin="plugin")

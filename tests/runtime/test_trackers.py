@@ -113,6 +113,20 @@ def test_tensorboard_is_given_each_kind_its_own_chart(tmp_path, writer):
     ]
 
 
+@pytest.mark.filterwarnings("default")  # tensorboard's and protobuf's own
+def test_tensorboard_reads_the_scalars_that_were_logged(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    PartialState(cpu=True)
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    for step, loss in enumerate((0.5, 0.25)):
+        tracker.log({"loss": torch.tensor(loss)}, step=step)
+    tracker.finish()
+    events = accumulators.EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
+
+
 def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
     PartialState(cpu=True)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -180,6 +180,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.processes
 def test_a_value_goes_to_another_process_and_comes_back(store):
     extra = 22
 
@@ -660,6 +661,7 @@ def test_a_pickle_that_lacks_its_buffers_is_a_protocol_error(store):
         unpack(Payload(packed.payload.buffers[:1]), packed.frames[:1], unlink=True, folder=store.folder)
 
 
+@pytest.mark.processes
 def test_the_notebook_pays_for_no_torch():
     script = (
         "import sys, tempfile, pathlib\n"

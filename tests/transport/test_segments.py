@@ -203,6 +203,7 @@ def test_clear_after_the_folder_is_gone_is_fine(store):
     store.clear()
 
 
+@pytest.mark.processes
 def test_what_a_dead_process_wrote_can_be_cleared_by_its_pid(store):
     script = (
         "import os, sys, pathlib\n"

@@ -181,6 +181,7 @@ feed.stop()
 feed.acts"""
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     ipykernel.version_info[:2] < (7, 4), reason="before 7.4 the kernel reads nothing from the shell channel meanwhile"
 )
@@ -207,6 +208,7 @@ def test_a_click_acts_while_a_cell_runs_and_never_again(module_notebook):
     assert "[('interrupt', 3), ('interrupt', 2)]" in notebook.ok("feed.acts").text
 
 
+@pytest.mark.processes
 def test_the_stored_outputs_are_the_view_and_its_html(module_notebook):
     outcome = module_notebook.ok(f"{VIEW}\nview")
     live_one, still = [data for data in outcome.displays if "rankbook" in str(data) or "ranks" in str(data)][:2]

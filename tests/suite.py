@@ -1,0 +1,151 @@
+"""The pytest hooks of this suite: its layers, its workers, and the guard that pure tests start no process.
+
+Layers are markers. A test that carries none of them is pure code, and belongs to `pytest -m fast`:
+
+`processes`  starts processes: a kernel, ranks, workers of a loader, a subprocess. Part of `pytest`.
+`fast`       a scenario with processes that `pytest -m fast` runs all the same.
+`slow`       takes seconds, or shows what is rarely broken. Part of `.ci/run`.
+`full`       a further permutation of what another test shows. Part of `.ci/full`.
+
+Workers are processes of pytest-xdist. Each has a folder of its own for sockets, shared memory and logs, so that what
+one test leaves behind cannot be hidden, or removed, by another worker. The tests of a file run on one worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAY_START_PROCESSES = ("processes", "slow", "full", "gpu")
+MOST_WORKERS = 6
+PROCESS_EVENTS = frozenset(
+    {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.startfile", "pty.spawn"}
+)
+
+
+def runtime_folder() -> Path:
+    """Return this worker's folder for sockets and shared memory."""
+    return Path(os.environ["RANKBOOK_RUNTIME_DIR"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worker_folders() -> Iterator[None]:
+    """Give this worker folders of its own. At its end nothing of a cluster may lie there."""
+    shared = Path("/dev/shm")
+    # A socket's path has a hundred characters at most, and pytest's own folders have more than that.
+    base = Path(tempfile.mkdtemp(prefix="rb-", dir=shared if shared.is_dir() else "/tmp"))
+    runtime, logs = base / "r", base / "logs"
+    runtime.mkdir(mode=0o700)
+    logs.mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKBOOK_RUNTIME_DIR", str(runtime))
+        patch.setenv("RANKBOOK_LOG_DIR", str(logs))
+        yield
+        left = sorted(str(folder) for folder in runtime.glob("rankbook-*"))
+    shutil.rmtree(base, ignore_errors=True)
+    assert not left, f"folders of clusters are left: {left}"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return an empty folder whose path is short enough for sockets, unlike pytest's `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many workers `-n auto` makes: none where single files are asked for, else one more than cores.
+
+    Half of the tests' time is waiting, for processes that start and for ranks that are given time.
+    """
+    asked = config.option.file_or_dir
+    if asked and all(".py" in each for each in asked):
+        return 0
+    return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+
+
+# Layers --------------------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch for processes from here on."""
+    sys.addaudithook(_refuse_process)
+    multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)  # ahead of the deselection by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark pure tests as fast, and put the files that start processes first: they take longest."""
+    longest = set()
+    for item in items:
+        if not _may_start(item):
+            item.add_marker(pytest.mark.fast)
+        else:
+            longest.add(item.path)
+    items.sort(key=lambda item: item.path not in longest)  # stable: within files the order stays
+
+
+def _may_start(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in MAY_START_PROCESSES)
+
+
+# The guard -----------------------------------------------------------------------------------------------------------
+
+_ours = os.getpid()
+_guarded: str | None = None
+"""The test that runs, if it may start no process."""
+_started: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Guard a test without a marker that lets it start processes."""
+    global _guarded  # noqa: PLW0603 - the audit hook has no other way to know
+    _guarded = None if _may_start(item) else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _guarded = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that tried to start a process, also where it caught the error."""
+    _started.clear()
+    try:
+        return (yield)
+    finally:
+        if _started:
+            pytest.fail(f"it starts a process ({_started[0]}): mark it with @pytest.mark.processes")
+
+
+def _refuse_process(event: str, args: tuple[Any, ...]) -> None:
+    if event in PROCESS_EVENTS:
+        _refuse(event, args)
+
+
+def _refuse(how: str, args: tuple[Any, ...]) -> None:
+    if _guarded is None or os.getpid() != _ours:
+        return
+    _started.append(f"{how} {args}"[:300])
+    raise RuntimeError(f"{_guarded} starts a process, and has no marker that says so: @pytest.mark.processes")
+
+
+_plain_start = multiprocessing.process.BaseProcess.start
+
+
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """Start a process of multiprocessing, which raises no audit event where it asks its fork server."""
+    _refuse("multiprocessing", (process,))
+    _plain_start(process)
