@@ -91,7 +91,7 @@ class Window:
 
     def settle(self) -> None:
         """Ahead of a step or of clipping: scale the gradients of a window that was shorter than foreseen. Once."""
-        if self._rescale != 1.0 and not self._open:
+        if self._rescale != 1.0:
             factor, self._rescale = self._rescale, 1.0
             for each in self.parameters():
                 if each.grad is not None:

@@ -21,6 +21,8 @@ from rankbook.checkpoint.manifest import (
 )
 from rankbook.errors import CheckpointingException
 
+CREATED = now()
+
 
 def chunk(**fields):
     known = {
@@ -46,7 +48,7 @@ def manifest(**fields):
         "objects": {"rng/shard_0_2": StoredObject(0, 800, 100, 5, 0)},
         "files": (StoredFile("__RANK_0.distcp", 900, None, 0), StoredFile("common.pt", 20, 3, 0)),
         "metadata": {"loss": 0.5, "names": ["a", "ü"]},
-        "created": now(),
+        "created": CREATED,
     }
     return Manifest(**known | fields)
 

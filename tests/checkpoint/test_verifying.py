@@ -101,6 +101,16 @@ def test_100_truncations_are_found_each_with_file_and_the_keys_that_are_cut(run)
     assert verify(run).ok
 
 
+def test_bytes_appended_to_a_file_are_told(run):
+    path = run / "step-40/__RANK_0.distcp"
+    length = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"more")
+    (damage,) = verify(run).damages
+    assert (damage.file, damage.ranks) == ("step-40/__RANK_0.distcp", (0,))
+    assert damage.what == f"it has {length + 4} bytes instead of {length}"
+
+
 def test_25_missing_and_25_swapped_files_are_found_each_by_its_name(run):
     generator = random.Random(2)
     for number in range(50):
@@ -310,3 +320,17 @@ def test_a_slice_is_checked_while_it_is_loaded(run):
         f"bytes {2 * PIECE + 10} to {2 * PIECE + 109} do not match their checksum"
     )
     assert module.piece_bytes(chunk) == PIECE
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        ((0, 1), f"bytes 10 to {2 * PIECE + 9} do not"),
+        ((0, 2), f"bytes 10 to {PIECE + 9}, {2 * PIECE + 10} to {2 * PIECE + 109} do not"),
+        ((2, 1, 0), f"bytes 10 to {2 * PIECE + 109} do not"),
+    ],
+)
+def test_adjacent_damaged_pieces_are_named_as_one_range(run, numbers, named):
+    manifest = decode((run / "step-40/manifest.json").read_bytes(), "m")
+    chunk = chunk_of(bytes(2 * PIECE + 100))
+    assert named in str(damaged_pieces(manifest, "w", chunk, numbers))

@@ -133,6 +133,20 @@ def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_di
     assert [type(each) for each in state.resume()] == ([act.Regroup, act.SendTask] if anew else [])
 
 
+@pytest.mark.parametrize(
+    ("answer", "stale"),
+    [
+        (here(5), True),
+        (here(5, running=True), False),  # its own end decides
+        (here(5, number=-1), False),  # it forms the group
+    ],
+    ids=["ended", "running", "internal"],
+)
+def test_only_a_failed_cell_that_has_ended_makes_the_inventory_stale(answer, stale):
+    accounts = {0: account(answer), 1: account(here(5, number=answer.number), done(5, "bad", collectives=1))}
+    assert take_stock(2, {0: 1, 1: 1}, {}, accounts).stale is stale
+
+
 def test_ranks_that_are_in_one_group_stay_in_it():
     accounts = {rank: account(here(5, seen=True, generation=2)) for rank in (0, 1)}
     state = AdoptedState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
@@ -222,6 +236,19 @@ def test_what_threads_printed_and_what_was_left_out_is_told_and_the_forming_of_a
     assert Adoption(accounts, cluster_key="k", sink=sink).tell() == []
     assert sink.text() == "printed meanwhile by threads of cells that had ended:\n[0] tick\n"
     assert sink.text("stderr") == "rank 0: the oldest of the output is left out, there was too much of it\n"
+
+
+def test_output_of_a_cell_that_was_seen_is_shown_once_whether_or_not_it_still_runs():
+    heading = "printed meanwhile by threads of cells that had ended:\n"
+    for running, shown in ((False, f"{heading}[0] tick\n"), (True, "[0] tick\n")):
+        sink = Notes()
+        accounts = {0: account(here(5, seen=True, running=running), text(5, "tick\n"))}
+        adoption = Adoption(accounts, cluster_key="k", sink=sink)
+        adoption.tell()
+        for cell in adoption.cells:
+            cell.end((0,))
+        assert sink.text().endswith(shown)
+        assert sink.text().count("tick") == 1
 
 
 def test_the_last_words_of_a_rank_that_died_meanwhile_are_told():

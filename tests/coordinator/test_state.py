@@ -169,6 +169,16 @@ def test_a_queued_cell_fails_when_its_rank_dies():
     assert act.EndCell(second, (), interrupted=False) in actions
 
 
+def test_an_answer_for_a_cell_that_the_rank_does_not_run_changes_nothing():
+    state = started(1)
+    first, _ = submit(state, 0)
+    state.handle(ev.CellDone(0, 1, first))
+    assert state.handle(ev.CellDone(0, 1, first)) == []
+    second, _ = submit(state, 0)
+    assert state.handle(ev.CellDone(0, 1, first)) == []
+    assert (state.ranks[0].state, state.ranks[0].cell) == (RankState.BUSY, second)
+
+
 def test_interrupt_reaches_the_ranks_that_still_run():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
@@ -465,6 +475,16 @@ def test_an_interrupt_that_all_heeded_breaks_nothing_off():
     assert grouping(state) == []
 
 
+@pytest.mark.parametrize(("collectives", "regroups"), [(1, 1), (0, 0)])
+def test_an_interrupted_cell_with_collectives_regroups_even_if_no_rank_failed(collectives, regroups):
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    state.handle(ev.CellDone(0, 1, cell, collectives=collectives))
+    actions = state.handle(ev.CellDone(1, 1, cell))
+    assert len(only(actions, act.Regroup)) == regroups
+
+
 def test_a_death_is_told_to_the_living_which_are_asked_where_they_are():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
@@ -492,6 +512,18 @@ def test_after_a_death_who_waits_for_the_dead_is_broken_off_and_the_others_are_i
     assert decided(state.handle(ev.GraceOver(cell, "abort"))) == [act.SendAbort((1, 2), (), "rank 3 died")]
     state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
     assert decided(state.handle(ev.GraceOver(cell, "release"))) == [act.EndCell(cell, (2,), interrupted=False)]
+
+
+def test_after_a_death_a_rank_with_no_pending_collective_is_interrupted_and_not_aborted():
+    state = started(3)
+    cell, _ = submit(state, 0, 1, 2)
+    state.handle(ev.RankGone(2, 1, "died"))
+    state.handle(waits(0, cell, (0, 2)))
+    state.handle(waits(1, cell, (1, 2), number=0))
+    assert decided(state.handle(ev.GraceOver(cell, "nudge"))) == [
+        act.SendAbort((0,), (), "rank 2 died"),
+        act.SendInterrupt(cell, (1,)),
+    ]
 
 
 def test_a_death_forms_the_group_anew_only_when_the_rank_is_back_and_says_nothing_of_it_before():

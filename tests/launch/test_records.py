@@ -63,7 +63,9 @@ def test_what_others_could_have_written_is_not_believed(base):
     folder, file = Path(record.sockets), Path(record.sockets, RECORD)
     for path, mode, words in (
         (file, 0o644, "file is open to other users (mode 0644)"),
+        (file, 0o640, "file is open to other users (mode 0640)"),
         (folder, 0o755, "folder is open"),
+        (folder, 0o710, "folder is open"),
     ):
         was = stat.S_IMODE(path.stat().st_mode)
         path.chmod(mode)
@@ -112,6 +114,20 @@ def test_one_whose_process_has_ended_is_removed_and_told(base):
     assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have ended; what was left of them is removed",)
     assert not Path(record.sockets).exists()
     assert find_records().notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "removed"), [("rankbook-{uid}-1-abc", True), ("rankbook-{other}-1-abc", False), ("data", False)]
+)
+def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_cluster(base, name, removed):
+    record = make(base)
+    segments = base / "shm" / name.format(uid=os.getuid(), other=os.getuid() + 1)
+    segments.mkdir(parents=True)
+    (segments / "file").touch()
+    write_record(dataclasses.replace(record, started=record.started - 3600, segments=str(segments)))
+    assert "have ended" in find_records().notes[0]
+    assert not Path(record.sockets).exists()
+    assert (segments / "file").exists() is not removed
 
 
 def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it(base):

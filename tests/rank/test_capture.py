@@ -364,3 +364,17 @@ def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(
     assert went[0] == (100.0, 1800)
     assert max(sum(size for at, size in went if start <= at < start + 3.0) for start, _ in went) <= 2400
     assert sum(size for _, size in went) >= 0.9 * 650 * 20, "in the long run as fast as the rate"
+
+
+def test_what_was_sent_leaves_less_of_the_burst_until_the_rate_has_given_it_back(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(capture.time, "monotonic", lambda: now)
+    pace = Pace(rate=500.0, burst=1800, window=1 << 20)
+    pace.spend(1000)
+    assert pace.room() == 800
+    pace.spend(1300)
+    assert pace.room() == 0, "more than there was room for is owed"
+    now += 2.0
+    assert pace.room() == 500
+    now += 60.0
+    assert pace.room() == 1800

@@ -128,8 +128,15 @@ def test_batches_of_any_lengths_are_dealt_whole(lengths, ranks, even):
     for each in rounds:
         for part, count in zip(each.parts, each.share.real if each.share else (), strict=False):
             assert count in {0, len(part or ())}
+    assert all(len(part or ()) <= each.share.rows for each in rounds if each.share for part in each.parts)
     if even:
         assert all(None not in each.parts for each in rounds)
+
+
+def test_rows_of_the_last_round_hold_the_longer_batch_that_is_repeated_in_it():
+    *_, last = BatchSamplerShard([[0, 1, 2, 3], [4], [5]], 2, 0).rounds()
+    assert last.parts == [[5], [0, 1, 2, 3]]
+    assert (last.share.real, last.share.rows) == ((1, 0), 4)
 
 
 @given(case=cases)

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -629,22 +630,22 @@ def test_an_error_while_opening_is_told_and_the_file_is_gone(store):
 
 
 @pytest.mark.parametrize(
-    ("buffers", "frames"),
+    ("buffers", "frames", "message"),
     [
-        ((), []),
-        ((Buffer(3),), []),
-        ((Buffer(3),), [b"abc", b"def"]),
-        ((Buffer(3),), [b"ab"]),
-        ((Buffer(3),), [b"abcd"]),
-        ((Buffer(-1),), [b""]),
-        ((Buffer(3),), [b"abc"]),
-        ((Buffer(0),), [b""]),
-        ((Buffer(3, "../x"),), []),
-        ((Buffer(3, "segment"),), []),
+        ((), [], "0 of 0 buffers are in frames, of which 0 came"),
+        ((Buffer(3),), [], "1 of 1 buffers are in frames, of which 0 came"),
+        ((Buffer(3),), [b"abc", b"def"], "1 of 1 buffers are in frames, of which 2 came"),
+        ((Buffer(3),), [b"ab"], "a buffer from byte 0 to 3 does not fit 2 bytes"),
+        ((Buffer(3),), [b"abcd"], "a buffer from byte 0 to 3 does not fit 4 bytes"),
+        ((Buffer(-1),), [b""], "a buffer from byte 0 to -1 does not fit 0 bytes"),
+        ((Buffer(3),), [b"abc"], "a payload of 3 bytes is no pickle of ours"),
+        ((Buffer(0),), [b""], "a payload of 0 bytes is no pickle of ours"),
+        ((Buffer(3, "../x"),), [], "'../x' is not the name of a shared memory file"),
+        ((Buffer(3, "segment"),), [], "'segment' is not the name of a shared memory file"),
     ],
 )
-def test_a_payload_that_does_not_hold_together_is_a_protocol_error(store, buffers, frames):
-    with pytest.raises(ProtocolError):
+def test_a_payload_that_does_not_hold_together_is_a_protocol_error(store, buffers, frames, message):
+    with pytest.raises(ProtocolError, match=re.escape(message)):
         unpack(Payload(buffers), frames, unlink=True, folder=store.folder)
 
 

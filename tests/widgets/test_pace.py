@@ -6,6 +6,7 @@ import threading
 import time
 
 from rankbook.widgets.pace import Pacer
+from tests.conftest import wait_until
 
 LAST = 1 << 60
 
@@ -40,3 +41,24 @@ def test_nothing_runs_while_there_is_nothing_to_send_and_nothing_is_sent_once_cl
     pacer.close()
     pacer.note()
     assert not sent.wait(0.3)
+
+
+def test_an_update_that_waits_for_the_one_before_it_is_not_sent_once_closed():
+    sent, entered, gate = [], threading.Event(), threading.Event()
+
+    def send() -> None:
+        sent.append(None)
+        entered.set()
+        gate.wait(10)
+
+    pacer = Pacer(send, interval=0.01)
+    pacer.note()
+    assert entered.wait(10)
+    pacer.note()
+    wait_until(lambda: pacer._timer is None, timeout=10, what="the second update waits for the first")
+    pacer.close()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "rankbook-view":
+            thread.join(10)
+    assert len(sent) == 1

@@ -104,6 +104,7 @@ def test_text_is_never_markup():
         ("plain", "plain"),
         ("\x1b[32mgreen\x1b[39m not", '<span class="rb-green">green</span> not'),
         ("\x1b[38;5;196mfar\x1b[0m", "far"),
+        ("\x1b[48;5;1mbehind\x1b[0m", "behind"),
         ("\x1b[38;2;1;2;3;1mfar\x1b[22m near", '<span class="rb-bold">far</span> near'),
         ("\x1b[2Kgone\x1b]0;title\x07", "gone"),
         ("\x1b[94mbright\x1b[m", '<span class="rb-blue">bright</span>'),

@@ -1,0 +1,450 @@
+"""Break one line of the package at a time, and report the changes that no test notices.
+
+    python tests/mutants.py [--only TEXT] [--jobs N]
+
+Each mutant replaces one fragment of source text in a copy of the package; then the tests named beside it run against
+that copy, without those marked slow or exhaustive. The checkout itself is never changed. The tests must first pass
+without any change. Exits with 1 when more than two mutants survive, or when the table does not fit the sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("kernel", "magics", "widgets", "tests", "pyproject.toml")
+MAY_SURVIVE = 2
+TIMEOUT = 1800.0
+"""Seconds that one run of pytest may take; a test that hangs fails sooner, by pytest-timeout."""
+PASSED, INTERRUPTED = 0, 2  # pytest's exit codes: 1 is a failed test, 2 an error in a module as it is collected
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which occurs exactly once in `file`, by `new`; `tests` are pytest's arguments below tests/."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def apply(self, root: Path) -> str:
+        """Change the file below `root` and return its text before. Raise ValueError if the entry does not fit it."""
+        path = root / self.file
+        text = path.read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file}: expected this fragment exactly once, found it {count} times:\n{self.old}")
+        changed = text.replace(self.old, self.new)
+        compile(changed, self.file, "exec", dont_inherit=True)
+        path.write_text(changed)
+        return text
+
+    def __str__(self) -> str:
+        text = (ROOT / self.file).read_text()
+        line = text[: text.index(self.old)].count("\n") + 1
+        return f"{self.file}:{line}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
+
+
+MUTANTS = (
+    # Those that survived when they were tried first.
+    Mutant(
+        "kernel/coordinator/adoption.py",
+        "for task in tasks if not task.running and not task.internal",
+        "for task in tasks if not task.internal",
+        "coordinator/test_adoption.py",
+    ),
+    Mutant(
+        "kernel/coordinator/adoption.py",
+        "return None if account.here.seen and not account.here.running else account.here.cell",
+        "return account.here.cell",
+        "coordinator/test_adoption.py",
+    ),
+    Mutant(
+        "kernel/coordinator/state.py",
+        "unsure = cell.failed or cell.interrupted or",
+        "unsure = cell.failed or",
+        "coordinator/test_state.py",
+    ),
+    Mutant(
+        "kernel/launch/records.py",
+        'if segments.name.startswith(f"rankbook-{os.getuid()}-"):',
+        "if segments.name:",
+        "launch/test_records.py",
+    ),
+    Mutant(
+        "kernel/transport/payload.py",
+        " or (buffer.segment is None and end < len(whole)):",
+        ":",
+        "transport/test_payload.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
+    ),
+    Mutant(
+        "kernel/rank/recoverable.py",
+        "and not (self._forsaken and _EMPTY.search(str(error))):",
+        "and not _EMPTY.search(str(error)):",
+        "rank/test_recoverable.py",
+    ),
+    Mutant(
+        "kernel/rank/recoverable.py",
+        "        except BaseException:\n            self.ledger.withdraw(key)\n",
+        "        except BaseException:\n",
+        "rank/test_recoverable.py",
+    ),
+    Mutant(
+        "kernel/runtime/samplers.py",
+        "rows = max([*lengths, *map(len, repeated)])",
+        "rows = max(lengths)",
+        "runtime/test_samplers.py",
+    ),
+    Mutant(
+        "kernel/runtime/accumulation.py",
+        "if self._rescale != 1.0:",
+        "if self._rescale:",
+        "runtime/test_accumulation.py",
+    ),
+    Mutant(
+        "kernel/checkpoint/verifying.py",
+        "if joined and joined[-1][1] == start:",
+        "if joined and joined[-1][1] > start:",
+        "checkpoint/test_verifying.py::test_adjacent_damaged_pieces_are_named_as_one_range",
+    ),
+    # The notebook's side.
+    Mutant(
+        "kernel/coordinator/state.py",
+        "if event.incarnation != rank.incarnation or rank.cell != event.cell:",
+        "if event.incarnation != rank.incarnation:",
+        "coordinator/test_state.py",
+    ),
+    Mutant(
+        "kernel/coordinator/supervisor.py",
+        "if doom.seconds >= WARN_AFTER and (cell.cell, *what) not in self._said:",
+        "if doom.seconds >= WARN_AFTER:",
+        "coordinator/test_supervisor.py",
+    ),
+    Mutant(
+        "kernel/coordinator/supervisor.py",
+        "if group.pending and not set(group.ranks)",
+        "if not set(group.ranks)",
+        "coordinator/test_state.py",
+    ),
+    Mutant(
+        "kernel/coordinator/watch.py",
+        "view.count >= launch.number and not view.broken",
+        "view.count >= launch.number",
+        "coordinator/test_watch.py",
+    ),
+    Mutant("kernel/output.py", "        self._open.discard(rank)\n", "", "test_output.py"),
+    Mutant(
+        "kernel/queues.py",
+        "if item.time + hold > now and not item.alone:",
+        "if item.time + hold > now:",
+        "test_output.py",
+    ),
+    Mutant("kernel/results.py", '"replace", not self.cut)', '"replace", True)', "test_results.py"),
+    Mutant(
+        "kernel/launch/folders.py",
+        'base.glob(f"rankbook-{os.getuid()}-*")',
+        'base.glob("rankbook-*")',
+        "launch/test_folders.py",
+    ),
+    Mutant(
+        "kernel/launch/records.py",
+        "if stat.S_IMODE(status.st_mode) & 0o077:",
+        "if stat.S_IMODE(status.st_mode) & 0o007:",
+        "launch/test_records.py",
+    ),
+    Mutant(
+        "magics/options.py",
+        "if not 0 < seconds < threading.TIMEOUT_MAX:",
+        "if not 0 <= seconds < threading.TIMEOUT_MAX:",
+        "magics/test_options.py",
+    ),
+    Mutant(
+        "widgets/live.py",
+        'if message["arrived"] >= self._heard.get(looker, 0):',
+        'if message["arrived"]:',
+        "widgets/test_live.py",
+    ),
+    # Between notebook and ranks.
+    Mutant(
+        "kernel/transport/payload.py",
+        "if not buffer or buffer.readonly or ctypes",
+        "if not buffer or ctypes",
+        "transport/test_payload.py::test_frames_that_arrive_misaligned_or_read_only_become_usable",
+    ),
+    Mutant(
+        "kernel/transport/segments.py",
+        "if size > _free(self.folder) // 2:",
+        "if size > _free(self.folder):",
+        "transport/test_segments.py",
+    ),
+    Mutant(
+        "kernel/transport/stream.py",
+        "if len(self._pending) < end:",
+        "if len(self._pending) <= end:",
+        "transport/test_stream.py",
+    ),
+    # The ranks' side.
+    Mutant(
+        "kernel/rank/collectives.py",
+        "        self.count -= launched.number > 0\n",
+        "",
+        "rank/test_collectives.py",
+    ),
+    Mutant(
+        "kernel/rank/outbox.py",
+        "if not isinstance(each.message, Done)), None)",
+        "if each.message), None)",
+        "rank/test_outbox.py",
+    ),
+    Mutant("kernel/rank/capture.py", "        self._room -= size\n", "", "rank/test_capture.py"),
+    Mutant(
+        "kernel/rank/heal.py",
+        'if not name.startswith("_") and name not in hidden}',
+        "if name not in hidden}",
+        "rank/test_heal.py",
+    ),
+    # Training.
+    Mutant(
+        "kernel/runtime/samplers.py",
+        "elif len(batch_list) == ranks and self.drop_last:",
+        "elif self.drop_last:",
+        "runtime/test_samplers.py",
+    ),
+    Mutant(
+        "kernel/runtime/loaders.py",
+        "rank * mesh.size(axis) + mesh.get_local_rank(axis)",
+        "rank + mesh.get_local_rank(axis)",
+        "runtime/test_loaders.py",
+    ),
+    Mutant(
+        "kernel/runtime/accumulation.py",
+        "            self._stale = True\n        loader =",
+        "        loader =",
+        "runtime/test_accelerator.py",
+    ),
+    Mutant(
+        "kernel/runtime/precision.py",
+        "if installed.replaced is not None:",
+        "if installed.replaced is None:",
+        "runtime/test_precision.py",
+    ),
+    Mutant(
+        "kernel/runtime/gradient_state.py",
+        "        self._remove_dataloader(dataloader)\n        self._active.append",
+        "        self._active.append",
+        "runtime/test_gradient_state.py",
+    ),
+    # Checkpoints.
+    Mutant(
+        "kernel/checkpoint/plan.py",
+        "if same_common and asked == self._known else",
+        "if asked == self._known else",
+        "checkpoint/test_plan.py",
+    ),
+    Mutant(
+        "kernel/checkpoint/folders.py",
+        "for step in finished(storage) if step <= latest]",
+        "for step in finished(storage)]",
+        "checkpoint/test_folders.py::test_steps_above_the_latest_are_another_story_and_stay",
+    ),
+    Mutant(
+        "kernel/checkpoint/verifying.py",
+        "(size := self._names[file.name]) != file.size:",
+        "(size := self._names[file.name]) < file.size:",
+        "checkpoint/test_verifying.py::test_bytes_appended_to_a_file_are_told",
+    ),
+    Mutant(
+        "kernel/checkpoint/manifest.py",
+        "min(last * piece, chunk.nbytes)",
+        "last * piece",
+        "checkpoint/test_manifest.py",
+    ),
+    Mutant(
+        "kernel/checkpoint/reading.py",
+        "starts[1:] > ends[:-1] + gap",
+        "starts[1:] >= ends[:-1] + gap",
+        "checkpoint/test_reading.py",
+    ),
+    Mutant(
+        "kernel/checkpoint/coverage.py",
+        "same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
+        "same = volume == volumes(whole)",
+        "checkpoint/test_plan.py",
+    ),
+    Mutant(
+        "kernel/checkpoint/checksums.py",
+        "length = min(left, piece)",
+        "length = piece",
+        "checkpoint/test_checksums.py",
+    ),
+)
+
+
+class Copy:
+    """A copy of the package and its tests, in which one mutant at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder / name)
+        package = folder / "path" / "rankbook"  # kernel/, with magics and widgets as its subpackages
+        package.mkdir(parents=True)
+        for source in [*(folder / "kernel").iterdir(), folder / "magics", folder / "widgets"]:
+            (package / source.name).symlink_to(source)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(package.parent),  # ahead of the editable install
+            "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice within the resolution of its time stamp
+        }
+        imported = self._run(["-c", "import rankbook; print(rankbook.__file__)"])[1].strip()
+        if imported != str(package / "__init__.py"):
+            raise RuntimeError(f"expected the tests to import {package}/__init__.py, but they import {imported}")
+
+    def test(self, tests: str) -> tuple[int, str]:
+        """Run the tests; return pytest's exit code and its output."""
+        paths = [f"tests/{path}" for path in tests.split()]
+        return self._run(["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *self._without_workers(), *paths])
+
+    def try_mutant(self, mutant: Mutant) -> bool:
+        """Return whether the mutant's tests notice it. Raise RuntimeError if pytest cannot run them."""
+        text = mutant.apply(self.root)
+        try:
+            code, output = self.test(mutant.tests)
+        finally:
+            (self.root / mutant.file).write_text(text)
+        if code > INTERRUPTED:
+            raise RuntimeError(f"pytest could not run for {mutant} (exit code {code}):\n{output}")
+        return code != PASSED
+
+    @staticmethod
+    def _without_workers() -> list[str]:
+        return ["-n0"] if importlib.util.find_spec("xdist") else []
+
+    def _run(self, arguments: Sequence[str]) -> tuple[int, str]:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return process.returncode, output
+
+
+class Copies:
+    """As many copies as may be in use at a time, below one temporary folder."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for index in range(number):
+            copy = folder / str(index)
+            copy.mkdir()
+            self._free.put(Copy(copy))
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Copy]:
+        """Wait for a copy that is not in use."""
+        copy = self._free.get()
+        try:
+            yield copy
+        finally:
+            self._free.put(copy)
+
+    def test(self, tests: str) -> tuple[str, int, str]:
+        """Run the tests without any change."""
+        with self.borrow() as copy:
+            return tests, *copy.test(tests)
+
+    def try_mutant(self, mutant: Mutant) -> tuple[Mutant, bool, float]:
+        """Return the mutant, whether its tests notice it, and how many seconds they took."""
+        with self.borrow() as copy:
+            began = time.monotonic()
+            return mutant, copy.try_mutant(mutant), time.monotonic() - began
+
+
+def check_table(mutants: Sequence[Mutant], folder: Path) -> None:
+    """Raise ValueError with every entry that does not fit the sources, or whose change is no Python."""
+    errors = []
+    for mutant in mutants:
+        path = folder / mutant.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / mutant.file, path)
+        try:
+            mutant.apply(folder)
+        except (ValueError, SyntaxError) as error:
+            errors.append(str(error))
+    if errors:
+        raise ValueError("\n".join(errors))
+
+
+def check_tests(mutants: Sequence[Mutant], copies: Copies, pool: ThreadPoolExecutor, *, jobs: int) -> None:
+    """Run the tests of all mutants without any change. Raise RuntimeError if one fails."""
+    selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
+    shares = [" ".join(selections[job::jobs]) for job in range(min(jobs, len(selections)))]
+    for tests, code, output in pool.map(copies.test, shares):
+        if code != PASSED:
+            raise RuntimeError(f"expected these to pass unchanged (exit code {code}): {tests}\n{output}")
+
+
+def run(mutants: Sequence[Mutant], *, jobs: int) -> int:
+    """Try every mutant and print what became of it; return the exit code."""
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="rankbook-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
+        folder = Path(name)
+        check_table(mutants, folder / "table")
+        copies = Copies(folder, jobs)
+        print(f"{len(mutants)} mutants; first their tests, without any change", flush=True)
+        check_tests(mutants, copies, pool, jobs=jobs)
+        try:
+            for future in as_completed([pool.submit(copies.try_mutant, mutant) for mutant in mutants]):
+                mutant, noticed, seconds = future.result()
+                survived += not noticed
+                print(f"{'noticed' if noticed else 'SURVIVED':8} {seconds:5.1f} s  {mutant}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    print(f"{len(mutants) - survived} of {len(mutants)} mutants are noticed")
+    return 1 if survived > MAY_SURVIVE else 0
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", default="", help="try only the mutants whose description has TEXT")
+    parser.add_argument("--jobs", metavar="N", type=int, default=2, help="how many to try at a time (default: 2)")
+    options = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if options.only in f"{mutant}"]
+    if not mutants:
+        parser.error(f"no mutant has {options.only!r} in its description")
+    return run(mutants, jobs=options.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The forward of a model in mixed precision: installed once, removed without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from rankbook.runtime.options import AutocastKwargs
+from rankbook.runtime.precision import MixedForward, in_fp32, install_forward, remove_forward
+
+CPU = torch.device("cpu")
+
+
+def install(model: nn.Module, precision: str = "bf16") -> None:
+    install_forward(model, precision, CPU, AutocastKwargs())
+
+
+def doubled(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward of the user's own, as an attribute of the module."""
+    own = model.forward
+    return lambda x: own(x) * 2
+
+
+def test_a_second_installation_replaces_the_first():
+    model = nn.Linear(2, 2)
+    install(model)
+    install(model)
+    assert isinstance(model.forward, MixedForward)
+    assert not isinstance(model.forward.original, MixedForward)
+    install(model, "no")
+    assert "forward" not in vars(model)
+
+
+def test_removal_gives_back_a_forward_that_the_user_had_set():
+    model = nn.Linear(2, 2)
+    model.forward = forward = doubled(model)
+    install(model)
+    assert model.forward is not forward
+    remove_forward(model)
+    assert model.forward is forward
+    remove_forward(model)
+    assert model.forward is forward, "it is not ours to remove"
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_outputs_become_fp32_in_their_containers(dtype):
+    half, double = torch.ones(1, dtype=dtype), torch.ones(1, dtype=torch.float64)
+    found = in_fp32({"a": (half, [double]), "b": Output(half, ["x"])})
+    assert found["a"][0].dtype == found["b"].loss.dtype == torch.float32
+    assert found["a"][1][0] is double
+    assert isinstance(found["b"], Output)
+    assert found["b"].names == ["x"]
