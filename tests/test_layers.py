@@ -9,6 +9,7 @@ up to break it: a check that cannot fail is no check.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -233,6 +234,10 @@ MOST_FUNCTION_LINES = 70
 Sources = Mapping[str, str]
 
 
+parse = functools.cache(ast.parse)
+"""The trees of the package are the same for every check."""
+
+
 def read_sources() -> dict[str, str]:
     """The package's modules by their dotted names, with their text."""
     sources = {}
@@ -267,7 +272,7 @@ def room_of(module: str) -> str:
 def imports_of(sources: Sources) -> Iterator[Import]:
     """Every import statement, and each name that a `from` import takes out of one of our own packages."""
     for module, source in sources.items():
-        yield from _imports_below(ast.parse(source), module, sources, late=False, types_only=False)
+        yield from _imports_below(parse(source), module, sources, late=False, types_only=False)
 
 
 def _imports_below(node: ast.AST, module: str, sources: Sources, *, late: bool, types_only: bool) -> Iterator[Import]:
@@ -369,7 +374,7 @@ def cycles(sources: Sources) -> Iterator[str]:
 def unsaid_purposes(sources: Sources) -> Iterator[str]:
     """Modules that do not open with what they own and what they refuse."""
     for module, source in sources.items():
-        docstring = ast.get_docstring(ast.parse(source)) or ""
+        docstring = ast.get_docstring(parse(source)) or ""
         yield from (
             f"{module}: no {word!r} in its docstring" for word in ("Owns:", "Refuses:") if word not in docstring
         )
@@ -380,7 +385,7 @@ def large_rooms(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         if (lines := len(source.splitlines())) > MOST_LINES:
             yield f"{module} has {lines} lines; at most {MOST_LINES}"
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MOST_FUNCTION_LINES:
@@ -393,7 +398,7 @@ def stale_maps(sources: Sources) -> Iterator[str]:
         package, _, last = module.rpartition(".")
         if last != "__init__":
             continue
-        docstring = ast.get_docstring(ast.parse(source)) or ""
+        docstring = ast.get_docstring(parse(source)) or ""
         named = set(re.findall(r"^(\w+(?:\.py|/))(?:\s|$)", docstring, flags=re.MULTILINE))
         there = set()
         for other in sources:
@@ -406,7 +411,7 @@ def stale_maps(sources: Sources) -> Iterator[str]:
 
 def downward_imports(sources: Sources) -> Iterator[str]:
     """Imports, at run time, of a room that stands further down in the front door's map."""
-    front = ast.get_docstring(ast.parse(sources.get("rankbook.__init__", ""))) or ""
+    front = ast.get_docstring(parse(sources.get("rankbook.__init__", ""))) or ""
     order = re.findall(r"^(\w+)(?:\.py|/)(?:\s|$)", front, flags=re.MULTILINE)
     for each in imports_of(sources):
         room, target = room_of(each.module), room_of(each.target)

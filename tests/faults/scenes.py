@@ -429,7 +429,9 @@ class Stage:
 def stage(world: int) -> Iterator[Stage]:
     """A kernel with that many ranks; nothing of it may be left."""
     # Not patient: a fault comes once its culprit's line is seen, which the others have not.
-    with running_kernel(ranks=world, patient=False, timeout=5) as notebook:
+    # Its ranks need not be waited for as long as a person's: what follows the grace period is the same.
+    env = {"RANKBOOK_ABORT_GRACE": "0.3"}
+    with running_kernel(ranks=world, patient=False, timeout=5, env=env) as notebook:
         yield Stage(world, notebook)
 
 

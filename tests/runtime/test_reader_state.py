@@ -48,6 +48,7 @@ def told(batches):
     return [[each.tolist() for each in batch] for batch in batches]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_fresh_loader_goes_on_with_the_state_that_each_worker_s_dataset_had(workers):
     first = prepared(workers)
@@ -70,6 +71,7 @@ def test_a_fresh_loader_goes_on_with_the_state_that_each_worker_s_dataset_had(wo
         assert told(third) == whole[at + 1 :]
 
 
+@pytest.mark.processes
 def test_the_next_epoch_goes_on_with_it_too_where_no_worker_has_taken_it_along():
     first = prepared()
     list(first)
@@ -90,6 +92,7 @@ def test_another_epoch_leaves_what_was_loaded():
     assert told(again)[0][1] == [1, 2]
 
 
+@pytest.mark.processes
 def test_other_workers_get_the_batches_that_follow_and_a_warning():
     first = prepared(2)
     whole = [batch[0] for batch in told(first)]
@@ -131,6 +134,7 @@ def over_a_checkpoint(folder, workers):
     return whole[3:], told(loader)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_rank_s_own_state_is_in_a_checkpoint(tmp_path, workers):
     for rank, (whole, rest) in enumerate(run_ranks(over_a_checkpoint, 2, str(tmp_path / "state"), workers)):
@@ -247,6 +251,7 @@ def with_states(loader):
 KINDS = [Stream, StartingPoint, Iterated, Itself, Late, Stateless]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
@@ -277,6 +282,7 @@ def test_a_stream_goes_on_where_it_was(kind, workers):
         list(first)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("then", [0, 1, 2])
 def test_a_stream_goes_on_with_any_number_of_workers(then):
     first = streaming(workers=2, prefetch_factor=4)
@@ -341,6 +347,7 @@ def a_stream_over_a_checkpoint(folder, workers, save):
     return whole
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_checkpoint_has_the_stream_s_state_for_as_many_ranks_and_for_others(tmp_path, workers):
     folder = str(tmp_path / "state")
