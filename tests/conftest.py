@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -320,8 +321,8 @@ def leftovers() -> set[str]:
     """Folders of clusters, in every place where they may lie, but for those of other people's living kernels."""
     places = {tempfile.gettempdir(), "/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}
     found = {path for place in places for path in Path(place).glob("rankbook-*-*-*")}
-    owners = {path: int(path.name.split("-")[2]) for path in found}
-    return {str(path) for path in found if owners[path] == os.getpid() or not psutil.pid_exists(owners[path])}
+    owners = {path: int(path.name.split("-")[2]) for path in found if re.match(r"rankbook-\d+-[0-9]{1,7}-", path.name)}
+    return {str(path) for path in owners if owners[path] == os.getpid() or not psutil.pid_exists(owners[path])}
 
 
 def check_nothing_left(mark: str, before: set[str], *, timeout: float = 10.0) -> None:

@@ -50,7 +50,7 @@ def default_ranks(cuda_devices: int) -> int:
     """How many ranks a start without a number makes: RANKBOOK_RANKS, else one per device, else two."""
     wish = os.environ.get("RANKBOOK_RANKS")
     if wish:
-        if not wish.isdigit():
+        if not wish.isdecimal():
             raise BadRequest(f"RANKBOOK_RANKS={wish} is no number of ranks")
         return int(wish)
     return cuda_devices or DEFAULT_CPU_RANKS

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rankbook.forking import (
     CloseCluster,
@@ -36,6 +37,7 @@ from rankbook.forking import (
 )
 from rankbook.keeping import KeepCluster
 from rankbook.messages import ToForkserver, decode_to_forkserver
+from rankbook.ownership import hold_folder
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner
@@ -81,6 +83,7 @@ class Forkserver:
         self._children: dict[int, Child] = {}
         self._store: int | None = None
         self._folders: tuple[str, ...] = ()
+        self._locks: list[int] = []
         self._kills = RecentKills(find_counter())
         self._live_read, self._live_write = os.pipe()
         self._signal_read, self._signal_write = os.pipe()
@@ -146,6 +149,7 @@ class Forkserver:
         from rankbook.rank.process_group import serve_store
 
         self._folders = message.folders
+        self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         port = listener.getsockname()[1]
         gc.freeze()
@@ -259,6 +263,8 @@ class Forkserver:
             select.select([self._signal_read], [], [], 0.05)
         _remove(self._folders)
         self._folders = ()
+        while self._locks:
+            os.close(self._locks.pop())
         self._exits.clear()
 
 
