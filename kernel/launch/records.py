@@ -51,7 +51,7 @@ class Record:
     sockets: str
     segments: str
     logs: str
-    store_port: int
+    master_port: int
     backend: str
     threads: int
     ranks: tuple[KeptRank, ...]

@@ -41,7 +41,7 @@ def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
         sockets=str(folder),
         segments=str(folder),
         logs=str(folder),
-        store_port=1,
+        master_port=1,
         backend="gloo",
         threads=1,
         ranks=(KeptRank(0, 1, 11, "cpu"), KeptRank(1, 2, None, "cpu")),
