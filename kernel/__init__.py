@@ -5,6 +5,7 @@ Owns: the public names, imported when they are used. Refuses: to import torch in
 The rooms, from the wire up; imports point upwards in this list, never down:
 
 telemetry.py      what a rank can tell about itself
+ownership.py      which process owns a file or folder, and whether it lives
 wire.py           what a message is
 words.py          numbers as people read them
 keeping.py        the vocabulary of ranks that outlive the notebook

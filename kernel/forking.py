@@ -9,7 +9,7 @@ from rankbook.wire import Message
 
 
 class OpenCluster(Message, frozen=True):
-    """Prepare for a cluster: start its rendezvous store, and remove `folders` should the notebook die."""
+    """Prepare for a cluster: choose its MASTER_PORT, and remove `folders` should the notebook die."""
 
     folders: tuple[str, ...]
 
@@ -34,7 +34,6 @@ class ForkRank(Message, frozen=True):
     downlink: str
     segments: str
     logs: str
-    store_port: int
     cluster: str
     keep: str = ""
     widgets: bool = False
@@ -60,9 +59,9 @@ class ForkserverUp(Message, frozen=True):
 
 
 class ClusterOpened(Message, frozen=True):
-    """The rendezvous store listens on `store_port` of the loopback interface; `devices` CUDA devices are visible."""
+    """Nothing listens on `master_port` of the loopback interface yet; `devices` CUDA devices are visible."""
 
-    store_port: int
+    master_port: int
     devices: int
 
 

@@ -109,7 +109,7 @@ def may_stand(
 
 def _order(text: str) -> tuple[bool, int, str]:
     number = text.rsplit(",", 1)[-1]
-    return text.startswith("-"), int(number) if number.isdigit() else -1, text
+    return text.startswith("-"), int(number) if number.isdecimal() else -1, text
 
 
 def _values(action: argparse.Action, begun: str, world_size: int) -> Iterable[str]:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -368,8 +369,9 @@ def cluster_folders(pid: int) -> list[Path]:
 
 def leftovers() -> set[str]:
     """Return the cluster folders in this worker's runtime folder, except those of other living kernels."""
-    found = {path: int(path.name.split("-")[2]) for path in runtime_folder().glob("rankbook-*-*-*")}
-    return {str(path) for path, pid in found.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
+    found = {path: re.match(r"rankbook-\d+-([0-9]{1,7})-", path.name) for path in runtime_folder().glob("rankbook-*")}
+    pids = {path: int(match[1]) for path, match in found.items() if match}
+    return {str(path) for path, pid in pids.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
 
 
 def check_nothing_left(mark: str, before: set[str], *, timeout: float = 10.0) -> None:

@@ -45,8 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pieces": {"queues", "lines"},
     "results": {"output", "lines", "messages", "ranks", "errors"},
     "sources": set(),
+    "ownership": set(),
     "transport": {"sources", "messages", "errors"},
-    "launch": {"transport", "forking", "messages", "keeping", "ranks", "errors"},
+    "launch": {"ownership", "transport", "forking", "messages", "keeping", "ranks", "errors"},
     "coordinator": {
         "forking",
         "comms",
@@ -68,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "rank": {
         "forking",
+        "ownership",
         "comms",
         "sources",
         "debugging",
@@ -84,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
     },
     "runtime": {"telemetry", "errors", "checkpoint"},
-    "checkpoint": {"telemetry", "words", "errors"},
+    "checkpoint": {"ownership", "telemetry", "words", "errors"},
     "launched": {"runtime"},
     "widgets": {"telemetry", "results", "pieces", "ranks", "words", "errors"},
     "magics": {

@@ -9,18 +9,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 
 from rankbook.checkpoint.stores import Storage, read_all
-
-PATIENCE = 24 * 3600.0
-"""Seconds after which a save on another machine is taken for dead: nobody here can ask whether its process lives."""
+from rankbook.ownership import PATIENCE
+from rankbook.ownership import machine as _machine
+from rankbook.ownership import started as _started
 
 _under_way: dict[str, str] = {}  # the tokens of this process's own saves, by where they claim
 
@@ -76,25 +72,3 @@ def owner_of(storage: Storage, path: str) -> Owner | None:
         return Owner(**json.loads(read_all(storage, path)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-
-
-@cache
-def _machine() -> str:
-    """Within it a process number means one process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"{platform.node()} {uuid.getnode()}"
-
-
-def _started(pid: int) -> str:
-    """When a process began, in the system's own words; empty where there is none."""
-    if sys.platform.startswith("linux"):
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return ""
-        return "" if fields[0] in {"Z", "X"} else fields[19]
-    run = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return run.stdout.strip()

@@ -69,7 +69,7 @@ class Crew:
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
-                self._port = opened.store_port
+                self._port = opened.master_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices), grace=abort_grace())
                 self.segments = SegmentStore(self._folders.segments)
@@ -174,7 +174,6 @@ class Crew:
             downlink=downlink,
             segments=str(self._folders.segments),
             logs=str(self._folders.logs),
-            store_port=self._port,
             cluster=self.key,
             keep=self._token,
             widgets="ipykernel.kernelapp" in sys.modules,  # every kernel's process has begun there
@@ -212,7 +211,7 @@ class Crew:
             sockets=str(self._folders.sockets),
             segments=str(self._folders.segments),
             logs=str(self._folders.logs),
-            store_port=self._port,
+            master_port=self._port,
             backend=self.placement.backend,
             threads=self.placement.threads,
             ranks=tuple(KeptRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),

@@ -58,7 +58,7 @@ class AdoptedCrew(Crew):
     def __init__(self, record: Record, *, sink: Sink | None) -> None:
         self._name(record.key, record.seconds, record.token)
         self._folders = Folders(Path(record.sockets), Path(record.segments), Path(record.logs))
-        self._port = record.store_port
+        self._port = record.master_port
         self.placement = Placement(record.devices, record.backend, record.threads)
         self.segments = SegmentStore(self._folders.segments)
         with held_interrupts():

@@ -50,7 +50,7 @@ def default_ranks(cuda_devices: int) -> int:
     """How many ranks a start without a number makes: RANKBOOK_RANKS, else one per device, else two."""
     wish = os.environ.get("RANKBOOK_RANKS")
     if wish:
-        if not wish.isdigit():
+        if not wish.isdecimal():
             raise BadRequest(f"RANKBOOK_RANKS={wish} is no number of ranks")
         return int(wish)
     return cuda_devices or DEFAULT_CPU_RANKS
@@ -76,7 +76,7 @@ def usable_cores() -> int:
 def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
     """`base`, the notebook's environment, with what torch and its launchers agree on (torchrun's contract).
 
-    The store is there already, as torchrun's agent has it, so `init_method="env://"` joins it too.
+    Nothing listens on `port`: rank 0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
@@ -94,6 +94,5 @@ def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, por
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }

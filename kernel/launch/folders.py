@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
-import psutil
 
 from rankbook.errors import StartError
+from rankbook.ownership import claim_folder, is_abandoned
 
 _LONGEST_SOCKET_PATH = 90
 _LOG_DAYS = 7
@@ -24,22 +27,28 @@ _LOG_DAYS = 7
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders of one cluster. `sockets` and `segments` are 0700 and die with it; `logs` stay for a week."""
+    """The folders of one cluster. `sockets` and `segments` are 0700 and die with it; `logs` stay for a week.
+
+    `locks` are descriptors that keep other starts from removing them while this process lives.
+    """
 
     sockets: Path
     segments: Path
     logs: Path
+    locks: list[int] = field(default_factory=list, compare=False)
 
     def remove(self) -> None:
         """Remove what dies with the cluster."""
         for folder in {self.sockets, self.segments}:
             shutil.rmtree(folder, ignore_errors=True)
+        while self.locks:
+            os.close(self.locks.pop())
 
 
 def make_folders(owner: int | None = None) -> Folders:
     """Fresh folders for a cluster. Raises `StartError` that names the folder and what to set.
 
-    They are the process `owner`'s, or this one's: whoever comes later removes them if it is gone.
+    They belong to the process `owner`, or to this one: a later start removes them once it is gone.
     `RANKBOOK_RUNTIME_DIR` overrides where sockets and segments go, `RANKBOOK_LOG_DIR` where logs go.
     """
     base = socket_base()
@@ -47,11 +56,12 @@ def make_folders(owner: int | None = None) -> Folders:
     shared = base if os.environ.get("RANKBOOK_RUNTIME_DIR") else _segment_base(base)
     for each in {base, shared}:
         _sweep(each)
-    sockets = _make(base, owner)
-    segments = sockets if shared == base else _make(shared, owner)
+    locks: list[int] = []
+    sockets = _make(base, owner, locks)
+    segments = sockets if shared == base else _make(shared, owner, locks)
     logs = Path(os.environ.get("RANKBOOK_LOG_DIR") or platformdirs.user_log_path("rankbook"))
     _sweep_logs(logs)
-    return Folders(sockets, segments, logs / sockets.name)
+    return Folders(sockets, segments, logs / sockets.name, locks)
 
 
 def socket_base() -> Path:
@@ -72,9 +82,10 @@ def _segment_base(sockets: Path) -> Path:
     return shared if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else sockets
 
 
-def _make(base: Path, owner: int) -> Path:
+def _make(base: Path, owner: int, locks: list[int]) -> Path:
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"rankbook-{os.getuid()}-{owner}-", dir=base))
+        locks.append(claim_folder(folder, owner))
     except OSError as error:
         raise StartError(
             f"cannot make a folder in {base}: {error.strerror}; set RANKBOOK_RUNTIME_DIR to a folder of yours with room"
@@ -83,16 +94,32 @@ def _make(base: Path, owner: int) -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove folders of our own user whose process is gone."""
-    for folder in base.glob(f"rankbook-{os.getuid()}-*"):
-        owner = folder.name.split("-")[2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+    """Remove what clusters of this user have left. Whatever is not known to be that is left alone."""
+    for folder in _own_folders(base):
+        if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep_logs(logs: Path) -> None:
+    """Remove old logs, and close the others to other users, to whom earlier versions left them open."""
     oldest = time.time() - _LOG_DAYS * 86_400
-    with contextlib.suppress(OSError):  # a log folder that cannot be read has nothing to sweep
-        for folder in logs.glob("rankbook-*"):
-            if folder.stat().st_mtime < oldest:
+    for folder in _own_folders(logs):
+        with contextlib.suppress(OSError):  # another start removes it
+            if folder.lstat().st_mtime < oldest:
                 shutil.rmtree(folder, ignore_errors=True)
+            elif stat.S_IMODE(folder.lstat().st_mode) & 0o077:
+                folder.chmod(0o700)
+                for file in folder.glob("*.log"):
+                    if not file.is_symlink():
+                        file.chmod(0o600)
+
+
+def _own_folders(base: Path) -> Iterator[Path]:
+    """The folders in `base` that this user made for a cluster. Other users may have put anything beside them."""
+    name = re.compile(rf"rankbook-{os.getuid()}-[0-9]+-\w+", re.ASCII)
+    with contextlib.suppress(OSError):  # a folder that cannot be read has none
+        for folder in base.glob("rankbook-*"):
+            with contextlib.suppress(OSError):
+                status = folder.lstat()
+                if name.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                    yield folder

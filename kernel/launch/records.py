@@ -19,6 +19,7 @@ import psutil
 
 from rankbook.errors import StartError
 from rankbook.launch.folders import socket_base
+from rankbook.ownership import is_abandoned
 
 RECORD = "kept.json"
 _CLOCK_STEP = 2.0
@@ -50,7 +51,7 @@ class Record:
     sockets: str
     segments: str
     logs: str
-    store_port: int
+    master_port: int
     backend: str
     threads: int
     ranks: tuple[KeptRank, ...]
@@ -114,11 +115,15 @@ def find_records() -> Found:
             notes.append(f"{path} is not used: it cannot be read ({error})")
             continue
         began = started_at(record.forkserver)
-        if began is None or abs(began - record.started) > _CLOCK_STEP:
+        if began is not None and abs(began - record.started) <= _CLOCK_STEP:
+            records.append(record)
+        elif is_abandoned(path.parent):
             _remove(path.parent, Path(record.segments))
             notes.append(f"{record.describe()}: these ranks have ended; what was left of them is removed")
         else:
-            records.append(record)
+            notes.append(
+                f"{record.describe()}: their process cannot be seen from here (another container?); nothing is removed"
+            )
     return Found(tuple(records), tuple(notes))
 
 

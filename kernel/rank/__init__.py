@@ -22,6 +22,8 @@ tracebacks.py     errors, short and for people
 outbox.py         what a kept rank has sent and nobody has seen
 capture.py        stdout and stderr, of the process and its children
 process_group.py  torch's process groups: made, aborted, formed anew
+store.py          the store in which ranks find each other
+gloo.py           gloo, connected to ranks of this user only
 backends.py       torch's gloo and nccl, made
 recoverable.py    a group that outlives its connections
 waits.py          waits for a collective, so that the wait ends

@@ -5,12 +5,15 @@ Owns: which kind of device gets which, and how each is made. Refuses: to know wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from rankbook.rank.gloo import make_gloo
 
 
 def backends_of(backend: str) -> dict[str, str]:
@@ -21,11 +24,20 @@ def backends_of(backend: str) -> dict[str, str]:
 
 
 def make_backend(
-    backend: str, store: dist.Store, name: str, ranks: tuple[int, ...], rank: int, timeout: timedelta
+    backend: str,
+    store: dist.Store,
+    name: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout: timedelta,
+    wait: Callable[[dist.Store, list[str]], None],
 ) -> Any:  # noqa: ANN401 - torch has no type for it
-    """A gloo or nccl backend for the group `name` of the world's `ranks`, in which this one is number `rank`."""
+    """Return a gloo or nccl backend for the group `name` of the world's `ranks`, in which this one is number `rank`.
+
+    `wait` waits for keys of a store.
+    """
     if backend == "gloo":
-        made: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
+        made: Any = make_gloo(store, rank, len(ranks), timeout, wait)
         made.options.global_ranks_in_group = list(ranks)
         made.options.group_name = c10d.GroupName(name)
     else:

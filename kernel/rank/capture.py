@@ -38,6 +38,7 @@ StreamName = Literal["stdout", "stderr"]
 
 SHOWN = 4 << 20
 """Bytes that one rank may send per cell; what is more goes to the cell's log."""
+_PRIVATE = functools.partial(os.open, mode=0o600)
 TAIL = 8 << 10
 """Bytes from the end of a flood that are shown all the same."""
 
@@ -312,8 +313,8 @@ class _Quota:
         assert self._sent is not None
         self._path = self._logs / self._name
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = io.FileIO(self._path, "w")
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log = io.FileIO(self._path, "w", opener=_PRIVATE)
         except OSError as error:
             self._path = None
             note = f"too much output to show; the rest is not kept: no log, {error}\n"
@@ -328,7 +329,7 @@ class _Quota:
         if self._log is None or self._log.closed:
             if self._path is None or self._log is None:
                 return
-            self._log = io.FileIO(self._path, "a")
+            self._log = io.FileIO(self._path, "a", opener=_PRIVATE)
         view = memoryview(data)
         try:
             while view:

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rankbook.forking import (
     CloseCluster,
@@ -36,6 +37,7 @@ from rankbook.forking import (
 )
 from rankbook.keeping import KeepCluster
 from rankbook.messages import ToForkserver, decode_to_forkserver
+from rankbook.ownership import hold_folder
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner
@@ -79,8 +81,8 @@ class Forkserver:
         self._notebook = notebook
         self._exits: dict[int, RankExited] = {}
         self._children: dict[int, Child] = {}
-        self._store: int | None = None
         self._folders: tuple[str, ...] = ()
+        self._locks: list[int] = []
         self._kills = RecentKills(find_counter())
         self._live_read, self._live_write = os.pipe()
         self._signal_read, self._signal_write = os.pipe()
@@ -143,19 +145,9 @@ class Forkserver:
                 self._owner.send(ClusterClosed())
 
     def _open(self, message: OpenCluster) -> None:
-        from rankbook.rank.process_group import serve_store
-
         self._folders = message.folders
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        port = listener.getsockname()[1]
-        gc.freeze()
-        self._store = os.fork()
-        if self._store == 0:
-            self._become_child()
-            serve_store(listener.detach(), port, self._live_read)
-            os._exit(0)
-        listener.close()
-        self._owner.send(ClusterOpened(store_port=port, devices=self._count_devices()))
+        self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
+        self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
 
     def _count_devices(self) -> int:
         """Counted in a child: asking may initialise CUDA, and a process that has cannot fork ranks."""
@@ -215,8 +207,6 @@ class Forkserver:
             child = self._children.pop(pid, None)
             if child is not None:
                 self._tell_exit(child, os.waitstatus_to_exitcode(status))
-            elif pid == self._store:
-                self._store = None
 
     def _tell_exit(self, child: Child, code: int) -> None:
         host.kill_session(child.pid)
@@ -251,15 +241,21 @@ class Forkserver:
     def _close(self) -> None:
         for pid in tuple(self._children):
             self._kill(pid)
-        if self._store is not None:
-            os.kill(self._store, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while (self._children or self._store is not None) and time.monotonic() < deadline:
+        while self._children and time.monotonic() < deadline:
             self._reap()
             select.select([self._signal_read], [], [], 0.05)
         _remove(self._folders)
         self._folders = ()
+        while self._locks:
+            os.close(self._locks.pop())
         self._exits.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _remove(folders: tuple[str, ...]) -> None:

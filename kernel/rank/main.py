@@ -122,7 +122,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         world_size=request.world_size,
         backend=request.backend,
         device=device,
-        port=request.store_port,
+        folder=Path(request.segments),
     )
     lifeboat.board(group.rescue)
     shell = _prepared[0]

@@ -6,8 +6,8 @@ to decide when; the notebook does, for all ranks at once.
 torch makes each group through one function of its own. Here that is wrapped, so that the default group, every
 `new_group` and every mesh get a `RecoverableGroup`, and everything else about them is torch's.
 
-The store is a process of its own, so that no rank's death takes it along. It listens on the loopback interface only:
-torch's own store would listen on every interface, and it answers whoever asks.
+The ranks meet in a store that lies in a folder (`store.py`): torch's own listens on a port and answers every user of
+the machine. `init_method="env://"` leads there too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
@@ -34,7 +37,8 @@ from rankbook.rank import forks, lifeboat, models
 from rankbook.rank.backends import backends_of, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
 from rankbook.rank.recoverable import Inner, RecoverableGroup
-from rankbook.rank.sockets import Opened, shut_down, watch_opened
+from rankbook.rank.sockets import watch_opened
+from rankbook.rank.store import FolderStore, generation_prefix
 from rankbook.telemetry import GroupReport
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -45,14 +49,6 @@ _NAME = "rankbook"
 _MANAGED = {"gloo", "nccl"}
 _FORMING = Op("new_group", None, alike=False)
 _T = TypeVar("_T")
-
-
-def serve_store(listener: int, port: int, liveness: int) -> None:
-    """Host the store on the listening socket `listener` until `liveness` closes. Never returns before."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    while os.read(liveness, 1):
-        pass
-    del store
 
 
 @dataclass
@@ -80,14 +76,13 @@ class GroupMember:
         world_size: int,
         backend: str,
         device: torch.device,
-        port: int,
+        folder: Path,
     ) -> None:
         self.where: Callable[[], int | None] = lambda: None
         self.rank = rank
         self._world_size = world_size
         self._backend = backend
         self.device = device
-        self._port = port
         self._generation = 0
         self._members: dict[str, _Member] = {}
         self._forming = Ledger("", tuple(range(world_size)))
@@ -96,8 +91,9 @@ class GroupMember:
         self._cause: str | None = None
         self._give_up = threading.Event()
         self._patient = False
-        self._connection: dist.Store | None = None
-        self._connection_sockets: Opened = {}
+        self.master_port = os.environ.get("MASTER_PORT")
+        self.store = FolderStore(folder / "store", self._give_up)  # for life: torch may use it as long
+        self.store.set_timeout(JOIN_TIMEOUT)
         self._install()
 
     # Joining
@@ -110,12 +106,12 @@ class GroupMember:
         self._cause = None
         self._give_up.clear()
         self._generation = generation
-        with watch_opened() as self._connection_sockets:
-            self._connection = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT)
         if not dist.is_initialized():
             self._members.clear()
             c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree
         groups, count = self._agree()
+        if self.rank == 0:
+            self.store.forget_generations(generation)
         self._made.clear()
         if dist.is_initialized():
             for name, member in self._members.copy().items():
@@ -127,7 +123,7 @@ class GroupMember:
         else:
             dist.init_process_group(
                 self._backend,
-                store=dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=JOIN_TIMEOUT),
+                store=self.store,
                 rank=self.rank,
                 world_size=self._world_size,
             )
@@ -201,7 +197,6 @@ class GroupMember:
             and (not message.groups or self._forming.name in message.groups)
         ):
             self._give_up.set()
-            shut_down(self._connection_sockets)
 
     def rescue(self, thread: str) -> bool:
         """A thread of torch's has given up. Whether this rank can go on without it."""
@@ -262,6 +257,7 @@ class GroupMember:
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             models.remember_models()
+            _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
         _creators[:] = [self]
 
     def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
@@ -328,9 +324,8 @@ class GroupMember:
         for device, backend in member.backends.items():
             kind = dist.Backend.backend_type_map[backend]
             if backend not in made:
-                made[backend] = make_backend(
-                    backend, dist.PrefixStore(backend, store), name, ranks, member.rank, self._timeout_of(member)
-                )
+                timeout, beside = self._timeout_of(member), dist.PrefixStore(backend, store)
+                made[backend] = make_backend(backend, beside, name, ranks, member.rank, timeout, self._await)
                 group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[backend])
         group._set_group_name(c10d.GroupName(name))
@@ -338,8 +333,7 @@ class GroupMember:
         return group
 
     def _store(self, what: str) -> dist.Store:
-        assert self._connection is not None
-        return dist.PrefixStore(f"generation-{self._generation}/{what}", self._connection)
+        return dist.PrefixStore(f"{generation_prefix(self._generation)}/{what}", self.store)
 
     def _await(self, store: dist.Store, keys: list[str]) -> None:
         """Wait until all `keys` are there. torch's own wait would be deaf to signals, and to `abort`."""
@@ -368,8 +362,10 @@ class GroupMember:
         try:
             thread.join()
         except BaseException:
-            shut_down(self._connection_sockets)
+            self._give_up.set()
             thread.join()
+            if self._cause is None:  # nobody else has set it
+                self._give_up.clear()
             raise
         if failed:
             raise failed[0]
@@ -381,6 +377,17 @@ _creators: list[GroupMember] = []
 
 def _make_here(options: object, backend_options: object) -> RecoverableGroup:
     return _creators[-1]._make(options, backend_options)
+
+
+def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Lead `init_method="env://"` to the cluster's store, unless the user has set another address."""
+    member = _creators[-1]
+    if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
+        return (yield from original(url, **options))
+    told = dict(parse_qsl(urlsplit(url).query))
+    rank, world_size = (int(told.get(name.lower(), os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
+    yield dist.PrefixStore("env", member.store), rank, world_size
+    raise RuntimeError("unable to perform re-rendezvous using env:// method")
 
 
 def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:

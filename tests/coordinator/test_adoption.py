@@ -273,7 +273,7 @@ def record(key: str) -> Record:
         notebook=9,
         forkserver=8,
         started=0.0,
-        store_port=1,
+        master_port=1,
         backend="gloo",
         threads=1,
         ranks=ranks,

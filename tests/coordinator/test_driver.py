@@ -133,7 +133,6 @@ def request(rank: int, incarnation: int, downlink: str) -> ForkRank:
         downlink=downlink,
         segments="",
         logs="",
-        store_port=0,
         cluster="test",
     )
 

@@ -126,10 +126,15 @@ def test_the_torch_environment_contract_is_set(loaded):
     assert first[6:] == second[6:]
     joined = (
         "%%distributed\nimport os\nstore = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), "
-        "is_master=False)\nstore.set(f'here {rank}', 'yes')\nstore.wait(['here 0', 'here 1'])\n"
+        "is_master=rank == 0)\nstore.set(f'here {rank}', 'yes')\nstore.wait(['here 0', 'here 1'])\n"
         "print(dist.is_initialized(), dist.get_rank() == rank, dist.get_world_size() == world_size, device)"
     )
     assert "[0-1] True True True cpu" in loaded.ok(joined).stdout
+    again = (
+        "%%distributed\ndist.destroy_process_group()\ndist.init_process_group('gloo')\nt = torch.ones(1)\n"
+        "dist.all_reduce(t)\nprint(t.item(), dist.get_world_size(), type(dist.group.WORLD).__name__)"
+    )
+    assert "[0-1] 2.0 2 RecoverableGroup" in loaded.ok(again).stdout
 
 
 def test_folder_environment_and_path_of_the_notebook_reach_the_ranks(loaded, tmp_path):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from rankbook.errors import StartError
 from rankbook.launch import folders
 from rankbook.launch.folders import make_folders
+from rankbook.ownership import OWNER_FILE, PATIENCE, claim_folder, hold_folder
 
 
 def test_they_can_be_entered_by_their_owner_only_and_are_gone_after_remove():
@@ -23,22 +27,104 @@ def test_they_can_be_entered_by_their_owner_only_and_are_gone_after_remove():
     assert not made.segments.exists()
 
 
-@pytest.mark.processes
-def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(short_path, monkeypatch):
-    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
-    dead = subprocess.run(
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that has ended."""
+    run = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    left = short_path / f"rankbook-{os.getuid()}-{dead.stdout.strip()}-abc"
-    alive = short_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc"
-    other = short_path / f"rankbook-{os.getuid() + 1}-{dead.stdout.strip()}-abc"
-    for folder in (left, alive, other):
-        folder.mkdir()
+    return int(run.stdout)
+
+
+def make_claimed(path: Path, pid: int, **fields: str) -> Path:
+    """A folder whose owner file names the process `pid`, and nobody holds its lock."""
+    path.mkdir()
+    os.close(claim_folder(path, pid))
+    file = path / OWNER_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return path
+
+
+def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(short_path, monkeypatch, dead):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    left = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-abc", dead)
+    alive = make_claimed(short_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc", os.getpid())
+    other = make_claimed(short_path / f"rankbook-{os.getuid() + 1}-{dead}-abc", dead)
     made = make_folders()
     assert not left.exists()
     assert alive.exists()
     assert other.exists()
     assert made.sockets.parent == made.segments.parent == short_path
+
+
+@pytest.mark.parametrize("pid", ["²", "4294967296", "99999999999999999999", "-1", "", "x", "1\n"])
+def test_a_folder_whose_name_is_not_understood_is_left_alone(short_path, monkeypatch, pid):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    monkeypatch.setenv("RANKBOOK_LOG_DIR", str(short_path))
+    foreign = short_path / f"rankbook-{os.getuid()}-{pid}-x"
+    foreign.mkdir()
+    make_folders().remove()
+    assert foreign.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_left_alone_whatever_it_holds(short_path, monkeypatch, dead):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    foreign = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead)
+    os.chown(foreign, 65534, 65534)
+    pipe = short_path / f"rankbook-{os.getuid()}-{dead}-y"
+    pipe.mkdir()
+    os.mkfifo(pipe / OWNER_FILE)
+    link = short_path / f"rankbook-{os.getuid()}-{dead}-z"
+    link.symlink_to(foreign)
+    make_folders().remove()
+    assert foreign.exists()
+    assert pipe.exists()
+    assert link.is_symlink()
+
+
+def test_a_cluster_of_another_pid_namespace_is_left_alone_for_a_day(short_path, monkeypatch, dead):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead, machine="another pid namespace")
+    make_folders().remove()
+    assert folder.exists()
+    make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-y", dead)
+    file = folder / OWNER_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"since": time.time() - 2 * PATIENCE}))
+    make_folders().remove()
+    assert not folder.exists()
+
+
+def test_a_held_lock_keeps_the_folder_of_a_process_that_cannot_be_found(short_path, monkeypatch, dead):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead)
+    lock = hold_folder(folder)
+    assert lock is not None
+    make_folders().remove()
+    assert folder.exists()
+    os.close(lock)
+    make_folders().remove()
+    assert not folder.exists()
+
+
+def test_a_later_process_with_the_same_pid_is_not_taken_for_the_owner(short_path, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
+    folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{os.getpid()}-x", os.getpid(), started="1")
+    make_folders().remove()
+    assert not folder.exists()
+
+
+def test_logs_of_earlier_versions_are_closed_to_other_users(short_path, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_LOG_DIR", str(short_path))
+    short_path.chmod(0o755)
+    folder = short_path / f"rankbook-{os.getuid()}-7-abc"
+    folder.mkdir(mode=0o755)
+    log = folder / "cell-1-rank-0.log"
+    log.touch(0o644)
+    (folder / "link.log").symlink_to("/dev/null")
+    make_folders().remove()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, log)] == [0o700, 0o600]
+    assert stat.S_IMODE(short_path.stat().st_mode) == 0o755  # may be shared
 
 
 def test_a_folder_that_is_missing_or_a_file_names_it_and_the_variable(short_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from rankbook.errors import StartError
 from rankbook.launch.records import RECORD, KeptRank, Record, find_records, started_at, write_record
+from rankbook.ownership import OWNER_FILE, claim_folder, hold_folder
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
     pid = holder or os.getpid()
     folder = base / f"rankbook-{os.getuid()}-{pid}-{name}"
     folder.mkdir(mode=0o700)
+    os.close(claim_folder(folder, pid))
     record = Record(
         key=f"7-{name}",
         token="secret",
@@ -38,13 +41,18 @@ def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
         sockets=str(folder),
         segments=str(folder),
         logs=str(folder),
-        store_port=1,
+        master_port=1,
         backend="gloo",
         threads=1,
         ranks=(KeptRank(0, 1, 11, "cpu"), KeptRank(1, 2, None, "cpu")),
     )
     write_record(record)
     return record
+
+
+def change_owner(record: Record, **fields: str) -> None:
+    file = Path(record.sockets, OWNER_FILE)
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base):
@@ -133,6 +141,26 @@ def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_clu
 def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it(base):
     record = make(base)
     write_record(dataclasses.replace(record, started=record.started - 3600))
+    change_owner(record, started="1")
+    assert "have ended" in find_records().notes[0]
+
+
+def test_a_cluster_of_another_pid_namespace_is_told_and_left_alone(base):
+    record = make(base)
+    write_record(dataclasses.replace(record, forkserver=(1 << 22) + 1))
+    change_owner(record, machine="another pid namespace")
+    found = find_records()
+    assert found.records == ()
+    assert "cannot be seen from here" in found.notes[0]
+    assert Path(record.sockets).exists()
+
+
+def test_a_lock_that_is_held_keeps_a_cluster_whose_process_cannot_be_found(base):
+    record = make(base, holder=(1 << 22) + 1)
+    lock = hold_folder(Path(record.sockets))
+    assert lock is not None
+    assert "cannot be seen from here" in find_records().notes[0]
+    os.close(lock)
     assert "have ended" in find_records().notes[0]
 
 

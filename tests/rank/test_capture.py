@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -242,6 +243,7 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
     cut = sent[cuts[0]]
     log = tmp_path / "cell-1-rank-3.log"
     assert cut.log == str(log)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert flood_lines(log.read_bytes()) == list(range(lines))
     assert log.stat().st_size == lines * LINE
 

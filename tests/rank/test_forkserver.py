@@ -64,7 +64,6 @@ class Home:
         self.hub = ZmqHub(self.folder)
         self._heard: list[Any] = []
         self._said: list[tuple[int, Any]] = []
-        self.port = 0
 
     def hear(self, kind: type, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = SOON) -> Any:
         """The next message of that kind from the forkserver."""
@@ -97,7 +96,7 @@ class Home:
 
     def open(self, *folders: Path) -> None:
         self.stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
-        self.port = self.hear(ClusterOpened, timeout=60).store_port
+        self.hear(ClusterOpened, timeout=60)
 
     def close(self) -> None:
         self.stream.send(CloseCluster())
@@ -120,7 +119,6 @@ class Home:
             "downlink": self.hub.open_downlink(rank, incarnation),
             "segments": str(self.folder),
             "logs": str(self.folder / "logs"),
-            "store_port": self.port,
             "cluster": "test",
         }
         return ForkRank(**{**fields, **changes})
@@ -188,10 +186,11 @@ def test_it_says_what_it_imported(server):
     assert server.up.python == sys.version.split()[0]
 
 
-def test_the_store_listens_on_the_loopback_interface_only(home):
+def test_nothing_listens_on_a_port_before_there_is_a_group(home):
+    home.fork()
     processes = [psutil.Process(home.process.pid), *psutil.Process(home.process.pid).children()]
     listening = {each.laddr for process in processes for each in process.net_connections() if each.status == "LISTEN"}
-    assert listening == {("127.0.0.1", home.port)}
+    assert listening == set()
 
 
 def test_a_rank_is_a_child_that_leads_a_session_of_its_own(home):
@@ -319,7 +318,7 @@ def test_ranks_share_the_forkservers_memory(home):
     for rank in range(3):
         home.fork(rank)
     ranks = psutil.Process(home.process.pid).children()
-    assert len(ranks) == 4, "three ranks and the store"
+    assert len(ranks) == 3
     for rank in ranks:
         memory = rank.memory_full_info()
         assert memory.pss < memory.rss / 2
@@ -345,11 +344,9 @@ def test_descriptors_do_not_pile_up(home):
 
 def test_a_second_cluster_is_served_after_the_first(server):
     server.open()
-    first = server.port
     server.fork()
     server.close()
     server.open()
-    assert server.port != first
     assert server.printed("print('again')") == "again" if server.fork() else False
     server.close()
 
@@ -368,7 +365,7 @@ def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
     if when == "busy":
         home.cell("import subprocess, time; subprocess.Popen(['sleep', '600'])\nwhile True: time.sleep(600)")
         rank = psutil.Process(home.process.pid)
-        wait_until(lambda: len(rank.children(recursive=True)) == 3, timeout=SOON, what="the sleep")
+        wait_until(lambda: len(rank.children(recursive=True)) == 2, timeout=SOON, what="the sleep")
     family = psutil.Process(home.process.pid).children(recursive=True)
     home.stream.close()
     wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.rank.sockets import shut_down, tcp_sockets, watch_opened
+from rankbook.rank import sockets
+from rankbook.rank.sockets import NOBODY, has_connections, shut_down, tcp_sockets, user_of_peer, watch_opened
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -144,3 +147,49 @@ def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
     for each in pair:
         each.close()
     assert held() == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("by", ["sock_diag", "table"])
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells whose a connection is")
+def test_the_user_at_the_other_end_is_known(stack, monkeypatch, host, by):
+    if by == "table":
+        monkeypatch.setattr(sockets, "_diagnose", lambda *_: None)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = stack.enter_context(socket.create_server((host, 0), family=family))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    one = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+    other = stack.enter_context(listener.accept()[0])
+    address, peer = one.getsockname()[:2], listener.getsockname()[:2]
+    assert user_of_peer(peer, address) == os.getuid()
+    assert has_connections(peer)
+    assert user_of_peer(peer, (host, 1)) == NOBODY
+    one.close()
+    assert user_of_peer(peer, address) == NOBODY, "it is nobody's any more, and not root's"
+    assert other.recv(1) == b""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("by", ["sock_diag", "table"])
+def test_another_user_at_the_other_end_is_known(stack, monkeypatch, by):
+    if by == "table":
+        monkeypatch.setattr(sockets, "_diagnose", lambda *_: None)
+    listener = listening(stack)
+    code = (
+        "import os, socket, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        f"connection = socket.socket()\nconnection.connect({listener.getsockname()!r})\nsys.stdin.read()"
+    )
+    listener.settimeout(30)
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1) as process:
+        connection = stack.enter_context(listener.accept()[0])
+        assert user_of_peer(connection.getsockname(), connection.getpeername()) == 65534
+        process.communicate()
+
+
+def test_who_does_not_tell_is_told_from_nobody(stack, monkeypatch):
+    monkeypatch.setattr(sockets, "_diagnose", lambda *_: None)
+    monkeypatch.setattr(sockets, "_TABLES", dict.fromkeys(sockets._TABLES, Path("/nowhere")))
+    one, other = connected(stack, listening(stack))
+    assert user_of_peer(other.getsockname(), one.getsockname()) is None

@@ -1,0 +1,184 @@
+"""The rendezvous store of a cluster: torch's key-value store in a folder that only its user can enter.
+
+Owns: the files behind the keys. Refuses: sockets: torch's TCPStore answers every user of the machine.
+
+A key is a file. A value is written beside it and renamed, so a process that is killed meanwhile leaves no half of one,
+and there is no server whose death the ranks would notice. Whoever waits for a key looks again after a pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+from rankbook.errors import CollectiveAborted
+
+_LONGEST_NAME = 200
+_FIRST_PAUSE = 0.0005
+_LONGEST_PAUSE = 0.02
+
+
+def generation_prefix(generation: int) -> str:
+    """Return the prefix of the keys of one generation of the process groups."""
+    return f"generation-{generation}"
+
+
+class FolderStore(dist.Store):
+    """A `dist.Store` in `folder`, shared by all processes that open it. A set `give_up` ends every wait for a key."""
+
+    def __init__(self, folder: Path, give_up: threading.Event) -> None:
+        super().__init__()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._give_up = give_up
+        status = os.fstat(self._folder)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(f"the rendezvous store {folder} is open to other users")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        self._write(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once there is one."""
+        self.wait([key])
+        value = self._read(key)
+        if value is None:
+            raise dist.DistStoreError(f"the key {key} was deleted while a rank read it")
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Raise `DistStoreError` after `timeout`."""
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
+        while not self.check(keys):
+            if self._give_up.wait(pause):
+                raise CollectiveAborted("the other ranks do not come")
+            if time.monotonic() > deadline:
+                missing = ", ".join(key for key in keys if not self.check([key]))
+                raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {missing}")
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return all(self._is_set(key) for key in keys)
+
+    def add(self, key: str, value: int) -> int:
+        """Add a number to the value of a key, and return the sum."""
+        total = 0
+
+        def change(before: bytes | None) -> bytes:
+            nonlocal total
+            total = int(before or 0) + value
+            return str(total).encode()
+
+        self._change(key, change)
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        more = value.encode() if isinstance(value, str) else bytes(value)
+        self._change(key, lambda before: (before or b"") + more)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """See `torch.distributed.Store`: an empty `expected` also stands for a key that is not set."""
+        old, new = (each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired))
+        result = new
+
+        def change(before: bytes | None) -> bytes | None:
+            nonlocal result
+            if before == old or (before is None and not old):
+                return new
+            result = old if before is None else before
+            return None
+
+        self._change(key, change)
+        return result
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it was set."""
+        try:
+            os.unlink(_name(key), dir_fd=self._folder)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        return sum(name.startswith("key-") for name in self._names())
+
+    def clone(self) -> FolderStore:
+        """Return this store: it has no connection that a second one would need."""
+        return self
+
+    # The names by which C++ calls some of these.
+    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815
+
+    def forget_generations(self, before: int) -> None:
+        """Delete the keys of the generations below `before`."""
+        for name in self._names():
+            match = re.match(r"key-generation-(\d+)%2F", name)
+            if match and int(match[1]) < before:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._folder)
+
+    def _names(self) -> list[str]:
+        return os.listdir(self._folder)  # noqa: PTH208 - a pathlib.Path cannot be of a descriptor
+
+    def _is_set(self, key: str) -> bool:
+        try:
+            os.stat(_name(key), dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            descriptor = os.open(_name(key), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read()
+
+    def _write(self, key: str, value: bytes) -> None:
+        fresh = f"fresh-{os.getpid()}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=self._folder), "wb") as file:
+            file.write(value)
+        os.rename(fresh, _name(key), src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Replace a value by what `change` makes of it, while no other process does so."""
+        with self._locked():
+            value = change(self._read(key))
+            if value is not None:
+                self._write(key, value)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _name(key: str) -> str:
+    name = quote(key, safe="")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME // 2]}-{hashlib.sha256(key.encode()).hexdigest()}"
+    return f"key-{name}"
