@@ -306,6 +306,27 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+def encode_from_rank(message: Message) -> bytes:
+    """Return the bytes of a message that a rank sends.
+
+    Text from user code may hold lone surrogates (as file names do), which UTF-8 does not have: they are escaped.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(_escape_surrogates(msgspec.to_builtins(message, builtin_types=(bytes, memoryview))))
+
+
+def _escape_surrogates(value: Any) -> Any:  # noqa: ANN401 - plain data
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escape_surrogates(item) for item in value]
+    return value
+
+
 def decode_to_rank(data: bytes | memoryview) -> ToRank:
     """The message a rank received. Raises `ProtocolError` for anything that is not one."""
     return _decode(_to_rank, data, "a rank received")
@@ -329,5 +350,5 @@ def decode_from_forkserver(data: bytes | memoryview) -> FromForkserver:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, who: str) -> _T:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"{who} what is no message of this version: {error}") from error
