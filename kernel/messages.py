@@ -294,6 +294,8 @@ FromRank = (
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused
 
+_FROM_STREAMS = (Text, Display, CommSaid)
+"""What comes by the thousand, or is large; its fields are made of text where it is made."""
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -310,11 +312,15 @@ def encode_from_rank(message: Message) -> bytes:
     """Return the bytes of a message that a rank sends.
 
     Text from user code may hold lone surrogates (as file names do), which UTF-8 does not have: they are escaped.
+    Raises TypeError, OverflowError or `ProtocolError` for what the notebook could not read.
     """
     try:
-        return _encoder.encode(message)
+        data = _encoder.encode(message)
     except UnicodeEncodeError:
-        return _encoder.encode(_escape_surrogates(msgspec.to_builtins(message, builtin_types=(bytes, memoryview))))
+        data = _encoder.encode(_escape_surrogates(msgspec.to_builtins(message, builtin_types=(bytes, memoryview))))
+    if not isinstance(message, _FROM_STREAMS):
+        _decode(_from_rank, data, "a rank was to send")
+    return data
 
 
 def _escape_surrogates(value: Any) -> Any:  # noqa: ANN401 - plain data
