@@ -66,6 +66,14 @@ class ProtocolError(RankbookError):
     """A peer sent what is not in the vocabulary."""
 
 
+class UnreadableMessage(ProtocolError):
+    """A message that cannot be decoded. `sender` is the rank and its incarnation, None where that cannot be read."""
+
+    def __init__(self, message: str, sender: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
 class TransferError(RankbookError):
     """A value could not be sent: it cannot be pickled, or there is no room for it."""
 

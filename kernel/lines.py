@@ -126,6 +126,14 @@ class Row:
             self.region.changed = True
 
 
+def _count(digits: str) -> int:
+    """Return how many rows a cursor movement means: 1 without a number, at most a billion.
+
+    `int` refuses more than 4,300 digits, and takes quadratic time for them.
+    """
+    return int(digits or 1) if len(digits) < 10 else 1_000_000_000
+
+
 def _is_blank(text: str) -> bool:
     return not (text if "\x1b" not in text else _ESCAPE.sub("", text)).strip(" ")
 
@@ -229,7 +237,7 @@ class Screen:
             if match[0] == "\n":
                 self._down()
             elif match[2] == "A":
-                self._y = max(0, self._y - int(match[1] or 1))
+                self._y = max(0, self._y - _count(match[1]))
                 self._rows[self._y].move("\r")  # whoever goes up returns next, or wants to
             else:
                 self._rows[self._y].move(match[0], match[1] or "")

@@ -294,6 +294,8 @@ FromRank = (
 ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused
 
+_FROM_STREAMS = (Text, Display, CommSaid)
+"""What comes by the thousand, or is large; its fields are made of text where it is made."""
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -304,6 +306,31 @@ _from_forkserver: msgspec.msgpack.Decoder[FromForkserver] = msgspec.msgpack.Deco
 def encode(message: Message) -> bytes:
     """The bytes of one message. Raises TypeError for a field that is not plain data."""
     return _encoder.encode(message)
+
+
+def encode_from_rank(message: Message) -> bytes:
+    """Return the bytes of a message that a rank sends.
+
+    Text from user code may hold lone surrogates (as file names do), which UTF-8 does not have: they are escaped.
+    Raises TypeError, OverflowError or `ProtocolError` for what the notebook could not read.
+    """
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError:
+        data = _encoder.encode(_escape_surrogates(msgspec.to_builtins(message, builtin_types=(bytes, memoryview))))
+    if not isinstance(message, _FROM_STREAMS):
+        _decode(_from_rank, data, "a rank was to send")
+    return data
+
+
+def _escape_surrogates(value: Any) -> Any:  # noqa: ANN401 - plain data
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escape_surrogates(item) for item in value]
+    return value
 
 
 def decode_to_rank(data: bytes | memoryview) -> ToRank:
@@ -329,5 +356,5 @@ def decode_from_forkserver(data: bytes | memoryview) -> FromForkserver:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, who: str) -> _T:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"{who} what is no message of this version: {error}") from error

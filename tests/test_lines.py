@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
+import time
 from itertools import pairwise
 
 import pytest
@@ -251,3 +252,20 @@ def test_decoding_is_that_of_the_codec():
     data = "é€😀".encode()
     screen = Screen(0, "stdout")
     assert lines_of(screen, [data[i : i + 1] for i in range(len(data))]) == [codecs.decode(data)]
+
+
+@pytest.mark.parametrize("digits", [5_000, 1_000_000])
+def test_a_cursor_movement_with_thousands_of_digits_goes_to_the_first_row(digits):
+    screen, began = Screen(0, "stdout"), time.perf_counter()
+    assert lines_of(screen, [b"\rold\nsecond\x1b[" + b"9" * digits + b"Anew\n\n"]) == ["new", "second"]
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("middle", ["1;", "9", ";", " ", "\x1b[", "\x1b]"])
+@pytest.mark.parametrize("end", ["", "m", "K", "A"])
+def test_a_very_long_escape_sequence_costs_linear_time(middle, end):
+    screen, began = Screen(0, "stdout"), time.perf_counter()
+    text = f"\rbefore\x1b[{middle * 1_000_000}{end}after\n".encode()
+    lines = lines_of(screen, [text[at : at + 65_536] for at in range(0, len(text), 65_536)])
+    assert "after" in "".join(lines)
+    assert time.perf_counter() - began < 10

@@ -6,7 +6,9 @@ Owns: the sixteen colours, bold, italic and underlined. Refuses: cursor movement
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from html import escape
+from itertools import islice
 
 _ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -30,19 +32,25 @@ def to_html(text: str) -> str:
         add(text[at : match.start()])
         at = match.end()
         if match[1] is not None:
-            _change(classes, [int(each or 0) for each in match[1].split(";")])
+            _change(classes, map(_code, match[1].split(";")))
     add(text[at:])
     return "".join(found)
 
 
-def _change(classes: dict[str, str], codes: list[int]) -> None:
+def _code(digits: str) -> int:
+    """Return the code that a part of a sequence means: 0 without a number, -1 for a number that is no code."""
+    return int(digits or 0) if len(digits) < 5 else -1
+
+
+def _change(classes: dict[str, str], codes: Iterator[int]) -> None:
     """What one sequence does to the classes of what follows."""
-    while codes:
-        code = codes.pop(0)
+    for code in codes:
         if code == 0:
             classes.clear()
-        elif code in (38, 48):  # 256 colours, or three bytes: no class of ours
-            del codes[: 2 if codes[:1] == [5] else 4]
+        elif code in (38, 48):  # 256 colours (5, number), or three bytes (2, red, green, blue): no class of ours
+            rest = 1 if next(codes, None) == 5 else 3
+            for _ in islice(codes, rest):
+                pass
         elif code in _STYLES:
             classes[_STYLES[code]] = _STYLES[code]
         elif code in _PLAIN:

@@ -133,7 +133,7 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
             wide = (metadata or {}).get(kind)
             width = wide.get("width") if isinstance(wide, Mapping) else None
             size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
-            return f'<img src="data:{kind};base64,{text.strip()}" alt="{words}"{size}>'
+            return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{words}"{size}>'
     for kind in ("text/plain", "text/markdown", "text/latex"):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"

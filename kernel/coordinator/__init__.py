@@ -23,6 +23,7 @@ timers.py   what is to be done later
 comms.py      widgets that live on ranks: whose they are
 debugs.py     ranks under a debugger: who hears theirs, which are paused
 farewells.py  how long a rank that is to leave may take
+inbox.py    receives what the ranks send; what a message costs that cannot be read or handled
 driver.py   performs the actions: links, forkserver, timers
 cell.py     one task on its way: output, waiters, result
 vigil.py    tells, beside a long cell, of a rank that has fallen silent

@@ -117,7 +117,7 @@ class KeptDriver(Driver):
             for action in state.resume():
                 self._perform(action)
         for parcel in later:
-            self._receive(*parcel)
+            self._inbox.take(*parcel)
 
     def _perform(self, action: act.Action) -> None:
         super()._perform(action)

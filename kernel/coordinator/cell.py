@@ -8,7 +8,9 @@ wait for the end and for questions (`input()`) in one place.
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +104,7 @@ class Cell:
         self._builder = ResultBuilder(cell, number, self.ranks)
         self._submitted = time.monotonic()
         self._quiet = sink is None
+        self._left_out = False
         self._shown_at = 0.0
 
     @property
@@ -148,36 +151,33 @@ class Cell:
             self._builder.done(rank, message)
         if message.payload is not None:
             self.values[rank] = (message.payload, frames)
-        if not self._quiet:
-            self._merger.finish(rank, time.monotonic())
+        self._show(lambda now: self._merger.finish(rank, now))
 
     def lost(self, rank: int, words: str) -> None:
         """A rank's process is gone; `words` is the whole sentence."""
         self._open.discard(rank)
         if self.result is None:
             self._builder.lost(rank, words)
-        if not self._quiet:
-            now = time.monotonic()
-            self._show([*self._merger.drain_rank(rank, now)])
-            self._merger.finish(rank, now)
+        self._show(lambda now: self._merger.drain_rank(rank, now))
+        self._show(lambda now: self._merger.finish(rank, now))
 
     def ask(self, rank: int, request: InputRequest) -> None:
         """A rank waits for a line: what it printed before is shown first."""
-        if not self._quiet:
-            self._show(self._merger.drain_rank(rank, time.monotonic()))
+        self._show(lambda now: self._merger.drain_rank(rank, now))
         self.inbox.put(Question(rank, request))
 
     def flush(self) -> None:
         """Show what may be shown by now."""
         self._shown_at = now = time.monotonic()
         if self._head_due is None or now < self._head_due or self._make_head is None:
-            self._show(self._merger.flush(now))
+            self._show(self._merger.flush)
             return
         self._head_due = now + HEAD_EVERY
         if self._head is None:
             self._head = self._make_head(self)
             self._head_due = now + HEAD_AGAIN
-        self._show(self._merger.head(self._head.now(), now))
+        head = self._head
+        self._show(lambda now: self._merger.head(head.now(), now))
 
     @property
     def deadline(self) -> float | None:
@@ -190,27 +190,49 @@ class Cell:
 
     def note(self, text: str) -> None:
         """Say something of our own beside what the ranks print, while it runs. The thread that drives."""
-        if self.result is None and not self._quiet:
-            self._show([Stream("stderr", text)])
+        if self.result is None:
+            self._show(lambda _: [Stream("stderr", text)])
 
     def end(self, stragglers: tuple[int, ...], tell: Callable[[int], str] = "rank {} still runs".format) -> None:
         """It is over. `stragglers` still run, of which `tell` tells; their output still comes here."""
         now = time.monotonic()
-        if not self._quiet:
-            self._show(self._merger.flush(now) if stragglers else self._merger.close(now))
+        self._show(self._merger.flush if stragglers else self._merger.close)
         self.stragglers = stragglers
         for rank in stragglers:
             self._builder.lost(rank, tell(rank))
         self.result = self._builder.build(now - (self.started or self._submitted))
         self._head_due = None
         if self._head is not None:
-            self._show(self._merger.head(self._head.end(self.result), now))
+            bundle = self._head.end(self.result)
+            self._show(lambda now: self._merger.head(bundle, now))
         self.tell()
         self.inbox.put(Ended())
 
-    def _show(self, items: Sequence[Emit]) -> None:
-        if items and self._sink is not None:
-            self._sink.emit(items)
+    def _show(self, merge: Callable[[float], Sequence[Emit] | None]) -> None:
+        """Show what `merge` gives for the present time. Output that cannot be shown is left out; the cell goes on."""
+        if self._quiet or self._sink is None:
+            return
+        try:
+            items = merge(time.monotonic()) or ()
+        except Exception as error:  # noqa: BLE001 - shown as a whole by `_leave_out`; the merger is used no more
+            self._quiet = True
+            self._leave_out(error)
+            return
+        for item in items:
+            try:
+                self._sink.emit((item,))
+            except Exception as error:  # noqa: BLE001 - shown as a whole by `_leave_out`
+                self._leave_out(error)
+
+    def _leave_out(self, error: Exception) -> None:
+        """Report output that cannot be shown, once in this cell."""
+        if self._left_out or self._sink is None:
+            return
+        self._left_out = True
+        sys.excepthook(type(error), error, error.__traceback__)
+        text = f"output of {self.label} cannot be shown, so it is left out ({type(error).__name__}: {error})\n"
+        with contextlib.suppress(Exception):  # the front end is gone; the error itself was shown
+            self._sink.emit((Stream("stderr", text),))
 
 
 class Fed:

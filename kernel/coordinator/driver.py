@@ -22,6 +22,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed, nobody_to_ask
 from rankbook.coordinator.exits import describe_exit, describe_failure, feed_last, sent_last
 from rankbook.coordinator.farewells import Farewells
+from rankbook.coordinator.inbox import Inbox
 from rankbook.coordinator.presence import Presence, RankInfo
 from rankbook.coordinator.silence import describe_straggler
 from rankbook.coordinator.state import ClusterState
@@ -79,6 +80,7 @@ class Driver:
         self._ending: deque[act.EndCell] = deque()
         self._timers = Timers()
         self.farewells = Farewells(hub, launcher, self.after)
+        self._inbox = Inbox(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
         self._look_at: float | None = None
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
@@ -263,8 +265,7 @@ class Driver:
             return
         try:
             if received:
-                while (parcel := self._hub.receive()) is not None:
-                    self._receive(*parcel)
+                self._inbox.receive()
             if files:
                 for news in self._launcher.read():
                     self._hear(news)
@@ -313,8 +314,6 @@ class Driver:
 
     def _receive(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
         rank, incarnation = sender
-        if incarnation != self.state.ranks[rank].incarnation:
-            return
         self.presence.hear(rank)
         match message:
             case Hello():
@@ -373,13 +372,13 @@ class Driver:
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         feed_last(message, sent, self._cells, cell)
+        words = self._inbox.reason(message.rank, message.incarnation) or describe_exit(message)
         forming = cell is not None and cell.number < 0 and cell.result is None
         if rank.state is RankState.STARTING or forming:
             during = "while the group was formed" if forming else "while it started"
             said = message.stderr.decode(errors="replace").strip()[-2000:]
-            text = f"rank {message.rank} {describe_exit(message)} {during}\n{said}".rstrip()
-            self.start_errors.setdefault(message.rank, text)
-        self.post(ev.RankGone(message.rank, message.incarnation, describe_exit(message)))
+            self.start_errors.setdefault(message.rank, f"rank {message.rank} {words} {during}\n{said}".rstrip())
+        self.post(ev.RankGone(message.rank, message.incarnation, words))
 
     def _lose_launcher(self) -> None:
         for rank in self.state.ranks.values():

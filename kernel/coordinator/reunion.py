@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rankbook.errors import StartError
+from rankbook.errors import StartError, UnreadableMessage
 from rankbook.keeping import Here, Recall
-from rankbook.messages import FromRank
+from rankbook.messages import FromRank, Text
 from rankbook.ranks import name_ranks
 from rankbook.transport.link import HubLink, Sender
 
@@ -59,6 +59,13 @@ class Reunion:
         elif account is not None:
             account.missed.append(message)
 
+    def leave_out(self, sender: Sender, error: UnreadableMessage) -> None:
+        """Take a line on stderr in the place of a message that cannot be read."""
+        account = self.accounts.get(sender.rank)
+        told = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
+        cell = 0 if account is None else account.here.cell
+        self.take(sender, Text(cell=cell, stream="stderr", data=told.encode()), [])
+
 
 def wait_reunited(
     hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
@@ -70,8 +77,8 @@ def wait_reunited(
         hub.send(rank, Recall(token=token, nonce=reunion._nonce, since=since))
     while reunion.missing and (left := deadline - time.monotonic()) > 0:
         hub.wait(left, ())
-        while (parcel := hub.receive()) is not None:
-            reunion.take(*parcel)
+        while _take_next(hub, reunion):
+            pass
     if reunion.missing:
         silent = ", ".join(str(pids[rank]) for rank in reunion.missing)
         raise StartError(
@@ -79,3 +86,16 @@ def wait_reunited(
             " that holds the interpreter. Try again, or kill it and attach without it"
         )
     return reunion.accounts
+
+
+def _take_next(hub: HubLink, reunion: Reunion) -> bool:
+    """Take the next message; return whether there was one. One that cannot be read is told in its place."""
+    try:
+        parcel = hub.receive()
+    except UnreadableMessage as error:
+        if error.sender is not None:
+            reunion.leave_out(Sender(*error.sender), error)
+        return True
+    if parcel is not None:
+        reunion.take(*parcel)
+    return parcel is not None

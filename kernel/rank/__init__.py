@@ -16,11 +16,14 @@ farewell.py       what is left to do as it is to leave: saves, exit functions, f
 control.py        a rank's second thread, which always answers
 shell.py          the IPython shell that cells run in, and its display
 execute.py        one task: run, call, assign, fetch
+failures.py       the exception that ended a task, as a report
+originals.py      builtins that a cell has replaced, put back where the rank needs them
 memory.py         which variables hold the memory
 out_of_memory.py  an error that ran out of it: told, and what it held freed
 tracebacks.py     errors, short and for people
 outbox.py         what a kept rank has sent and nobody has seen
 capture.py        stdout and stderr, of the process and its children
+streams.py        Python's stdout and stderr, in order
 process_group.py  torch's process groups: made, aborted, formed anew
 store.py          the store in which ranks find each other
 gloo.py           gloo, connected to ranks of this user only

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import io
 import os
 import select
@@ -22,18 +21,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rankbook.messages import Text, TextCut
 from rankbook.rank import host
+from rankbook.rank.streams import TurnTakingStream, print_in_one_write
 from rankbook.transport.last_words import LastWords
 
 PACE_STEP = 0.05
 """Seconds between two looks at whether the pace allows more."""
 _WINDOW = 3.2
 """Seconds over which Jupyter's server counts, and some to spare."""
-_DRAIN_PACE = 0.005
-"""Seconds in which a flood on stderr is sent once: no child starts and prints sooner."""
 StreamName = Literal["stdout", "stderr"]
 
 SHOWN = 4 << 20
@@ -98,7 +96,7 @@ class Capture:
 
     def begin(self, cell: int) -> None:
         """What is written from now on belongs to `cell`."""
-        self.flush()
+        self._flush_own()
         with self.lock:
             self.drain()
             for message in self._quota.close():  # of what a thread printed after its cell had ended
@@ -134,13 +132,24 @@ class Capture:
             self._here.pop()
 
     def flush(self) -> None:
-        """Push Python's own buffers into the pipes."""
-        streams: tuple[Any, ...] = self._streams
-        if (sys.stdout, sys.stderr) != streams:
-            streams = (sys.stdout, sys.stderr, *streams)
-        for stream in streams:
-            with contextlib.suppress(Exception):  # user code closed it, or put in its place what has no flush
-                stream.flush()
+        """Push Python's own buffers into the pipes, also those of streams that user code has put in their place.
+
+        Their `flush` is user code, so this is for the main thread while a cell runs. Raises KeyboardInterrupt.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not self._streams[0] and stream is not self._streams[1]:
+                try:
+                    stream.flush()
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # noqa: BLE001, S110 - it has no flush, is closed, or exits: its own business
+                    pass
+        self._flush_own()
+
+    def _flush_own(self) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(Exception):  # user code closed it
+                TurnTakingStream.flush(stream)
 
     def drain(self) -> None:
         """Send what the pipes hold. Any thread."""
@@ -195,7 +204,7 @@ class Capture:
 
     def end(self) -> None:
         """The cell ends: send what is left, and what was cut."""
-        self.flush()
+        self._flush_own()
         while self._pace.rate is not None and self.drain_at_pace():
             self._elapsed.wait(PACE_STEP)
         with self.lock:
@@ -342,57 +351,3 @@ class _Quota:
         if self._path is None:
             return "(no log could be written)"
         return str(self._path) if self._log is not None else f"{self._path} (cut short: the disk is full)"
-
-
-class TurnTakingStream(io.TextIOWrapper):
-    """Python's stdout or stderr in a rank: line-buffered, and in order with the other one."""
-
-    _last: TurnTakingStream | None = None
-
-    def __init__(self, descriptor: int, capture: Capture) -> None:
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        super().__init__(
-            io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
-        self._capture = capture
-        self._drains = descriptor == 2
-        self._due = 0.0
-
-    def write(self, text: str, /) -> int:
-        """Write `text`; the other stream's text that came before is sent before."""
-        if self._capture.elsewhere and (places := self._capture.elsewhere.get(threading.get_ident())):
-            places[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
-            return len(text)
-        last = TurnTakingStream._last
-        if last is not self:
-            TurnTakingStream._last = self
-            if last is not None:
-                with contextlib.suppress(ValueError):
-                    last.flush()
-                self._capture.drain()
-        written = super().write(text)
-        if "\n" not in text and "\r" not in text:
-            self.flush()  # half a line shows at once too, and is not lost when the process dies of the next statement
-        if self._drains and time.monotonic() > self._due:  # else a child's stdout, which is read first, overtakes it
-            self._capture.drain_if_room()
-            self._due = time.monotonic() + _DRAIN_PACE
-        return written
-
-
-_print = print
-
-
-@functools.wraps(_print)
-def print_in_one_write(
-    *values: object,
-    sep: str | None = " ",
-    end: str | None = "\n",
-    file: Any = None,  # noqa: ANN401 - whatever has a write
-    flush: bool = False,
-) -> None:
-    """As `print`: its text is one write and not one per value, for each write is a system call."""
-    stream = sys.stdout if file is None else file
-    if type(stream) is not TurnTakingStream:
-        _print(*values, sep=sep, end=end, file=file, flush=flush)
-    else:
-        stream.write((" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end))

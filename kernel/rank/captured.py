@@ -121,9 +121,9 @@ def overwritten(text: str) -> str:
 
 
 def _line(line: str) -> str:
-    shown = ""
+    shown, coloured = "", "\x1b" in line
     for part in line.split("\r"):
-        shown = part + ("" if "\x1b" in line else shown[len(part) :]) if part else shown
+        shown = part + ("" if coloured else shown[len(part) :]) if part else shown
     return shown + ("\r" if line.endswith("\r") else "")
 
 

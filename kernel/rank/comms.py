@@ -7,6 +7,7 @@ thread: a slider that is moved while a cell runs has its new value there. What l
 from __future__ import annotations
 
 import _thread
+import contextlib
 import json
 import os
 import queue
@@ -20,6 +21,7 @@ import comm
 from comm.base_comm import BaseComm, CommManager
 
 from rankbook.comms import CommHeard, CommSaid
+from rankbook.rank.tracebacks import text_of
 from rankbook.transport.link import RankLink
 
 _Kind = Literal["open", "msg", "close"]
@@ -38,10 +40,18 @@ class RankComm(BaseComm):
     ) -> None:
         """See `comm.base_comm.BaseComm`."""
         if _office.link is not None:
+            if msg_type not in ("comm_open", "comm_msg", "comm_close"):
+                raise ValueError(f"invalid msg_type={msg_type!r}: expected 'comm_open', 'comm_msg' or 'comm_close'")
             if msg_type == "comm_open" and _office.opening is not None:
                 _office.opening(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
-            said = CommSaid(kind, self.comm_id, self.target_name, json.dumps(data or {}), json.dumps(metadata or {}))
+            said = CommSaid(
+                kind,
+                text_of(self.comm_id),
+                text_of(self.target_name),
+                json.dumps(data or {}),
+                json.dumps(metadata or {}),
+            )
             _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
 
     def __del__(self) -> None:
@@ -74,8 +84,9 @@ class _Office:
                     end.handle_close(told)
                 else:
                     end.handle_msg(told)
-            except Exception as error:  # noqa: BLE001 - user code; told where the rank prints
-                traceback.print_exception(error, file=sys.stderr)
+            except BaseException as error:  # noqa: BLE001 - user code; told where the rank prints
+                with contextlib.suppress(BaseException):  # the stream is the user's too
+                    traceback.print_exception(error, file=sys.stderr)
 
 
 _office = _Office()

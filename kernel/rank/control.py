@@ -23,7 +23,7 @@ from rankbook.comms import CommHeard
 from rankbook.debugging import DebugHeard
 from rankbook.looking import Asked, Question
 from rankbook.messages import Abort, AskCollectives, AskStack, Collectives, InputReply, Interrupt, Leave, Stack, ToRank
-from rankbook.rank import comms, host
+from rankbook.rank import comms, host, originals
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink
 
@@ -37,8 +37,8 @@ be lost on its way out.
 _SOON = 0.005
 """Seconds until an interrupt that came at an impossible moment comes again."""
 
-_APART = 1.0
-"""Seconds between two failures of the control thread, below which there is no hope that a third will not come."""
+FAILURES_APART = 1.0
+"""Seconds between two failures of one thread, below which there is no hope that a third will not come."""
 
 _TAKING = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
 """Functions in which a lock is taken or given back."""
@@ -301,15 +301,18 @@ class Control(threading.Thread):
             self._die(error)
 
     def _serve(self) -> None:
-        failed = -_APART
+        failed = -FAILURES_APART
         while not self._left:
             try:
                 self._turn()
             except Exception as error:
+                if replaced := originals.restore():
+                    self._capture.tell(originals.describe(replaced))
+                    continue
                 failed, before = time.monotonic(), failed
-                if failed - before < _APART:
+                if failed - before < FAILURES_APART:
                     raise
-                self._tell("Rankbook's control thread went wrong here, and goes on:", error)
+                self.tell("Rankbook's control thread went wrong here, and goes on:", error)
 
     def _turn(self) -> None:
         due = self._due
@@ -336,9 +339,9 @@ class Control(threading.Thread):
                 try:
                     self._handle(*parcel)
                 except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
-                    self._tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
+                    self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
 
-    def _tell(self, words: str, error: BaseException) -> None:
+    def tell(self, words: str, error: BaseException) -> None:
         """To the person, once: not by way of the pipe, which may be full, and this is the thread that empties it."""
         text = f"{words}\n{''.join(traceback.format_exception(error))}"
         if text not in self._told:

@@ -6,21 +6,19 @@ code does.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import re
 import time
-from bdb import BdbQuit
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from os import getpid
 from pathlib import Path
-from subprocess import CalledProcessError
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.error import UsageError
-
 from rankbook.debugging import DebugHeard
-from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
+from rankbook.errors import BadRequest, StartError
 from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
 from rankbook.measuring import Measure
 from rankbook.messages import (
@@ -45,7 +43,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import heal, host, out_of_memory, tracebacks
+from rankbook.rank import failures, heal, host, originals, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.debug import Debuggee
@@ -54,7 +52,7 @@ from rankbook.rank.inquiries import Inquiries, answer_apart
 from rankbook.rank.outputs import Target
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
-from rankbook.transport.link import RankLink
+from rankbook.transport.link import Frames, RankLink
 from rankbook.transport.payload import Packed, pack, unpack
 from rankbook.transport.segments import SegmentStore
 
@@ -89,7 +87,7 @@ class Executor:
         self._interrupts = interrupts
         self._group = group
         self._segments = SegmentStore(segments)
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._looks = Inquiries[Look](link.send, self._lookout)
         self._hints = Inquiries[Hint](link.send, self._guide)
         self._peeks: Peeks | None = None
@@ -106,11 +104,24 @@ class Executor:
     def execute(self, task: Task) -> None:
         """Run one task; whatever happens, `Done` is sent."""
         message, frames = task
-        began, launched = time.perf_counter(), self._group.launched
-        packed: Packed | None = None
-        error: BaseException | None = None
         self.cell = self.running = _cell_of(message)
         self._number = message.number if isinstance(message, RunCell) else 0
+        try:
+            done, answer = self._run(message, frames)
+        except BaseException as error:  # noqa: BLE001 - what user code has left behind hit our own code: told in Done
+            done, answer = self._give_up(error), ()
+        self.running = None
+        try:
+            self._link.send(done, answer)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._link.send(self._give_up(error))
+
+    def _run(self, message: ToRank, frames: list[memoryview]) -> tuple[Done, Frames]:
+        """Perform a task. User code runs until `disarm`: an error's `__str__`, a stream's `flush`."""
+        began, launched = perf_counter(), self._group.launched
+        packed: Packed | None = None
+        error: BaseException | None = None
+        report: ErrorReport | None = None
         self._capture.begin(self.cell)
         if self._debuggee.attached:
             self._debuggee.begin()
@@ -118,48 +129,66 @@ class Executor:
             try:
                 self._interrupts.arm(self.cell)
                 packed = self._perform(message, frames)
+                self._capture.flush()
+            except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
+                error = caught
+                self._end_if_forked()
+                error = self._translate(error)
+                report = self._explain(error)
             finally:
                 self._interrupts.disarm()
-        except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
-            error = caught
+        except BaseException as caught:  # noqa: BLE001 - as above
+            error = caught if error is None else error
+            report = report or tracebacks.brief(error, caught, self._cell_files(), self._number)
         self._interrupts.disarm()  # the first time may have been interrupted itself
         self._debuggee.end()
-        if error is not None:
-            error = self._group.translate(error)
-        if self._interrupts.delivered and error is not None and _is_aftermath(error):
-            error = KeyboardInterrupt().with_traceback(error.__traceback__)
-        if self._forked:  # user code forked, and the child came out of the cell
-            os._exit(1)
+        self._end_if_forked()
         if self._measurement is not None:
             packed = self._tell_measured(self._measurement)
         self._capture.end()
-        self.running = None
-        if isinstance(error, KeyboardInterrupt):
-            _cancel_leftovers()
-        self._answer(error, packed, time.perf_counter() - began, self._group.launched - launched)
-
-    def _answer(self, error: BaseException | None, packed: Packed | None, seconds: float, collectives: int) -> None:
-        status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         done = Done(
             cell=self.cell,
-            status=status,  # type: ignore[arg-type]
-            seconds=seconds,
-            error=None if error is None else self._report(error),
+            status=failures.status_of(error),
+            seconds=perf_counter() - began,
+            error=report,
             payload=packed.payload if packed else None,
-            collectives=collectives,
+            collectives=self._group.launched - launched,
         )
-        self._link.send(done, packed.frames if packed else ())
+        return done, packed.frames if packed else ()
 
-    def _report(self, error: BaseException) -> ErrorReport:
-        if isinstance(error, (RankbookError, UsageError, BdbQuit)) and not isinstance(error, CollectiveAborted):
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
-            return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
-        report = tracebacks.report(self._shell, error, self._cell_files(), self._number)
-        if out_of_memory.is_out_of_memory(error):
-            report = out_of_memory.tell_and_free(self._shell, error, report)
-        elif out_of_memory.is_of_a_peer(error):
-            out_of_memory.free(self._shell, error)
-        return report
+    def _translate(self, error: BaseException) -> BaseException:
+        """Return what a person is to see in the place of `error`."""
+        with self._interrupts.shield():
+            self._debuggee.end()
+        error = self._group.translate(error)
+        if self._interrupts.delivered and failures.is_aftermath(error):
+            return KeyboardInterrupt().with_traceback(tracebacks.traceback_of(error))
+        return error
+
+    def _explain(self, error: BaseException) -> ErrorReport:
+        if issubclass(type(error), KeyboardInterrupt):
+            failures.cancel_leftovers()
+        else:  # it may be just a flush that was interrupted
+            self._capture.flush()
+        return failures.explain(self._shell, error, self._cell_files(), self._number)
+
+    def _give_up(self, error: BaseException) -> Done:
+        """Return the `Done` of a task whose end went wrong, once the rank can work again."""
+        replaced = originals.restore()
+        self._end_if_forked()
+        self._interrupts.disarm()
+        self._measurement = None
+        report = tracebacks.brief(error, None, self._cell_files(), self._number)
+        with contextlib.suppress(BaseException):  # then what it holds comes with the next cell
+            if replaced:
+                self._capture.tell(originals.describe(replaced))
+            self._capture.end()
+        return Done(cell=self.cell, status=failures.status_of(error), seconds=0.0, error=report)
+
+    def _end_if_forked(self) -> None:
+        """End a child that user code forked and that came out of the cell."""
+        if self._forked:
+            os._exit(1)
 
     def _cell_files(self) -> dict[str, int]:
         files: dict[str, int] = self._shell.compile._filename_map
@@ -230,7 +259,7 @@ class Executor:
     def _fetch(self, name: str) -> object:
         first, *rest = name.split(".")
         if first not in self._shell.user_ns:
-            public = [each for each in self._shell.user_ns if not each.startswith("_")]
+            public = [each for each in self.namespace() if not each.startswith("_")]
             raise BadRequest(f"there is no variable {first!r} on this rank{_near(first, public)}")
         value: object = self._shell.user_ns[first]
         for attribute in rest:
@@ -290,7 +319,7 @@ class Executor:
     @property
     def _forked(self) -> bool:
         """Whether this is a child that user code forked: the link is not its own."""
-        return os.getpid() != self._pid
+        return getpid() != self._pid
 
     def _send_in_order(self, message: Message) -> None:
         self._capture.flush()
@@ -322,8 +351,8 @@ class Executor:
         return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
 
     def namespace(self) -> dict[str, object]:
-        """A copy of the variables. Any thread."""
-        return dict.copy(self._shell.user_ns)
+        """A copy of the variables, but for what `globals()` has under a key that is no name. Any thread."""
+        return {name: value for name, value in dict.copy(self._shell.user_ns).items() if type(name) is str}
 
     def hidden(self) -> Collection[str]:
         """The names that were there before any cell. Any thread."""
@@ -369,21 +398,3 @@ def _cell_of(message: ToRank) -> int:
 def _near(name: str, names: list[str]) -> str:
     near = get_close_matches(name, names, n=3)
     return f"; near: {', '.join(near)}" if near else ""
-
-
-def _is_aftermath(error: BaseException) -> bool:
-    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it."""
-    of_workers = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
-    return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
-
-
-def _cancel_leftovers() -> None:
-    """Cancel what an interrupted `await` left in the event loop, or the next one would run it on."""
-    from IPython.core.async_helpers import get_asyncio_loop
-
-    loop = get_asyncio_loop()
-    if loop.is_running() or not (tasks := asyncio.all_tasks(loop)):
-        return
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may do as it likes about it

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from threading import current_thread, main_thread
 from typing import Generic, Protocol, TypeVar
 
+from rankbook.errors import ProtocolError
 from rankbook.looking import Answer, AskPeek, Hint, Look, NothingTold
+from rankbook.rank.tracebacks import name_of
 
 _Q = TypeVar("_Q", bound=Look | Hint | AskPeek)
 _Q_contra = TypeVar("_Q_contra", bound=Look | Hint | AskPeek, contravariant=True)
@@ -52,7 +54,7 @@ class Inquiries(Generic[_Q]):
         if looks is not None and self._asked == self._answered and current_thread() is not main_thread():
             answer = self._try(looks.at_once, question)  # a thread less that wakes up beside a cell that computes
             if answer is not None:
-                self._send(answer)
+                _send(self._send, "look", question, answer)
                 return
         self._asked += 1
         self._questions.put(question)
@@ -65,7 +67,7 @@ class Inquiries(Generic[_Q]):
             question = self._questions.get()
             answer = self._try(self._answer, question)
             assert answer is not None
-            self._send(answer)
+            _send(self._send, "look", question, answer)
             self._answered += 1
 
     def _answer(self, question: _Q) -> Answer:
@@ -75,7 +77,7 @@ class Inquiries(Generic[_Q]):
     def _try(self, answer: Callable[[_Q], Answer | None], question: _Q) -> Answer | None:
         try:
             return answer(question)
-        except Exception as error:  # noqa: BLE001 - the notebook is told the whole of it, and the next one may go well
+        except BaseException as error:  # noqa: BLE001 - the notebook is told all of it, and the next one may go well
             return _failed("look", question, error)
 
 
@@ -86,13 +88,25 @@ def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskP
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             answer = make().answer(question)
-        except Exception as error:  # noqa: BLE001 - as above
+        except BaseException as error:  # noqa: BLE001 - as above
             answer = _failed("peek", question, error)
-        send(answer)
+        _send(send, "peek", question, answer)
 
     _thread.start_new_thread(run, ())
 
 
-def _failed(what: str, question: Look | Hint | AskPeek, error: Exception) -> Answer:
+def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | AskPeek, answer: Answer) -> None:
+    """Send an answer, or why it cannot be sent: user code may have given an object odd names."""
+    try:
+        send(answer)
+    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+        send(_failed(what, question, error))
+
+
+def _failed(what: str, question: Look | Hint | AskPeek, error: BaseException) -> Answer:
     """The answer that says so. In the handler of `error`."""
-    return NothingTold(question.token, f"a {what} at the rank failed: {error}\n{traceback.format_exc()}")
+    try:
+        told = f"{error}\n{traceback.format_exc()}"
+    except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
+        told = name_of(error)
+    return NothingTold(question.token, f"a {what} at the rank failed: {told}")

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from rankbook import telemetry
 from rankbook.forking import ForkRank
 from rankbook.messages import ErrorReport, Hello, Lingering, StartFailed
-from rankbook.rank import comms, farewell, heal, lifeboat, tracebacks
+from rankbook.rank import comms, farewell, heal, lifeboat, originals, tracebacks
 from rankbook.rank.capture import Capture, Pace
-from rankbook.rank.control import Control, Interrupts
+from rankbook.rank.control import FAILURES_APART, Control, Interrupts
 from rankbook.rank.execute import Executor
 from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
 from rankbook.rank.outputs import Office
@@ -155,10 +156,28 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             threads=request.threads,
         )
     )
-    while (task := control.next_task()) is not None:
-        executor.execute(task)
+    originals.remember()
+    _work(control, executor)
     _say_farewell(link, group, control.patience)
     capture.end()
+
+
+def _work(control: Control, executor: Executor) -> None:
+    """Run tasks until it is time to leave. An error between two of them, as of a signal handler, is told."""
+    failed = -FAILURES_APART
+    while True:
+        try:
+            task = control.next_task()
+        except Exception as error:
+            originals.restore()
+            failed, before = time.monotonic(), failed
+            if failed - before < FAILURES_APART:
+                raise
+            control.tell("Between two cells:", error)
+            continue
+        if task is None:
+            return
+        executor.execute(task)
 
 
 def _say_farewell(link: RankLink, group: GroupMember, patience: float) -> None:

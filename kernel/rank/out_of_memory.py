@@ -20,7 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import ErrorReport
 from rankbook.rank.memory import Found, Holding, find_holdings
-from rankbook.rank.tracebacks import is_users
+from rankbook.rank.tracebacks import cause_of, context_of, is_users, members_of, traceback_of, value_of
 
 _ON_CPU = re.compile("DefaultCPUAllocator: (can't|not enough)")
 _ON_CUDA = re.compile("CUDA error: out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED")
@@ -35,16 +35,18 @@ _SMALL = 1_000_000
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error, or the one that it says it came from, is that memory ran out."""
     for each in _causes(error):
-        if isinstance(each, (torch.OutOfMemoryError, MemoryError)):
+        if issubclass(type(each), (torch.OutOfMemoryError, MemoryError)):
             return True
-        if isinstance(each, RuntimeError) and (_ON_CPU.search(str(each)) or _ON_CUDA.search(str(each))):
-            return True
+        if issubclass(type(each), RuntimeError):
+            words = value_of(each)
+            if _ON_CPU.search(words) or _ON_CUDA.search(words):
+                return True
     return False
 
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether a collective was broken off because memory ran out on another rank: here there may be as little of it."""
-    return isinstance(error, CollectiveAborted) and _OF_A_PEER.match(str(error)) is not None
+    return issubclass(type(error), CollectiveAborted) and _OF_A_PEER.match(value_of(error)) is not None
 
 
 def tell_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
@@ -73,8 +75,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         if all(each is not other for other in seen):
             seen.append(each)
             yield each
-            waiting += [each.__cause__] if each.__cause__ is not None else []
-            waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+            cause = cause_of(each)
+            waiting += [] if cause is None else [cause]
+            waiting += members_of(each)
 
 
 # What held it
@@ -103,7 +106,7 @@ def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object
     hidden = shell.user_ns_hidden
     names = {name: value for name, value in shell.user_ns.items() if hidden.get(name, hidden) is not value}
     for each in _causes(error):
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+        for frame, _ in traceback.walk_tb(traceback_of(each)):
             code = frame.f_code
             if frame.f_locals is not shell.user_ns and code.co_name != "<module>" and is_users(code.co_filename):
                 names |= {f"{code.co_name}(): {name}": value for name, value in frame.f_locals.items()}
@@ -165,8 +168,8 @@ def size(number: int) -> str:
 def free(shell: InteractiveShell, error: BaseException) -> None:
     """Let go of the frames that failed, with all that they held. A debugger finds nothing afterwards."""
     for each in _all_of(error):
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
+        traceback.clear_frames(traceback_of(each))
+        BaseException.with_traceback(each, None)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -188,6 +191,5 @@ def _all_of(error: BaseException) -> list[BaseException]:
         each = waiting.pop()
         if each is not None and all(each is not other for other in found):
             found.append(each)
-            waiting += [each.__cause__, each.__context__]
-            waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+            waiting += [cause_of(each), context_of(each), *members_of(each)]
     return found

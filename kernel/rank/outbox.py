@@ -32,7 +32,7 @@ from rankbook.messages import (
     Text,
     TextCut,
     ToRank,
-    encode,
+    encode_from_rank,
 )
 from rankbook.transport.link import Frames, RankLink
 from rankbook.wire import changed
@@ -51,7 +51,7 @@ class _Entry:
     def __init__(self, message: Kept, when: float) -> None:
         self.when = when
         self.message = message
-        self.size = len(message.data) + 64 if isinstance(message, Text) else len(encode(message)) + 64
+        self.size = len(message.data) + 64 if isinstance(message, Text) else len(encode_from_rank(message)) + 64
 
 
 class Outbox:
@@ -148,7 +148,7 @@ class Outbox:
             return False
         self._size -= entry.size
         entry.message = changed(entry.message, data=message.data, metadata=message.metadata)
-        entry.size = len(encode(entry.message)) + 64
+        entry.size = len(encode_from_rank(entry.message)) + 64
         self._size += entry.size
         return True
 

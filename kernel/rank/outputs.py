@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import codecs
+import contextlib
 import queue
 import signal
 import sys
@@ -23,7 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rankbook.messages import ErrorReport
-from rankbook.rank import comms
+from rankbook.rank import comms, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.captured import Captured, Cleared, Displayed, Event, Failed, Printed, Updated, size_of
 
@@ -109,10 +110,11 @@ class Office:
         self._queue: queue.SimpleQueue[Target] = queue.SimpleQueue()
         self._started = _thread.allocate_lock()
 
-    def teach(self, opening: dict[str, Any]) -> None:
+    def teach(self, opening: object) -> None:
         """Have the class of `Output` ask here, once there is one; `opening` is what a comm says as it opens."""
         output = getattr(sys.modules.get(_MODULE), "Output", None)
-        if opening.get("state", {}).get("_model_name") != "OutputModel" or output is None:
+        state = opening.get("state") if isinstance(opening, dict) else None
+        if not isinstance(state, dict) or state.get("_model_name") != "OutputModel" or output is None:
             return
 
         def enter(widget: Any) -> None:  # noqa: ANN401 - an ipywidgets.Output
@@ -152,7 +154,7 @@ class Office:
         if threading.current_thread() is threading.main_thread():
             return self._report(error)
         text = "".join(traceback.format_exception(error))  # the shell's own words are the main thread's
-        return ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
+        return tracebacks.as_report(tracebacks.name_of(error), tracebacks.text_of(error), text, None)
 
     def _queue_up(self, target: Target) -> None:
         self._queue.put(target)
@@ -176,5 +178,6 @@ class Office:
 def _flush_and_tell(target: Target) -> None:
     try:
         target.flush()
-    except Exception as error:  # noqa: BLE001 - user code that observes the widget; told where the rank prints
-        traceback.print_exception(error, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 - user code that observes the widget; told where the rank prints
+        with contextlib.suppress(BaseException):  # the stream is the user's too
+            traceback.print_exception(error, file=sys.stderr)

@@ -35,6 +35,7 @@ from traitlets.config import Config
 
 from rankbook.errors import TransferError
 from rankbook.rank import comms
+from rankbook.rank.tracebacks import text_of
 from rankbook.sources import name_cells
 from rankbook.wire import RESULT
 
@@ -48,6 +49,8 @@ _NOT_HERE = {
     "%local": _FIRST,
 }
 """Line magics that stand in a rank's cell by mistake; IPython would say that there are none."""
+_DEEPEST = 200
+"""Levels of lists and dicts that a display may have."""
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -88,13 +91,16 @@ class RankDisplayPublisher(DisplayPublisher):
             return
         display_id = (transient or {}).get("display_id")
         self.session.display(
-            "update" if update else "display", plain_bundle(data), plain_bundle(metadata or {}), display_id
+            "update" if update else "display",
+            plain_bundle(data),
+            plain_bundle(metadata or {}),
+            None if display_id is None else text_of(display_id),
         )
 
     def clear_output(self, wait: bool = False) -> None:
         """See IPython's DisplayPublisher."""
         if self.session is not None:
-            self.session.clear(wait=wait)
+            self.session.clear(wait=bool(wait))
 
 
 class RankDisplayHook(DisplayHook):
@@ -126,22 +132,47 @@ class RankDisplayHook(DisplayHook):
 
 
 def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """The bundle with bytes as base64, checked to be plain data. Raises `TransferError`, in the user's cell.
+    """The bundle with bytes as base64 and text as keys, checked to be plain data.
+
+    Raises `TransferError`, in the user's cell.
 
     Without the view of a widget whose model the front end does not have: it would show an error and not the text.
     """
-    plain = {
-        key: b64encode(value).decode() if isinstance(value, bytes) else value
-        for key, value in bundle.items()
-        if key != _WIDGET or (isinstance(value, dict) and comms.is_open(value.get("model_id")))
-    }
-    for key, value in plain.items():
-        if not isinstance(value, str):
-            try:
-                plain[key] = json.loads(json.dumps(value, default=_plain_bytes))
-            except (TypeError, ValueError) as error:
-                raise TransferError(f"cannot display {key}: it is no plain data ({error})") from error
+    plain: dict[str, Any] = {}
+    for key, value in bundle.items():
+        if key == _WIDGET and not (isinstance(value, dict) and comms.is_open(value.get("model_id"))):
+            continue
+        name = text_of(key)
+        try:
+            plain[name] = _plain(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TransferError(f"cannot display {name}: it is no plain data ({error})") from error
     return plain
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401 - what JSON can hold
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    plain = json.loads(json.dumps(value, default=_plain_bytes), parse_int=_plain_number)
+    if _is_deeper(plain, _DEEPEST):
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return plain
+
+
+def _plain_number(digits: str) -> int | float:
+    """Return the number; one that has more than 64 bits, which no message can hold, as a browser would read it."""
+    number = int(digits)
+    return number if -(1 << 63) <= number < 1 << 64 else float(number)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether a list or dict is nested more than `levels` deep: the notebook, which reads it, has less stack left."""
+    if not isinstance(value, (list, dict)):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not levels or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def _plain_bytes(value: object) -> str:
@@ -198,10 +229,10 @@ class RankShell(InteractiveShell):
         self.displayhook.source = source
         self._errors: list[BaseException] = []
         result = self.run_cell(source, store_history=False)
-        error = result.error_before_exec or result.error_in_exec or next(iter(self._errors), None)
-        self._errors = []
-        if error is not None:
-            raise error
+        errors, self._errors = [result.error_before_exec, result.error_in_exec, *self._errors], []
+        for error in errors:
+            if error is not None:
+                raise error
 
     def transform_cell(self, raw_cell: str) -> str:
         """As IPython's, but for cells that are Python as they stand: its tokenizer would change nothing in these.
@@ -261,14 +292,14 @@ class RankShell(InteractiveShell):
         def ask(prompt: object = "", /) -> str:
             sys.stdout.flush()
             try:
-                return session.ask(str(prompt), password=False)
+                return session.ask(text_of(prompt), password=False)
             except KeyboardInterrupt:
                 if sys._getframe(1).f_globals.get("__name__") == "cmd":  # a debugger would only ask again
                     raise BdbQuit from None
                 raise
 
-        def ask_secretly(prompt: str = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
-            return session.ask(prompt, password=True)
+        def ask_secretly(prompt: object = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
+            return session.ask(text_of(prompt), password=True)
 
         builtins.input = ask
         getpass.getpass = ask_secretly

@@ -23,6 +23,14 @@ _OURS = (str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.
 _LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 _DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
 _MOST_FRAMES = 12
+_MOST_VALUE, _MOST_TEXT = 32 << 10, 256 << 10
+"""Characters of an error's own words, and of its traceback, that are told."""
+_MOST_LINES = 1 << 31
+_class_name = type.__dict__["__name__"].__get__
+_own_traceback = BaseException.__dict__["__traceback__"].__get__
+_own_cause = BaseException.__dict__["__cause__"].__get__
+_own_context = BaseException.__dict__["__context__"].__get__
+_own_members = BaseExceptionGroup.__dict__["exceptions"].__get__
 
 
 def is_users(file: str) -> bool:
@@ -30,32 +38,111 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, *_OURS)) and "site-packages" not in file
 
 
+def text_of(value: object) -> str:
+    """Return `str(value)` as a `str` and no subclass of it, which may do anything where it is used."""
+    return str.__str__(str(value))
+
+
+def name_of(error: BaseException) -> str:
+    """Return the name of the error's class, whatever its metaclass says."""
+    return str.__str__(_class_name(type(error)))
+
+
+def traceback_of(error: BaseException) -> types.TracebackType | None:
+    """Return the error's own traceback, whatever its class says."""
+    found: types.TracebackType | None = _own_traceback(error)
+    return found
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Return what the error was raised from, whatever its class says."""
+    found: BaseException | None = _own_cause(error)
+    return found
+
+
+def context_of(error: BaseException) -> BaseException | None:
+    """Return what was being handled as the error was raised, whatever its class says."""
+    found: BaseException | None = _own_context(error)
+    return found
+
+
+def members_of(error: BaseException) -> tuple[BaseException, ...]:
+    """Return the errors of a group; none for any other error."""
+    found: tuple[BaseException, ...] = _own_members(error) if issubclass(type(error), BaseExceptionGroup) else ()
+    return found
+
+
 def report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
-    """Tell `error`, and at which line of cell `number` it was. `cells`: the numbers of cells by their file names."""
-    shortened, hidden = _shorten(error.__traceback__)
+    """Tell `error`, and at which line of cell `number` it was. `cells`: the numbers of cells by their file names.
+
+    User code runs (`__str__`). Raises KeyboardInterrupt where it does.
+    """
+    name = name_of(error)
+    shortened, hidden = _shorten(traceback_of(error))
+    value = value_of(error)
     try:
-        value = str(error)
-    except Exception as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
-        value = f"<{type(failure).__name__} while this {type(error).__name__} was put into words>"
-    if isinstance(error, SyntaxError):
-        hidden, value = 0, str(error.msg)  # what else it says, the traceback shows
-        text = "\n".join(shell.SyntaxTB.structured_traceback(type(error), error, None))
-    else:
-        try:
-            text = "\n".join(shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0))
-        except Exception as failure:  # noqa: BLE001 - told below: an error must arrive whatever its repr does
-            text = f"{type(error).__name__}: {value}\n(no traceback: {type(failure).__name__} while it was made)"
+        if issubclass(type(error), SyntaxError):
+            hidden, value = 0, text_of(error.msg)  # type: ignore[attr-defined] # what else it says, the traceback shows
+            lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
+        else:
+            lines = shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0)
+        text = "\n".join(map(text_of, lines))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # noqa: BLE001 - told below: an error must arrive whatever its class does
+        text = f"{name}: {value}\n(no traceback: {name_of(failure)} while it was made)"
     if hidden:
         text += (
             "\n(1 frame of a library is left out)" if hidden == 1 else f"\n({hidden} frames of libraries are left out)"
         )
+    return as_report(name, value, text, _cell_line(error, cells, number))
+
+
+def in_one_line(error: BaseException) -> ErrorReport:
+    """Tell `error` without a traceback. User code runs; raises KeyboardInterrupt where it does."""
+    name = name_of(error)
+    value = value_of(error)
+    return as_report(name, value, f"{name}: {value}".removesuffix(": "), None)
+
+
+def brief(error: BaseException, failure: BaseException | None, cells: dict[str, int], number: int = 0) -> ErrorReport:
+    """Tell `error` without calling any code of the user's; `failure` ended the attempt to tell more."""
+    name, value = name_of(error), ""
+    if failure is not None and failure is not error:
+        value = _no_words(failure, name)
+    line = _line_in(traceback_of(error), cells, number)
+    return as_report(name, value, f"{name}: {value}".removesuffix(": "), line)
+
+
+def value_of(error: BaseException) -> str:
+    """Return the error's own words, or why there are none. User code runs; raises KeyboardInterrupt where it does."""
+    try:
+        return text_of(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
+        return _no_words(failure, name_of(error))
+
+
+def _no_words(failure: BaseException, name: str) -> str:
+    return f"<{name_of(failure)} while this {name} was put into words>"
+
+
+def as_report(name: str, value: str, text: str, line: int | None) -> ErrorReport:
+    """Return the report of an error, with `text` for its traceback; what is too long is cut."""
+    text = _cut(text, _MOST_TEXT)
+    plain = _ANSI.sub("", text) if "\x1b" in text else text
     return ErrorReport(
-        name=type(error).__name__,
-        value=value,
-        traceback=text,
-        plain=_ANSI.sub("", text),
-        line=_cell_line(error, cells, number),
+        name=_cut(name, _MOST_VALUE), value=_cut(value, _MOST_VALUE), traceback=text, plain=plain, line=line
     )
+
+
+def _cut(text: str, most: int) -> str:
+    """Return `text`, or its beginning and its end where it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n… ({len(text) - 2 * half:,} characters left out here) …\n{text[-half:]}"
 
 
 def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, int]:
@@ -84,10 +171,16 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
 
 
 def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int | None:
-    if isinstance(error, SyntaxError) and _is_of(error.filename, cells, number):
-        return error.lineno
+    if issubclass(type(error), SyntaxError):
+        file, line = error.filename, error.lineno  # type: ignore[attr-defined]
+        if type(file) is str and type(line) is int and 0 < line < _MOST_LINES and _is_of(file, cells, number):
+            return line
+    return _line_in(traceback_of(error), cells, number)
+
+
+def _line_in(traceback: types.TracebackType | None, cells: dict[str, int], number: int) -> int | None:
+    """Return the innermost line of cell `number` that a traceback leads through."""
     found: int | None = None
-    traceback = error.__traceback__
     while traceback is not None:
         if _is_of(traceback.tb_frame.f_code.co_filename, cells, number):
             found = traceback.tb_lineno

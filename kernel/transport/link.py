@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from rankbook.messages import FromRank, Message, ToRank
+from rankbook.errors import ProtocolError, UnreadableMessage
+from rankbook.messages import FromRank, Message, ToRank, decode_from_rank
 
 Frames = Sequence[bytes | memoryview]
 
@@ -22,6 +23,14 @@ class Sender(NamedTuple):
 
     rank: int
     incarnation: int
+
+
+def read_from_rank(sender: Sender, data: bytes | memoryview) -> FromRank:
+    """Decode what `sender` sent. Raises `UnreadableMessage`, which names the sender."""
+    try:
+        return decode_from_rank(data)
+    except ProtocolError as error:
+        raise UnreadableMessage(str(error), sender) from error
 
 
 class HubLink(Protocol):
@@ -42,7 +51,10 @@ class HubLink(Protocol):
         """
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
-        """The next message and who sent it, or None. The thread that messages come to. Raises `ProtocolError`."""
+        """The next message and who sent it, or None. The thread that messages come to.
+
+        Raises `UnreadableMessage`; the next call goes on with the next message.
+        """
 
     def take_over(self) -> None:
         """Messages and `wake` are this thread's from now on. Does not wake the home thread."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from rankbook.messages import FromRank, Message, ToRank, decode_from_rank, decode_to_rank, encode
-from rankbook.transport.link import Frames, Sender
+from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
+from rankbook.transport.link import Frames, Sender, read_from_rank
 
 _Parcel = tuple[bytes, list[memoryview]]
 
@@ -60,7 +60,7 @@ class MemoryHub:
         if not self._up:
             return None
         sender, (data, frames) = self._up.popleft()
-        return sender, decode_from_rank(data), frames
+        return sender, read_from_rank(sender, data), frames
 
     def wake(self) -> None:
         """See `HubLink`."""
@@ -81,7 +81,7 @@ class MemoryRank:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
-        self._up.append((self._sender, (encode(message), [memoryview(frame) for frame in frames])))
+        self._up.append((self._sender, (encode_from_rank(message), [memoryview(frame) for frame in frames])))
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:  # noqa: ARG002 - never waits
         """See `RankLink`; never waits."""

@@ -21,6 +21,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import getpid
 from pathlib import Path
 
 from rankbook.errors import ProtocolError, TransferError
@@ -76,7 +77,7 @@ class SegmentStore:
         # posix_fallocate 1,500; into a mapping 1,000, populated, with huge pages advised or by two threads no better,
         # for each page is faulted in. And a write says ENOSPC where a mapping dies of SIGBUS.
         offsets, size = _lay_out(buffers)
-        name = f"segment-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"segment-{getpid()}-{secrets.token_hex(8)}"
         path = self.folder / name
         try:
             if size > _free(self.folder) // 2:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import zmq
 
-from rankbook.errors import StartError
-from rankbook.messages import FromRank, Message, ToRank, decode_from_rank, decode_to_rank, encode
-from rankbook.transport.link import Frames, Sender
+from rankbook.errors import StartError, UnreadableMessage
+from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
+from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.quick_send import send_quickly
 from rankbook.transport.watch import Watch
 
@@ -202,8 +202,10 @@ class ZmqHub:
         if parcel is None:
             return None
         head, frames = parcel
+        if len(head) < _SENDER.size:
+            raise UnreadableMessage(f"expected a message that begins with its sender, got {len(head)} bytes")
         sender = Sender(*_SENDER.unpack_from(head))
-        return sender, decode_from_rank(head[_SENDER.size :]), frames
+        return sender, read_from_rank(sender, head[_SENDER.size :]), frames
 
     def wake(self) -> None:
         """See `HubLink`."""
@@ -249,7 +251,7 @@ class ZmqRank:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
-        head = self._sender + encode(message)
+        head = self._sender + encode_from_rank(message)
         with self._lock:
             _send(self._up, head, frames)
 

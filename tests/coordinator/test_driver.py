@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
+from rankbook.comms import CommSaid
 from rankbook.coordinator import driver
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
@@ -39,6 +41,7 @@ from rankbook.messages import (
     Text,
 )
 from rankbook.output import OutputMerger, Stream
+from rankbook.transport.link import Sender
 from rankbook.transport.memory_link import MemoryHub, MemoryRank
 from tests.conftest import wait_until
 
@@ -513,17 +516,71 @@ def test_stacks_are_not_waited_for_once_all_have_answered(stage):
     assert not asking.is_alive()
 
 
-def test_what_a_rank_sends_that_is_no_message_is_told_and_leaves_nobody_waiting(stage, monkeypatch):
-    told = []
-    monkeypatch.setattr("sys.excepthook", lambda _, value, __: told.append(value))
+def test_a_message_that_cannot_be_read_costs_the_rank_that_sent_it(stage):
     stage.launch()
     cell = stage.submit(0, 1)
-    stage.hub._up.append(((0, 1), (b"\xc1 no message", [])))
+    stage.hub._up.append((Sender(0, 1), (b"\xc1 no message", [])))
     stage.hub.wake()
+    wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
+    assert stage.launcher.killed == [KillRank(rank=0, incarnation=1)]
+    stage.done(1, cell.cell)
+    stage.launcher.tell(exited(0, -9))
     stage.wait_end(cell)
-    assert "no message of this version" in error_of(cell)
-    assert stage.driver.failure is not None
-    assert told == [stage.driver.failure]
+    told = error_of(cell)
+    assert "rank 0 was killed because it sent a message that cannot be read (" in told
+    assert "no message of this version" in told
+    assert stage.driver.failure is None
+    stage.wait_states(RankState.DEAD, RankState.IDLE)
+
+
+def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(stage, monkeypatch):
+    reported, sink = [], Keeper()
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
+    monkeypatch.setattr(stage.driver.presence.comms, "listener", lambda *_: json.loads("no json"))
+    stage.launch()
+    cell = stage.submit(0, sink=sink)
+    stage.next_task(0)
+    stage.say(0, *[CommSaid("open", "a", "b", "no json", "{}")] * 3)
+    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"goes on\n"))
+    stage.done(0, cell.cell)
+    stage.wait_end(cell)
+    assert sink.text.count("rank 0 sent a CommSaid that cannot be handled, so it is left out (JSONDecodeError") == 1
+    assert "goes on" in sink.text
+    assert [type(error).__name__ for error in reported] == ["JSONDecodeError"]
+    cell.result.raise_for_status()
+
+
+def test_a_hello_of_a_rank_that_runs_costs_that_rank(stage, monkeypatch):
+    reported = []
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
+    stage.launch()
+    stage.say(1, Hello(rank=1, pid=101, incarnation=1, device="cpu", backend="gloo", threads=1))
+    wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
+    stage.launcher.tell(exited(1, -9))
+    stage.wait_states(RankState.IDLE, RankState.DEAD)
+    assert "was killed because it sent a Hello that cannot be handled" in stage.state.ranks[1].loss
+    assert [type(error).__name__ for error in reported] == ["IllegalTransition"]
+    assert stage.driver.failure is None
+
+
+def test_output_that_the_front_end_refuses_is_left_out_and_said(stage, monkeypatch):
+    class Refusing(Keeper):
+        def emit(self, items) -> None:
+            if any("refused" in item.text for item in items):
+                raise ValueError("not this")
+            super().emit(items)
+
+    reported, sink = [], Refusing()
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
+    stage.launch()
+    cell = stage.submit(0, sink=sink)
+    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"refused\n"))
+    wait_until(lambda: sink.text, timeout=SOON, what="the note")
+    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"shown\n"))
+    stage.done(0, cell.cell)
+    stage.wait_end(cell)
+    assert sink.text == "output of cell [7] cannot be shown, so it is left out (ValueError: not this)\n[0] shown\n"
+    assert len(reported) == 1
 
 
 def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(stage):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -112,6 +113,20 @@ def test_text_is_never_markup():
 )
 def test_a_terminals_colours_are_classes(text, html):
     assert to_html(text) == html
+
+
+@pytest.mark.parametrize("kind", ["image/png", "image/jpeg", "image/gif", "image/webp"])
+def test_a_picture_cannot_leave_its_attribute(kind):
+    html = piece_html(Piece(0, (0,), data={kind: 'x" onerror="alert(1)', "text/plain": '" onload="alert(2)'}), (0,))
+    assert 'onerror="' not in html and 'onload="' not in html
+    assert f'<img src="data:{kind};base64,x&quot; onerror=&quot;alert(1)"' in html
+
+
+@pytest.mark.parametrize("text", ["\x1b[" + "9" * 5_000 + "mtext", "\x1b[" + "1;" * 500_000 + "mtext\x1b[m"])
+def test_a_very_long_escape_sequence_costs_linear_time(text):
+    began = time.perf_counter()
+    assert "text" in to_html(text)
+    assert time.perf_counter() - began < 5
 
 
 def test_ranks_stand_in_their_columns():
