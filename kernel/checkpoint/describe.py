@@ -35,8 +35,9 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
         latest, trouble = None, f"\n{error}"
     rows = [("", "STEP", "SIZE", "TENSORS", "RANKS", "SAVED")]
     rows += [
-        ("*" if step == latest else "", str(step), *_columns(storage, folders.folder_of(storage, step)))
+        ("*" if step == latest else "", str(step), *columns)
         for step in finished
+        if (columns := _columns(storage, step)) is not None
     ]
     rest = "".join(f"\n  {name}: {_state(storage, name)}" for name in partials)
     return _table(rows) + (f"\nnot finished:{rest}" if rest else "") + trouble
@@ -79,11 +80,12 @@ def _manifest(storage: Storage, path: str) -> Manifest:
     return decode(read_all(storage, where), f"{storage}/{where}")
 
 
-def _columns(storage: Storage, path: str) -> tuple[str, str, str, str]:
+def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
+    """The columns of a step; None where another process has removed it meanwhile."""
     try:
-        manifest = _manifest(storage, path)
-    except CheckpointingException as error:
-        return ("", "", "", str(error))
+        manifest = _manifest(storage, folders.folder_of(storage, step))
+    except (CheckpointingException, OSError) as error:
+        return ("", "", "", str(error)) if step in folders.finished(storage) else None
     return (words.size(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 

@@ -42,12 +42,12 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
     Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
     """
     if not (together and dist.is_initialized()):
-        return _read(storage, folders.locate(storage, step))
+        return _choose(storage, step)
     told: list[Any] = [None]
     found: Found | None = None
     if dist.get_rank() == 0:
         try:
-            found = _read(storage, folders.locate(storage, step))
+            found = _choose(storage, step)
             told = [(found.folder, found.manifest, None)]
         except CheckpointingException as error:
             told = [("", None, f"{error}")]
@@ -58,6 +58,17 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
     if complaint is not None:
         raise CheckpointingException(complaint)
     return found or Found(storage, folder, manifest)
+
+
+def _choose(storage: Storage, step: Step | None) -> Found:
+    while True:
+        folder = folders.locate(storage, step)
+        try:
+            return _read(storage, folder)
+        except (CheckpointingException, FileNotFoundError):
+            if folders.asked_for(step) is not None or folders.locate(storage, step) == folder:
+                raise
+            # another process has saved the next step meanwhile, and removed this one
 
 
 def _read(storage: Storage, folder: str) -> Found:
