@@ -45,7 +45,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import heal, host, out_of_memory, tracebacks
+from rankbook.rank import farewell, heal, host, out_of_memory, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.debug import Debuggee
@@ -170,10 +170,14 @@ class Executor:
             case RunCell():
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
-                if message.measure is None:
-                    self._shell.run(message.source, message.number, message.file)
-                else:
-                    self._run_measured(message, message.measure)
+                farewell.tell_lost_saves()
+                try:
+                    if message.measure is None:
+                        self._shell.run(message.source, message.number, message.file)
+                    else:
+                        self._run_measured(message, message.measure)
+                finally:
+                    farewell.tell_lost_saves()
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
