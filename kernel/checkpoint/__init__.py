@@ -47,7 +47,7 @@ async_save.py     saving while training goes on
 saving.py         save
 found.py          the checkpoint that a step or a folder means
 transfer.py       bytes of stored chunks into tensors, checked
-fetch.py          what a rank has planned to read, read
+fetch.py          what a rank has planned to read: verified, then read
 loading.py        load, load_plain, load_metadata
 """
 

@@ -18,6 +18,9 @@ from rankbook.checkpoint.stores import ASIDE, SEALS, checked, naming
 class RemoteStorage:
     """A place that fsspec knows. What it cannot do at once is done in an order that can be broken off anywhere."""
 
+    remote = True
+    """Bytes are not cheaper the second time that they are read."""
+
     def __init__(self, url: str, filesystem: Any = None) -> None:  # noqa: ANN401 - fsspec has no types
         self.url = url.rstrip("/")
         if filesystem is None:
