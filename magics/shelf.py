@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
+from rankbook.checkpoint.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import read_all
+from rankbook.checkpoint.structure import decode
 from rankbook.checkpoint.verifying import verify
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.telemetry import CheckpointFolder, StoredCheckpoint

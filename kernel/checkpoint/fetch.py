@@ -30,9 +30,9 @@ from rankbook.checkpoint.contents import HeldTensor, Wishes
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
-from rankbook.checkpoint.stores import read_all
+from rankbook.checkpoint.stores import read_all, read_range
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill, verify
-from rankbook.checkpoint.zips import zip_holds
+from rankbook.checkpoint.zips import is_plain, zip_holds
 from rankbook.errors import BadRequest, CheckpointingException
 
 COMMON = "common.pt"
@@ -142,8 +142,8 @@ class Fetch:
         return loaded
 
     def _object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
-        blob = bytearray(stored.length)
-        if self._found.storage.read(self._found.path(stored.file), stored.start, memoryview(blob)) != len(blob):
+        blob = read_range(self._found.storage, self._found.path(stored.file), stored.start, stored.length)
+        if len(blob) != stored.length:
             raise Damage("ends too early")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
             raise Damage("has other bytes than were written")
@@ -184,6 +184,8 @@ class Fetch:
                 )
 
     def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
+        if not is_plain(data):
+            raise Damage("is no plain zip of torch.save")
         with torch.serialization.safe_globals(self._allow):
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -21,6 +21,7 @@ none, so also without locks, on NFS or an object store, one of two savers of a s
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import os
 import re
@@ -32,7 +33,7 @@ from rankbook.checkpoint import owners
 from rankbook.checkpoint.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.owners import PATIENCE, Owner
 from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import ASIDE, NewFiles, Storage, is_link, locked, read_all
+from rankbook.checkpoint.stores import ASIDE, NewFiles, Storage, is_link, locked, read_range
 from rankbook.errors import BadRequest, CheckpointingException
 
 LATEST = "latest"
@@ -41,8 +42,8 @@ PARTIAL = ".partial"
 OWNER = ".owner"
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}$")  # what the storage adds to the name of a file that it is about to create
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
-_LINE = re.compile(r"(step-(\d+)) crc32=([0-9a-f]{8})\n")
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+_LINE = re.compile(r"(step-(\d{1,18})) crc32=([0-9a-f]{8})\n")
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -51,8 +52,8 @@ def whole_number(name: str, value: object, least: int) -> int:
         number = operator.index(value)  # type: ignore[arg-type]  # it raises for what has none
     except TypeError:
         number = least - 1
-    if number < least or isinstance(value, bool):
-        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on")
+    if not least <= number < 10**18 or isinstance(value, bool):
+        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on, of at most 18 digits")
     return number
 
 
@@ -114,9 +115,13 @@ def named_by_latest(storage: Storage) -> int | None:
     Raises `CheckpointingException` where the file is damaged.
     """
     try:
-        line = read_all(storage, LATEST)
+        line = bytes(read_range(storage, LATEST, 0, 200))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise CheckpointingException(f"{storage}/{LATEST}: the file is damaged: {error.strerror}") from error
     found = _LINE.fullmatch(line.decode("ascii", errors="replace"))
     if found is None or int(found[3], 16) != zlib.crc32(found[1].encode()):
         raise CheckpointingException(
@@ -203,10 +208,7 @@ _tokens: dict[str, str] = {}  # of the claims of this process
 def refuse_link(storage: Storage, name: str) -> None:
     """Raise `CheckpointingException` where a name is a symbolic link: a save would replace what lies elsewhere."""
     if is_link(storage, name):
-        raise CheckpointingException(
-            f"{storage}/{name} is a symbolic link, and nothing was written: remove it, or save into the folder that it "
-            "points to"
-        )
+        raise CheckpointingException(f"{storage}/{name} is a symbolic link, and nothing was written: remove it first")
 
 
 def _release(storage: Storage, partial: str) -> None:
@@ -264,7 +266,7 @@ def abandon(storage: Storage, step: int) -> None:
 
 def give_up(storage: Storage, partial: str, *others: str) -> None:
     """Remove a partial folder that this process has claimed, and `others` with it, and end the claim."""
-    with contextlib.suppress(OSError):  # a storage that cannot be reached: the claim ends all the same
+    with contextlib.suppress(OSError):  # out of reach: the claim ends all the same
         _check_claim(storage, partial)
     try:
         with locked(storage):

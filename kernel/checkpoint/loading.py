@@ -302,6 +302,7 @@ def load_plain(
     Raises `CheckpointingException` as `load` does.
     """
     found = find(storage_of(folder), step, together=False)
+    found.check_sizes()  # before memory is taken for what the manifest says
     prepared = prepare(
         found,
         lambda: Wishes(everything(found.manifest), found.manifest, all_values=True),

@@ -123,8 +123,10 @@ class LocalStorage:
         source = self._at(path)
         done, flat = 0, as_bytes(into)
         with naming(source):
-            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device would give bytes without an end
+                    raise OSError(errno.EINVAL, "not a regular file", str(source))
                 while done < len(flat) and (count := os.preadv(descriptor, [flat[done:]], start + done)):
                     done += count
             finally:

@@ -127,6 +127,19 @@ def read_all(storage: Storage, path: str) -> bytes:
         step = min(step * 4, 64 * 1024 * 1024)
 
 
+def read_range(storage: Storage, path: str, start: int, length: int) -> bytearray:
+    """`length` bytes, or fewer at the file's end. Memory is taken as they come: a length may be anything."""
+    found, step = bytearray(), 64 * 1024
+    while len(found) < length:
+        buffer = memoryview(bytearray(min(step, length - len(found))))
+        count = storage.read(path, start + len(found), buffer)
+        found += buffer[:count]
+        if count < len(buffer):
+            break
+        step = min(step * 4, 64 * 1024 * 1024)
+    return found
+
+
 def checked(path: str) -> str:
     """A manifest that was tampered with must not lead out of the storage."""
     parts = PurePosixPath(path)
