@@ -145,6 +145,8 @@ def _checkpoint(args: argparse.Namespace) -> int:
         return _ACTIONS[args.action](args)
     except (RankbookError, OSError) as error:
         return _usage_error(str(error))
+    except Exception as error:  # noqa: BLE001 - a file that somebody made up may hold anything: its reader wants words
+        return _usage_error(f"{args.path} cannot be read: {type(error).__name__}: {words.printable(str(error))}")
 
 
 def _ls(args: argparse.Namespace) -> int:

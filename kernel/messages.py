@@ -162,13 +162,14 @@ class Abort(Message, frozen=True):
     """Collectives of these groups cannot end any more (of all groups, if none is named); `cause` says why.
 
     `shut`: break them off. Without it the cause is only what a wait tells that breaks by itself. Only groups are meant
-    that one of `ranks` is a member of: those that are broken off, or gone.
+    that one of `ranks` is a member of: those that are broken off, or gone. `lost`: the processes of `ranks` are gone.
     """
 
     groups: tuple[str, ...]
     cause: str
     shut: bool
     ranks: tuple[int, ...]
+    lost: bool = False
 
 
 class Leave(Message, frozen=True):

@@ -55,3 +55,8 @@ def shape_words(shape: Sequence[int]) -> str:
 def moment(at: float) -> str:
     """Seconds since the epoch as date and time, where the notebook runs."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def printable(text: str) -> str:
+    """Return a name out of a file with its control characters escaped: a terminal or a reader would obey them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
+from rankbook.checkpoint.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import read_all
+from rankbook.checkpoint.structure import decode
 from rankbook.checkpoint.verifying import verify
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.telemetry import CheckpointFolder, StoredCheckpoint
@@ -50,10 +51,11 @@ class FolderShelf:
                     latest = folders.read_latest(self._storage)
                 except CheckpointingException as error:
                     trouble = str(error)
-                found = [
-                    self._stored(folders.folder_of(self._storage, step), step, latest=step == latest)
-                    for step in folders.finished(self._storage)
-                ]
+                found = []
+                for step in folders.finished(self._storage):
+                    with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
+                        path = folders.folder_of(self._storage, step)
+                        found.append(self._stored(path, step, latest=step == latest))
                 found += [self._stored(name, None, latest=False) for name in self._others(names)]
                 found += [self._rest(name) for name in folders.partials(self._storage)]
             except (OSError, CheckpointingException) as error:

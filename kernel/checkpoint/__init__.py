@@ -26,9 +26,11 @@ storage.py        where files go: the local storage, and which one a folder mean
 remote.py         storages that fsspec can reach
 checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
 manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
+structure.py      whether a manifest makes sense: indices, extents, strides
 owners.py         which process is at a save
 folders.py        a folder of steps: which is the latest, what is finished, what was broken off
 zips.py           where the data lies in a file of torch.save
+opcodes.py        a pickle's instructions, looked through before an unpickler gets them
 pickles.py        checkpoints that other programs wrote, read without running what their pickles name
 checking.py       the bytes of one chunk or object against their checksums
 verifying.py      every byte of a checkpoint, checked
@@ -47,7 +49,7 @@ async_save.py     saving while training goes on
 saving.py         save
 found.py          the checkpoint that a step or a folder means
 transfer.py       bytes of stored chunks into tensors, checked
-fetch.py          what a rank has planned to read, read
+fetch.py          what a rank has planned to read: verified, then read
 loading.py        load, load_plain, load_metadata
 """
 

@@ -7,8 +7,12 @@ The thread talks to the other ranks' threads through a gloo group of its own: in
 would meet the training's. A group lives as long as all ranks have it; where one has not (its process is new), all make
 a new one.
 
-A rank that has begun to save comes to the plan whatever happens, for the others' threads wait there for it. One whose
-group breaks lets go of it at once: that is what ends the waiting of the others.
+On a notebook's ranks an error in a cell breaks the training's groups off; the saving group is marked as `background`,
+and stays as it is. So that no rank leaves `save` while another may still fail in it, the ranks meet in the saving group
+once they have agreed to save: after that an error of one rank's cell finds all of them with a thread that saves.
+
+A rank that has begun to save comes to the plan whatever happens, for the others' threads wait there for it. One that
+cannot, or whose group breaks, lets go of it at once: that is what ends the waiting of the others.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ class SaveHandle:
         self._ended = threading.Event()
         self._saved: Saved | None = None
         self._failure: BaseException | None = None
+        self._announced = False
         self.heard = False
 
     @property
@@ -87,6 +92,7 @@ class SaveHandle:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self._telling.folder} has not ended within {timeout:g} s")
         self.heard = True
+        self._telling.withdraw()
         if self._failure is not None:
             raise self._failure
         assert self._saved is not None
@@ -132,6 +138,8 @@ def settle(*, refuse: bool) -> None:
     if not have_group and no_complaint:
         _let_go()
     if not busy:
+        if handle is not None:
+            handle._telling.withdraw()
         _process.current = None
     if not no_complaint:
         raise CheckpointingException(_first(busy or failed))
@@ -161,6 +169,15 @@ def latest() -> SaveHandle | None:
     return handle if handle is not None and not (handle.done and (handle.heard or handle.error is None)) else None
 
 
+def lost() -> str:
+    """Return the words for a save that failed and of which nobody has heard; "" without one, and the second time."""
+    handle = _process.current
+    if handle is None or handle.error is None or handle.heard or handle._announced:
+        return ""
+    handle._announced = True
+    return f"rankbook: {handle!r}. What was saved before is untouched."
+
+
 def finish(timeout: float | None = None) -> bool:
     """Wait until nothing is being saved in the background. Whether that is so, after `timeout` seconds."""
     return _process.current is None or _process.current._ended.wait(timeout)
@@ -173,12 +190,13 @@ def start(
 
     `everything`: replicas too may be chosen to be written. Where this rank cannot copy, all handles fail for it.
     """
+    handle = SaveHandle(telling)
     try:
-        _make_group()
+        _meet()
     except BaseException as error:
         telling.failed(f"{type(error).__name__}: {error}")
+        telling.withdraw()  # it is raised here
         raise
-    handle = SaveHandle(telling)
     taken: list[torch.Tensor] = []
     failure: BaseException | None = None
     try:
@@ -202,7 +220,13 @@ def start(
 
     thread = threading.Thread(target=handle._run, args=(work,), name="rankbook-checkpoint")
     _process.current = handle
-    thread.start()
+    try:
+        thread.start()
+    except BaseException:
+        if thread.ident is None:
+            _process.current = None
+            _let_go()
+        raise
     if failure is not None and not isinstance(failure, Exception):  # an interrupt
         raise failure
     return handle
@@ -212,18 +236,31 @@ def _has_group() -> bool:
     return _process.group is not None and _process.world is dist.group.WORLD
 
 
-def _make_group() -> None:
-    """The group of the saving threads. A collective where `settle` found that a rank has none."""
-    if _process.group is None and dist.is_initialized():
-        group = dist.new_group(backend="gloo", timeout=MEETING)
-        _set_pg_timeout(PATIENCE, group)
-        _process.group, _process.world = group, dist.group.WORLD
+def _meet() -> None:
+    """Meet in the group of the saving threads, which is made where `settle` found that a rank has none. A collective.
+
+    A rank that leaves it with an error ends the waiting of the others.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        if _process.group is None:
+            _process.group, _process.world = dist.new_group(backend="gloo", timeout=MEETING), dist.group.WORLD
+            _set_pg_timeout(PATIENCE, _process.group)
+            if hasattr(_process.group, "background"):  # a notebook's ranks
+                _process.group.background = True
+        dist.all_reduce(torch.zeros(1), group=_process.group)
+    except BaseException:
+        _let_go()
+        raise
 
 
 def _let_go() -> None:
     """Leave the group, so that nobody waits in it for this rank."""
     group, _process.group, _process.world = _process.group, None, None
     if group is not None and dist.is_initialized():
+        if hasattr(group, "break_off"):  # on a notebook's ranks its connections do not end with the last reference
+            group.break_off("a rank gave up the save")
         with contextlib.suppress(ValueError):  # it went with the default group that it was made beside
             dist.destroy_process_group(group)
 

@@ -188,9 +188,12 @@ class Wishes:
         stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
         self._split = split(sharded_state_dict, stored=stored, gather=None)
         self._all_values = all_values
-        for entry in self._split.tensors:
+        self.fresh: set[int] = set()
+        """The positions of the tensors whose memory is made here: nobody has anything to lose in them."""
+        for position, entry in enumerate(self._split.tensors):
             if entry.shard.data is None:
                 entry.shard.init_data("cpu")
+                self.fresh.add(position)
         self.tensors = [HeldTensor.of(each.shard) for each in self._split.tensors]
         self.objects = [HeldObject.of(each) for _, each in self._split.objects]
 

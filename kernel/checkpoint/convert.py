@@ -26,14 +26,15 @@ from rankbook.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredTensor,
-    decode,
     encode,
     now,
     piece_bytes,
 )
 from rankbook.checkpoint.pickles import foreign
+from rankbook.checkpoint.reading import unsound
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
+from rankbook.checkpoint.structure import MOST_SAID, decode, sizes_hold
 from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 
@@ -96,7 +97,8 @@ def _read_chunk(
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = np.empty(chunk.nbytes, dtype=np.uint8)
     file = manifest.files[chunk.file].name
-    storage.read(f"{path}/{file}" if path else file, chunk.data, data.data)
+    if storage.read(f"{path}/{file}" if path else file, chunk.data, data.data) < chunk.nbytes:
+        raise CheckpointingException(f"{storage}/{path}/{file}: key {key!r}: the file ends before the chunk does")
     count = -(-chunk.nbytes // piece_bytes(chunk))
     if bad := verifying.check_pieces(chunk, 0, count, data.data):
         raise CheckpointingException(f"{storage}: {verifying.damaged_pieces(manifest, key, chunk, bad, path)}")
@@ -114,6 +116,9 @@ def to_safetensors(
     source, goal = storage_of(folder), storage_of(target)
     path = folders.locate(source, step)
     manifest = manifest_at(source, path)
+    sizes_hold(manifest, source.list(path), f"{source}/{path}" if path else str(source))
+    if misfits := [f"{key}: {what}" for key, what in unsound(manifest, manifest.tensors)]:
+        raise CheckpointingException(f"{source}/{path}: " + "\n  ".join(misfits[:MOST_SAID]))
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
     for name, keys in zip(names, shares, strict=True):

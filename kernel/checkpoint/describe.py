@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from rankbook import words
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, decode
+from rankbook.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
 from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
+from rankbook.checkpoint.structure import decode
 from rankbook.errors import CheckpointingException
 
 
@@ -35,8 +36,9 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
         latest, trouble = None, f"\n{error}"
     rows = [("", "STEP", "SIZE", "TENSORS", "RANKS", "SAVED")]
     rows += [
-        ("*" if step == latest else "", str(step), *_columns(storage, folders.folder_of(storage, step)))
+        ("*" if step == latest else "", str(step), *columns)
         for step in finished
+        if (columns := _columns(storage, step)) is not None
     ]
     rest = "".join(f"\n  {name}: {_state(storage, name)}" for name in partials)
     return _table(rows) + (f"\nnot finished:{rest}" if rest else "") + trouble
@@ -59,16 +61,19 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
         ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
         lines.append(f"{when}saved {manifest.created} by {ranks} ({who})")
     if manifest.metadata:
-        lines += ["", *(f"{name}: {value}" for name, value in manifest.metadata.items())]
+        lines += ["", *(words.printable(f"{name}: {value}") for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
-    rows += [(key, *_tensor(tensor)) for key, tensor in manifest.tensors.items()]
+    rows += [(words.printable(key), *_tensor(tensor)) for key, tensor in manifest.tensors.items()]
     lines += ["", _table(rows)]
     if manifest.objects:
         objects = [("OBJECT", "SIZE", "RANK")]
-        objects += [(key, words.size(each.length), _ranks([each.rank])) for key, each in manifest.objects.items()]
+        objects += [
+            (words.printable(key), words.size(each.length), _ranks([each.rank]))
+            for key, each in manifest.objects.items()
+        ]
         lines += ["", _table(objects)]
     files = [("FILE", "SIZE", "RANK")]
-    files += [(file.name, words.size(file.size), _ranks([file.rank])) for file in manifest.files]
+    files += [(words.printable(file.name), words.size(file.size), _ranks([file.rank])) for file in manifest.files]
     return "\n".join([*lines, "", _table(files)])
 
 
@@ -79,11 +84,12 @@ def _manifest(storage: Storage, path: str) -> Manifest:
     return decode(read_all(storage, where), f"{storage}/{where}")
 
 
-def _columns(storage: Storage, path: str) -> tuple[str, str, str, str]:
+def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
+    """The columns of a step; None where another process has removed it meanwhile."""
     try:
-        manifest = _manifest(storage, path)
-    except CheckpointingException as error:
-        return ("", "", "", str(error))
+        manifest = _manifest(storage, folders.folder_of(storage, step))
+    except (CheckpointingException, OSError) as error:
+        return ("", "", "", str(error)) if step in folders.finished(storage) else None
     return (words.size(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 

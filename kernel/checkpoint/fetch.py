@@ -1,16 +1,24 @@
 """What a rank has planned to read, read: tensors in place, objects, the common part.
 
 Owns: that everything that is damaged is found and named, not only the first. Refuses: the plan, and the other ranks.
+
+Tensors are read twice. `verify` compares all that is wanted with its checksums and writes nothing, so that a damaged
+checkpoint leaves a model as it was; `tensors` reads into the model's memory, and checks once more, for a disk may give
+other bytes the second time. The second read comes from the system's file cache. Where that cannot hold it, and from a
+remote storage, there is no first pass: then the error names the tensors that are neither old nor new.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pkgutil
 import re
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +30,17 @@ from rankbook.checkpoint.contents import HeldTensor, Wishes
 from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
-from rankbook.checkpoint.stores import read_all
-from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill
-from rankbook.checkpoint.zips import zip_holds
+from rankbook.checkpoint.stores import read_all, read_range
+from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill, verify
+from rankbook.checkpoint.zips import is_plain, zip_holds
 from rankbook.errors import BadRequest, CheckpointingException
 
 COMMON = "common.pt"
 MOST_SAID = 8
+_LITTLE = 64 * PIECE
+"""Bytes that are read twice also from afar."""
+_SCRATCH = 2 * PIECE
+"""Bytes that a thread verifies at a time: they stay in the processor's cache from the read to the checksum."""
 
 
 class Refused(Damage):
@@ -58,21 +70,47 @@ class Fetch:
             self._allow += [each for each in vars(np.dtypes).values() if isinstance(each, type)]
         self.damages: list[str] = []
         self._refused = 0
+        self._torn: dict[str, None] = {}
 
-    def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor]) -> None:
-        """Fill the targets' data."""
+    def verify(self, plan: ReadPlan, fresh: Collection[int], *, ranks: int = 1) -> None:
+        """Compare the bytes for all targets but the `fresh` ones with their checksums, and write nothing.
+
+        `ranks`: how many processes of this machine do so at the same time.
+        """
+        chunks = [chunk for chunk in plan.chunks if not all(part.wanted in fresh for part in chunk.reads)]
+        nbytes = sum(last - first for chunk in chunks for first, last in map(chunk.span, chunk.reads))
+        if not self._verify or not _may_be_read_twice(self._found, nbytes * ranks):
+            return
+        threads = max(1, min(4, (os.cpu_count() or 1) // ranks, nbytes // (16 * PIECE)))
+        if threads == 1:
+            self._verify_chunks(chunks)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._verify_chunks, [chunks[number::threads] for number in range(threads)]))
+
+    def _verify_chunks(self, chunks: Sequence[ChunkRead]) -> None:
+        scratch = memoryview(bytearray(_SCRATCH))
+        for chunk in chunks:
+            with self._naming(_where(chunk)):
+                verify(chunk, self._reader(chunk), scratch)
+
+    def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a transfer.ReadRange
+        return partial(self._found.storage.read, self._found.path(chunk.file))
+
+    def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor], fresh: Collection[int] = ()) -> None:
+        """Fill the targets' data. The memory of the `fresh` ones is of no use to anybody if that fails."""
         views = [each.data.detach().view(each.local_shape) for each in targets]
         for number in plan.zeros:
             views[number].zero_() if views[number].element_size() > 1 else views[number].view(torch.uint8).zero_()
         for chunk in plan.chunks:
-            where = (
-                f"{chunk.file}: key {chunk.key!r}, the chunk at {chunk.chunk.offset} written by rank {chunk.chunk.rank}"
-            )
-            with self._naming(where):
+            before = len(self.damages)
+            with self._naming(_where(chunk)):
                 self._chunk(chunk, views)
+            if len(self.damages) > before and not all(part.wanted in fresh for part in chunk.reads):
+                self._torn[chunk.key] = None
 
     def _chunk(self, chunk: ChunkRead, views: Sequence[torch.Tensor]) -> None:
-        read = partial(self._found.storage.read, self._found.path(chunk.file))
+        read = self._reader(chunk)
         check, stored = self._verify, chunk.chunk
         if check and not envelope_holds(stored, read):
             raise Damage("has other bytes around its data than were written")
@@ -104,8 +142,8 @@ class Fetch:
         return loaded
 
     def _object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
-        blob = bytearray(stored.length)
-        if self._found.storage.read(self._found.path(stored.file), stored.start, memoryview(blob)) != len(blob):
+        blob = read_range(self._found.storage, self._found.path(stored.file), stored.start, stored.length)
+        if len(blob) != stored.length:
             raise Damage("ends too early")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
             raise Damage("has other bytes than were written")
@@ -146,6 +184,8 @@ class Fetch:
                 )
 
     def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
+        if not is_plain(data):
+            raise Damage("is no plain zip of torch.save")
         with torch.serialization.safe_globals(self._allow):
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -169,6 +209,13 @@ class Fetch:
             self._refused += isinstance(damage, Refused)
         except OSError as error:
             self.damages.append(f"{where}: {error.strerror or error}")
+        except KeyboardInterrupt as error:
+            error.add_note(
+                f"The load of {self._found} was broken off at {where}: what it has loaded so far is changed."
+            )
+            raise
+        except Exception as error:  # noqa: BLE001 - told like a damage: a device without room, a tensor that cannot be written
+            self.damages.append(f"{where}: {type(error).__name__}: {error}")
 
     def conclude(self) -> None:
         """Raises `CheckpointingException` where something was damaged."""
@@ -177,4 +224,31 @@ class Fetch:
             said = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
             whole = "is whole, and not all of it is loaded unasked"
             what = whole if self._refused == len(self.damages) else "is damaged"
-            raise CheckpointingException(f"the checkpoint {self._found} {what}:\n  {said}")
+            raise CheckpointingException(f"the checkpoint {self._found} {what}:\n  {said}{self._state()}")
+
+    def _state(self) -> str:
+        """Say which tensors of the state dict have been written to, and not to their end."""
+        if not self._torn:
+            return ""
+        keys = [repr(key) for key in self._torn]
+        more = f" and {len(keys) - MOST_SAID} more" if len(keys) > MOST_SAID else ""
+        return (
+            f"\n  neither old nor new are now {', '.join(keys[:MOST_SAID])}{more}, and all other tensors are as "
+            "stored: load again before any of them is used"
+        )
+
+
+def _where(chunk: ChunkRead) -> str:
+    return f"{chunk.file}: key {chunk.key!r}, the chunk at {chunk.chunk.offset} written by rank {chunk.chunk.rank}"
+
+
+def _may_be_read_twice(found: Found, nbytes: int) -> bool:
+    """Whether a second read of so many bytes costs little: it comes from memory, and not from a disk or a network."""
+    if getattr(found.storage, "remote", False):
+        return nbytes <= _LITTLE
+    try:
+        known = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:  # not Linux
+        known = None
+    available = int(known[1]) * 1024 if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return nbytes <= max(_LITTLE, available // 2)

@@ -6,15 +6,22 @@ except that a finished one has a manifest.
     step-40/                a finished step: manifest.json is in it
     step-50.partial/        a save that is under way, or was broken off
     step-50.partial.owner   which process is at it
+    step-50.latest          what becomes `latest` as soon as step 50 is finished
     step-40.old/            step 40, while another save of step 40 takes its place and folders cannot be exchanged
     latest                  one line, "step-40 crc32=xxxxxxxx", the checksum being that of the name
 
 Every change is made of single operations of the storage, in an order in which any of them may be the last: the step
 that could be loaded before can still be loaded.
+
+Several processes may save into one folder, each another step. Whoever claims a step, commits it, removes steps or
+sweeps holds the storage's lock for that time (`stores.locked`). A claim is a file that is created only where there is
+none, so also without locks, on NFS or an object store, one of two savers of a step gets it and the other is told.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import operator
 import os
 import re
@@ -26,16 +33,17 @@ from rankbook.checkpoint import owners
 from rankbook.checkpoint.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.owners import PATIENCE, Owner
 from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import ASIDE, Storage, read_all
+from rankbook.checkpoint.stores import ASIDE, NewFiles, Storage, is_link, locked, read_range
 from rankbook.errors import BadRequest, CheckpointingException
 
 LATEST = "latest"
-NEXT = "latest.new"
+NEXT = ".latest"
 PARTIAL = ".partial"
 OWNER = ".owner"
 
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
-_LINE = re.compile(r"(step-(\d+)) crc32=([0-9a-f]{8})\n")
+_DRAFT = re.compile(r"\.[0-9a-f]{32}$")  # what the storage adds to the name of a file that it is about to create
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+_LINE = re.compile(r"(step-(\d{1,18})) crc32=([0-9a-f]{8})\n")
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -44,8 +52,8 @@ def whole_number(name: str, value: object, least: int) -> int:
         number = operator.index(value)  # type: ignore[arg-type]  # it raises for what has none
     except TypeError:
         number = least - 1
-    if number < least or isinstance(value, bool):
-        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on")
+    if not least <= number < 10**18 or isinstance(value, bool):
+        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on, of at most 18 digits")
     return number
 
 
@@ -107,9 +115,13 @@ def named_by_latest(storage: Storage) -> int | None:
     Raises `CheckpointingException` where the file is damaged.
     """
     try:
-        line = read_all(storage, LATEST)
+        line = bytes(read_range(storage, LATEST, 0, 200))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise CheckpointingException(f"{storage}/{LATEST}: the file is damaged: {error.strerror}") from error
     found = _LINE.fullmatch(line.decode("ascii", errors="replace"))
     if found is None or int(found[3], 16) != zlib.crc32(found[1].encode()):
         raise CheckpointingException(
@@ -124,13 +136,15 @@ def read_latest(storage: Storage) -> int | None:
 
     Raises `CheckpointingException` where the file is damaged or names a step that is not there: the person decides.
     """
-    if (step := named_by_latest(storage)) is None:
-        return max(finished(storage), default=None)
-    if _folder(storage, step, storage.list()) is None:
-        raise CheckpointingException(
-            f"{storage}/{LATEST} names step {step}, which is not there or not finished; {_what_there_is(storage, step)}"
-        )
-    return step
+    step = named_by_latest(storage)
+    while step is not None and _folder(storage, step, storage.list()) is None:
+        named_before, step = step, named_by_latest(storage)
+        if step == named_before:  # else another process has saved the next step, and removed this one
+            raise CheckpointingException(
+                f"{storage}/{LATEST} names step {step}, which is not there or not finished; "
+                f"{_what_there_is(storage, step)}"
+            )
+    return max(finished(storage), default=None) if step is None else step
 
 
 def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") -> str:
@@ -156,14 +170,58 @@ def is_checkpoint(names: Collection[str]) -> bool:
 def begin(storage: Storage, step: int) -> str:
     """Claim the partial folder of a step, empty, and return its name. One rank does so, before any of them writes.
 
-    Raises `CheckpointingException` where another process is at that step, or another save of this one.
+    Raises `CheckpointingException` where another process is at that step, or another save of this one, and where the
+    step is a symbolic link.
     """
     name = partial_name(step)
-    if (owner := owner_of(storage, name)) is not None:
-        raise CheckpointingException(f"{storage}/{name}: step {step} is being saved by {owner}")
-    storage.remove(name)
-    owners.claim(storage, name + OWNER)
+    claim(storage, name, f"step {step}")
     return name
+
+
+def claim(storage: Storage, partial: str, what: str) -> None:
+    """Claim a partial folder for this process, and empty it. Raises `CheckpointingException` as `begin` does."""
+    with locked(storage):
+        final = partial.removesuffix(PARTIAL)
+        for name in (final, final + ASIDE, partial):
+            refuse_link(storage, name)
+        if (owner := owner_of(storage, partial)) is not None:
+            raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {owner}")
+        storage.remove(partial + OWNER)  # of a save that was broken off
+        try:
+            own = owners.claim(NewFiles(storage), partial + OWNER)
+        except FileExistsError:
+            own = None
+        if own is None or owners.owner_of(storage, partial + OWNER) != own:  # the storage has no lock
+            by = owner_of(storage, partial) or "another process"
+            raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {by}")
+        try:
+            storage.remove(partial)
+        except BaseException:
+            owners.release(storage, partial + OWNER)
+            raise
+        _tokens[f"{storage}/{partial}"] = own.token
+
+
+_tokens: dict[str, str] = {}  # of the claims of this process
+
+
+def refuse_link(storage: Storage, name: str) -> None:
+    """Raise `CheckpointingException` where a name is a symbolic link: a save would replace what lies elsewhere."""
+    if is_link(storage, name):
+        raise CheckpointingException(f"{storage}/{name} is a symbolic link, and nothing was written: remove it first")
+
+
+def _release(storage: Storage, partial: str) -> None:
+    """End the claim of this process."""
+    _tokens.pop(f"{storage}/{partial}", None)
+    owners.release(storage, partial + OWNER)
+
+
+def _check_claim(storage: Storage, partial: str) -> None:
+    """Raise `CheckpointingException` where another process has taken over the claim of this one."""
+    owner = owner_of(storage, partial)
+    if owner is not None and owner.token != _tokens.get(f"{storage}/{partial}"):
+        raise CheckpointingException(f"{storage}/{partial} was taken over by {owner}; this save of it is given up")
 
 
 def commit(storage: Storage, step: int) -> None:
@@ -173,41 +231,60 @@ def commit(storage: Storage, step: int) -> None:
     on the disk is done before.
     """
     name = partial_name(step)
-    if MANIFEST not in storage.list(name):
-        raise CheckpointingException(
-            f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
-        )
-    _write_next(storage, step)
-    storage.move(name, step_name(step))
-    try:
-        storage.move(NEXT, LATEST)
-    except OSError as error:
-        raise CheckpointingException(
-            f"{storage}/{step_name(step)} is complete, but {LATEST} could not be replaced and names what it named "
-            f"before: {error}"
-        ) from error
-    owners.release(storage, name + OWNER)
+    with locked(storage):
+        _check_claim(storage, name)
+        refuse_link(storage, step_name(step))
+        if MANIFEST not in storage.list(name):
+            raise CheckpointingException(
+                f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
+            )
+        _write_next(storage, step)
+        storage.move(name, step_name(step))
+        try:
+            storage.move(step_name(step) + NEXT, LATEST)
+        except OSError as error:
+            raise CheckpointingException(
+                f"{storage}/{step_name(step)} is complete, but {LATEST} could not be replaced and names what it named "
+                f"before: {error}"
+            ) from error
+        _release(storage, name)
+
+
+def commit_as(storage: Storage, partial: str, name: str) -> None:
+    """Give a partial folder that this process has claimed its final name, which is no step's."""
+    with locked(storage):
+        _check_claim(storage, partial)
+        refuse_link(storage, name)
+        storage.move(partial, name)
+        _release(storage, partial)
 
 
 def abandon(storage: Storage, step: int) -> None:
     """Give up a save of this process: nothing of it stays. What was finished before is as it was."""
-    name = partial_name(step)
+    give_up(storage, partial_name(step), step_name(step) + NEXT)
+
+
+def give_up(storage: Storage, partial: str, *others: str) -> None:
+    """Remove a partial folder that this process has claimed, and `others` with it, and end the claim."""
+    with contextlib.suppress(OSError):  # out of reach: the claim ends all the same
+        _check_claim(storage, partial)
     try:
-        storage.remove(name)
-        storage.remove(NEXT)
+        with locked(storage):
+            for name in (partial, *others):
+                storage.remove(name)
     finally:
-        owners.release(storage, name + OWNER)
+        _release(storage, partial)
 
 
 def write_latest(storage: Storage, step: int) -> None:
     """Point `latest` at a step, at once."""
     _write_next(storage, step)
-    storage.move(NEXT, LATEST)
+    storage.move(step_name(step) + NEXT, LATEST)
 
 
 def _write_next(storage: Storage, step: int) -> None:
     name = step_name(step)
-    storage.write(NEXT, [f"{name} crc32={zlib.crc32(name.encode()):08x}\n".encode()])
+    storage.write(name + NEXT, [f"{name} crc32={zlib.crc32(name.encode()):08x}\n".encode()])
 
 
 def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PATIENCE) -> list[str]:
@@ -217,11 +294,20 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
     began less than `patience` seconds ago. A step that was put aside and is the only one of its number gets its name
     back.
     """
+    with locked(storage):
+        return _sweep(storage, keep, patience)
+
+
+def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str]:
     names = storage.list()
     busy = set(keep)
+
+    def being_saved(step: int) -> bool:
+        owner = owners.owner_of(storage, partial_name(step) + OWNER)
+        return owner is not None and owner.lives(patience)
+
     for name in names:
-        owner = owners.owner_of(storage, name) if name.endswith(PARTIAL + OWNER) else None
-        if owner is not None and owner.lives(patience) and (step := _step_in(name)) is not None:
+        if name.endswith(PARTIAL + OWNER) and (step := _step_in(name)) is not None and being_saved(step):
             busy.add(step)  # also its folder under its own name, which may be half moved
     idle = {name: step for name in sorted(names) if (step := _step_in(name)) is not None and step not in busy}
     for name, step in idle.items():
@@ -230,8 +316,11 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
             storage.move(name, step_name(step))
     names = storage.list()
     gone = []
-    for name in idle:
-        if name in names and (name.endswith(OWNER) or (names[name] is None and _is_rest(storage, name, names))):
+    for name, step in idle.items():
+        is_rest = _DRAFT.sub("", name).endswith((OWNER, NEXT)) or (
+            names.get(name, 0) is None and _is_rest(storage, name, names)
+        )
+        if name in names and is_rest and not being_saved(step):  # by now, where the storage has no lock
             storage.remove(name)
             gone.append(name)
     return gone
@@ -247,13 +336,16 @@ def retain(storage: Storage, keep: int | None, keep_every: int | None = None) ->
     for word, number in (("keep", keep), ("keep_every", keep_every)):
         if number is not None and number < 1:
             raise BadRequest(f"{word}={number}: it is a number from 1 on, or None")
-    latest = read_latest(storage)
-    if keep is None or latest is None:
+    if keep is None:
         return []
-    old = [step for step in finished(storage) if step <= latest][:-keep]
-    gone = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
-    for step in gone:
-        remove(storage, step)
+    with locked(storage):
+        latest = read_latest(storage)
+        if latest is None:
+            return []
+        old = [step for step in finished(storage) if step <= latest][:-keep]
+        gone = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
+        for step in gone:
+            remove(storage, step)
     return gone
 
 
@@ -263,20 +355,22 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
     Raises `CheckpointingException` where there is no such step.
     """
     storage, step = storage_of(folder), whole_number("step", step, 0)
-    name = folder_of(storage, step)
-    try:
-        latest = read_latest(storage)
-    except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
-        latest = None
-    if latest == step:
-        others = [each for each in finished(storage) if each != step]
-        if next_best := [each for each in others if each < step] or others[:1]:
-            write_latest(storage, next_best[-1])
-        else:
-            storage.remove(LATEST)
-    storage.remove(name)
-    if name == step_name(step):
-        storage.remove(name + ASIDE)
+    folder_of(storage, step)  # raises, before the lock makes a folder
+    with locked(storage):
+        name = folder_of(storage, step)
+        try:
+            latest = read_latest(storage)
+        except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
+            latest = None
+        if latest == step:
+            others = [each for each in finished(storage) if each != step]
+            if next_best := [each for each in others if each < step] or others[:1]:
+                write_latest(storage, next_best[-1])
+            else:
+                storage.remove(LATEST)
+        storage.remove(name)
+        if name == step_name(step):
+            storage.remove(name + ASIDE)
 
 
 def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
@@ -286,7 +380,8 @@ def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
 
 def _step_in(name: str) -> int | None:
     """The step that a name in the folder has to do with, whatever is added to it."""
-    return step_of(name.removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
+    name = _DRAFT.sub("", name)
+    return step_of(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
 
 def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from rankbook.checkpoint import folders, pickles
-from rankbook.checkpoint.manifest import MANIFEST, Manifest, decode
+from rankbook.checkpoint.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.stores import ASIDE, Storage, read_all
+from rankbook.checkpoint.structure import decode, sizes_hold
 from rankbook.errors import CheckpointingException
 
 Step = int | Literal["latest"]
@@ -32,6 +33,10 @@ class Found:
         name = self.manifest.files[file].name if isinstance(file, int) else file
         return f"{self.folder}/{name}" if self.folder else name
 
+    def check_sizes(self) -> None:
+        """Raise `CheckpointingException` where a file has fewer bytes than the manifest says."""
+        sizes_hold(self.manifest, self.storage.list(self.folder), str(self))
+
     def __str__(self) -> str:
         return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
 
@@ -42,12 +47,15 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
     Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
     """
     if not (together and dist.is_initialized()):
-        return _read(storage, folders.locate(storage, step))
+        try:
+            return _choose(storage, step)
+        except OSError as error:
+            raise CheckpointingException(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
     told: list[Any] = [None]
     found: Found | None = None
     if dist.get_rank() == 0:
         try:
-            found = _read(storage, folders.locate(storage, step))
+            found = _choose(storage, step)
             told = [(found.folder, found.manifest, None)]
         except CheckpointingException as error:
             told = [("", None, f"{error}")]
@@ -58,6 +66,17 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
     if complaint is not None:
         raise CheckpointingException(complaint)
     return found or Found(storage, folder, manifest)
+
+
+def _choose(storage: Storage, step: Step | None) -> Found:
+    while True:
+        folder = folders.locate(storage, step)
+        try:
+            return _read(storage, folder)
+        except (CheckpointingException, FileNotFoundError):
+            if folders.asked_for(step) is not None or folders.locate(storage, step) == folder:
+                raise
+            # another process has saved the next step meanwhile, and removed this one
 
 
 def _read(storage: Storage, folder: str) -> Found:

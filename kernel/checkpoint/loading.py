@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,9 +58,29 @@ def load(
     Stored objects may have `allow`ed classes, given as such or by name, beside those that torch takes for safe.
 
     Raises `CheckpointingException`, the same on every rank: where there is no such checkpoint, where keys, shapes or
-    dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. The memory of the
-    state dict's tensors may be partly filled then.
+    dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. All that is wanted
+    is verified on all ranks before the first tensor of the state dict is written, so a checkpoint that is damaged
+    leaves them as they were. Where the machine's memory cannot hold the bytes until they are read again, from a remote
+    storage, and without `verify`, they are read once, and the error names the tensors that are neither old nor new.
     """
+    prepared = prepare_load(sharded_state_dict, folder, step=step, strict=strict, verify=verify, cast=cast, allow=allow)
+    state, decision = prepared.fill(), prepared.planner.decision
+    if prepared.mode.returns_keys:
+        return state, set(decision.missing), set(decision.unexpected)
+    return state
+
+
+def prepare_load(
+    sharded_state_dict: Any,  # noqa: ANN401 - nested dicts and lists
+    folder: Folder,
+    *,
+    step: Step | None = "latest",
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify: bool = True,
+    cast: bool = False,
+    allow: Sequence[type | str] = (),
+) -> Prepared:
+    """`load` up to the first tensor that is written; `fill` of what is returned does the rest."""
     mode, storage, _ = agreed(
         "load",
         lambda: (StrictHandling.of(strict), storage_of(folder), asked_for(step)),
@@ -70,7 +91,7 @@ def load(
         cast=cast,
     )
     found = find(storage, step)
-    loaded = read(
+    return prepare(
         found,
         lambda: Wishes(sharded_state_dict, found.manifest),
         mode=mode,
@@ -78,25 +99,46 @@ def load(
         cast=cast,
         allow=allow,
     )
-    state = loaded.state
-    if mode.returns_keys:
-        return state, set(loaded.decision.missing), set(loaded.decision.unexpected)
-    return state
 
 
 _NOTHING_TO_DECIDE = Decision("", "", frozenset(), frozenset(), frozenset())
 
 
-class Loaded:
-    """What `read` gives: the state dict that the wishes make of it, and what was decided about keys."""
+class Prepared:
+    """A load of which all ranks have planned and verified their parts, and nobody has written anything."""
 
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-        self.state: Any = None
-        self.decision = _NOTHING_TO_DECIDE
+    def __init__(self, planner: Planner, fetch: Fetch, mode: StrictHandling, *, alone: bool) -> None:
+        self.planner, self.mode = planner, mode
+        self._fetch = fetch
+        self._alone = alone
+        self._objects: dict[str, Any] = {}
+        self._common: Any = None
+
+    def verify(self) -> None:
+        """Read all but the tensors, and verify those."""
+        fetch, own = self._fetch, self.planner
+        assert own.wishes is not None
+        self._objects = fetch.objects([each.unique_key for each in own.wishes.objects])
+        self._common = fetch.common(own.wishes)
+        if own.is_coordinator:
+            fetch.small_files()
+        fetch.verify(own.plan, own.wishes.fresh, ranks=1 if self._alone else _ranks_here())
+        fetch.conclude()
+
+    def fill(self) -> Any:  # noqa: ANN401 - nested as the given one
+        """Read the tensors, and return the state dict that the wishes make. A collective; raises as `load`."""
+        wishes = self.planner.wishes
+        assert wishes is not None
+
+        def tensors() -> None:
+            self._fetch.tensors(self.planner.plan, wishes.tensors, wishes.fresh)
+            self._fetch.conclude()
+
+        _run(Reader(tensors), NoPlan(), alone=self._alone)
+        return wishes.assembled(self._objects, self._common, self.planner.decision.skipped)
 
 
-def read(
+def prepare(
     found: Found,
     wishes: Callable[[], Wishes],
     *,
@@ -105,24 +147,64 @@ def read(
     cast: bool = False,
     allow: Sequence[type | str] = (),
     together: bool = True,
-) -> Loaded:
-    """Fill what `wishes` asks for. A collective with `together`. Raises as `load`."""
-    loaded = Loaded(Fetch(found, verify=verify, allow=allow))
-    planner = Planner(found, wishes, mode, cast=cast)
-    reader = Reader(planner, loaded)
+) -> Prepared:
+    """Plan and verify what `wishes` asks for. A collective with `together`. Raises as `load`."""
     alone = not (together and dist.is_initialized())
+    planner = Planner(found, wishes, mode, cast=cast)
+    prepared = Prepared(planner, Fetch(found, verify=verify, allow=allow), mode, alone=alone)
+    _run(Reader(prepared.verify), planner, alone=alone)
+    if planner.decision.warning and (alone or dist.get_rank() == 0):
+        logger.warning(planner.decision.warning)
+    return prepared
+
+
+def _run(reader: Reader, planner: LoadPlanner, *, alone: bool) -> None:
+    """Have all ranks plan and read. Raises, the same on every rank, what went wrong on one."""
     try:
         with quiet(alone):
             dcp.load({}, storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as failure:
         raise_own(failure, 0 if alone else dist.get_rank(), words(failure, "load"))
-    loaded.decision = planner.decision
-    if planner.decision.warning and (alone or dist.get_rank() == 0):
-        logger.warning(planner.decision.warning)
-    return loaded
 
 
-class Planner(LoadPlanner):
+def _ranks_here() -> int:
+    """Return how many ranks of this machine load at the same time."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() and int(told) else dist.get_world_size()
+
+
+class NoPlan(LoadPlanner):
+    """Stands where torch wants a plan, once the ranks have one."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        """Called by torch."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return an empty one."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return them as they are."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return it as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:  # noqa: ANN401
+        """Not called: the reader's work fills the tensors itself."""
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:  # noqa: ANN401
+        """Not called: the reader's work fills the tensors itself."""
+        raise NotImplementedError
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:  # noqa: ANN401
+        """Not called: the reader's work fills the tensors itself."""
+        raise NotImplementedError
+
+
+class Planner(NoPlan):
     """Has each rank plan what it reads, and rank 0 decide about keys that do not match."""
 
     def __init__(self, found: Found, ask: Callable[[], Wishes], mode: StrictHandling, *, cast: bool) -> None:
@@ -174,25 +256,12 @@ class Planner(LoadPlanner):
         self.decision = central_plan.planner_data
         return central_plan
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:  # noqa: ANN401
-        """Not called: `Reader` fills the tensors itself."""
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:  # noqa: ANN401
-        """Not called: `Reader` fills the tensors itself."""
-        raise NotImplementedError
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:  # noqa: ANN401
-        """Not called: `Reader` fills the tensors itself."""
-        raise NotImplementedError
-
 
 class Reader(StorageReader):
-    """Reads what the planner has planned."""
+    """Does a rank's `work` once all ranks have their plans."""
 
-    def __init__(self, planner: Planner, loaded: Loaded) -> None:
-        self._planner = planner
-        self._loaded = loaded
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
 
     def reset(self, checkpoint_id: Any = None) -> None:  # noqa: ANN401
         """Called by torch; there is a reader for each load."""
@@ -218,17 +287,8 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read it all. Raises `CheckpointingException` where something is damaged."""
-        loaded, own = self._loaded, self._planner
-        fetch, wishes = loaded.fetch, own.wishes
-        assert wishes is not None
-        fetch.tensors(own.plan, wishes.tensors)
-        objects = fetch.objects([each.unique_key for each in wishes.objects])
-        common = fetch.common(wishes)
-        if own.is_coordinator:
-            fetch.small_files()
-        fetch.conclude()
-        loaded.state = wishes.assembled(objects, common, own.decision.skipped)
+        """Do the work. Raises `CheckpointingException` where something is damaged."""
+        self._work()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -242,14 +302,16 @@ def load_plain(
     Raises `CheckpointingException` as `load` does.
     """
     found = find(storage_of(folder), step, together=False)
-    return read(
+    found.check_sizes()  # before memory is taken for what the manifest says
+    prepared = prepare(
         found,
         lambda: Wishes(everything(found.manifest), found.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
         together=False,
-    ).state
+    )
+    return prepared.fill()
 
 
 def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -131,6 +131,16 @@ def piece_bytes(chunk: Chunk) -> int:
     return max(chunk.nbytes, 1) if len(chunk.pieces) == 1 else PIECE
 
 
+def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill their bytes, each once, in some order of the axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def covering(chunk: Chunk, start: int, stop: int) -> tuple[int, int, int, int]:
     """Which pieces to read to verify bytes [start, stop) of the chunk's data.
 
@@ -175,7 +185,7 @@ def decode(data: bytes, where: str) -> Manifest:
                 "it was written by a newer Rankbook"
             )
         return msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointingException(f"{where}: not a manifest: {error}") from error
 
 

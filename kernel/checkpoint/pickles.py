@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
+from rankbook.checkpoint import opcodes
 from rankbook.checkpoint.manifest import (
     ITEM_BYTES,
     METADATA,
@@ -28,6 +29,7 @@ from rankbook.checkpoint.manifest import (
     StoredTensor,
 )
 from rankbook.checkpoint.stores import Storage, read_all
+from rankbook.checkpoint.structure import problems
 from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 
@@ -36,7 +38,7 @@ _FILES = "torch.distributed.checkpoint.filesystem"
 _PLANS = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _SHARDED_OBJECT = re.compile(r".*/shard_[\d.]*_[\d.]*", re.DOTALL)
-_RANK = re.compile(r"__(?:RANK_)?(\d+)(?:_\d+)?\.distcp")
+_RANK = re.compile(r"__(?:RANK_)?(\d{1,9})(?:_\d+)?\.distcp")
 
 OnDamage = Callable[[str, str, int, str], None]
 """Told of (file, key, rank, what is wrong) in a checkpoint that others wrote."""
@@ -79,6 +81,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
     Raises `CheckpointingException` where they are damaged, or name a class that DCP does not write there.
     """
     try:
+        opcodes.check(data)
         return _plain(_MetadataUnpickler(io.BytesIO(data)).load())
     except CheckpointingException as error:
         raise CheckpointingException(f"{where}: {error}") from error
@@ -112,7 +115,7 @@ def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = Non
             objects[key] = StoredObject(number, place.start, place.length, None, rank_of(place.file))
     files = tuple(StoredFile(name, size, None, rank_of(name)) for name, size in sizes.items())
     ranks = {file.rank for file in files} - {-1}
-    return Manifest(
+    made = Manifest(
         format=0,
         step=None,
         world_size=max(ranks, default=0) + 1,
@@ -121,6 +124,11 @@ def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = Non
         files=files,
         values={key: known.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
     )
+    for problem in list(problems(made)):
+        maker.on_damage(METADATA, problem.key, problem.rank, problem.what)
+        made.tensors.pop(problem.key, None)
+        made.objects.pop(problem.key, None)
+    return made
 
 
 def rank_of(file: str) -> int:
@@ -234,7 +242,9 @@ class _Index(_Record):
 
 
 def _text(*parts: object) -> str:
-    return "/".join(map(str, parts))
+    if not all(isinstance(part, str | int) for part in parts):
+        raise CheckpointingException("it makes a name of something that is no text")
+    return "/".join(str(part)[:1000] for part in parts)
 
 
 def _path(*parts: str) -> str:
@@ -289,11 +299,11 @@ def _plain(found: object) -> DcpMetadata:
     tensors, objects = {}, []
     for key, value in found.values["state_dict_metadata"].items():
         if isinstance(value, _Bytes):
-            objects.append(str(key))
+            objects.append(_name(key))
         elif isinstance(value, _Tensor):
-            tensors[str(key)] = _tensor(str(key), value.values)
+            tensors[_name(key)] = _tensor(_name(key), value.values)
         else:
-            raise CheckpointingException(f"{key} is a {type(value).__name__}")
+            raise CheckpointingException(f"{_name(key)} is a {type(value).__name__}")
     places = {}
     for index, info in found.values["storage_data"].items():
         values = info.values
@@ -304,9 +314,10 @@ def _plain(found: object) -> DcpMetadata:
             )
         key, offset = index.place
         where = None if offset is None else _numbers(offset)
-        places[str(key), where] = Place(str(values["relative_path"]), int(values["offset"]), int(values["length"]))
+        start, length = _numbers((values["offset"], values["length"]))
+        places[_name(key), where] = Place(_name(values["relative_path"]), start, length)
     paths = found.values.get("planner_data")
-    nested = {str(key): tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else {}
+    nested = {_name(key): _steps(path) for key, path in paths.items()} if isinstance(paths, dict) else {}
     return DcpMetadata(tensors, tuple(objects), places, nested)
 
 
@@ -320,4 +331,19 @@ def _tensor(key: str, values: Mapping[str, Any]) -> DescribedTensor:
 
 
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+    found = tuple(values)
+    if not all(isinstance(value, int) and -(2**62) < value < 2**62 for value in found) or len(found) > 64:
+        raise CheckpointingException("it has an offset, a size or a length that is no number of bytes or elements")
+    return tuple(int(value) for value in found)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise CheckpointingException(f"it has a {type(value).__name__} where a name belongs")
+    return value
+
+
+def _steps(path: Sequence[str | int]) -> tuple[str | int, ...]:
+    if isinstance(path, str) or not all(isinstance(step, str | int) for step in path):
+        raise CheckpointingException("it has a path that is not of names and numbers")
+    return tuple(path)

@@ -10,7 +10,8 @@ import contextlib
 from dataclasses import dataclass, field
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.stores import Storage
+from rankbook.checkpoint.stores import Storage, locked
+from rankbook.errors import CheckpointingException
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class Place:
     def begin(self) -> str:
         """On rank 0: choose the step, sweep what killed saves have left, and open the partial folder. Its name."""
         if self.name is not None:
-            self.storage.remove(self._partial)
+            folders.claim(self.storage, self._partial, self.name)
             self._begun = True
             return self._partial
-        folders.sweep(self.storage)
-        if self.step is None:
-            self.step = max(folders.finished(self.storage), default=-1) + 1
-        partial = folders.begin(self.storage, self.step)
+        with locked(self.storage):
+            folders.sweep(self.storage)
+            if self.step is None:
+                self.step = max(folders.finished(self.storage), default=-1) + 1
+            partial = folders.begin(self.storage, self.step)
         self._begun = True
         return partial
 
@@ -60,20 +62,20 @@ class Place:
     def commit(self) -> None:
         """On rank 0: the partial folder is complete."""
         if self.name is not None:
-            self.storage.move(self._partial, self.name)
+            folders.commit_as(self.storage, self._partial, self.name)
             return
         assert self.step is not None
         folders.commit(self.storage, self.step)
-        with contextlib.suppress(OSError):  # this step is safe; the next save tries again
+        with contextlib.suppress(OSError, CheckpointingException):  # this step is safe; the next save tries again
             folders.retain(self.storage, self.retention.keep, self.retention.keep_every)
 
     def abandon(self) -> None:
         """On rank 0: the save has failed."""
         if not self._begun:
             return
-        with contextlib.suppress(OSError):  # what is left is swept by the next save
+        with contextlib.suppress(OSError, CheckpointingException):  # what is left is swept by the next save
             if self.name is not None:
-                self.storage.remove(self._partial)
+                folders.give_up(self.storage, self._partial)
             elif self.step is not None:
                 folders.abandon(self.storage, self.step)
 

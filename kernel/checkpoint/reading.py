@@ -214,12 +214,15 @@ class _Held:
         past = any(a + n > size for a, n, size in zip(wanted.offset, wanted.shape, shape, strict=True))
         if past and not wanted.allow_shape_mismatch:
             return f"the chunk {box(wanted.offset, wanted.shape)} lies outside of its global shape {shape}"
-        if not self.sound:
-            ranks = np.asarray([self.stored.chunks[row].rank for row in self.rows], np.int64)
-            none = np.zeros((0, len(shape)), np.int64)
-            wrong = faults(shape, Boxes(self.offset, self.shape, ranks), Boxes(none, none, none[:, :0].reshape(0)))
-            return f"its chunks in the checkpoint do not fit together: {'; '.join(wrong)}"
-        return ""
+        return "" if self.sound else self.misfit()
+
+    def misfit(self) -> str:
+        """Which elements no chunk has, or more than one."""
+        shape = self.stored.shape
+        ranks = np.asarray([self.stored.chunks[row].rank for row in self.rows], np.int64)
+        none = np.zeros((0, len(shape)), np.int64)
+        wrong = faults(shape, Boxes(self.offset, self.shape, ranks), Boxes(none, none, none[:, :0].reshape(0)))
+        return f"its chunks in the checkpoint do not fit together: {'; '.join(wrong)}"
 
     def overlaps(self, position: int, wanted: Wanted) -> Iterator[tuple[int, Read]]:
         """The chunks, by row of the arrays, that share elements with what is wanted, each with the box shared."""
@@ -253,6 +256,13 @@ class _StoredTensors:
             )
             for row in np.flatnonzero(~sound).tolist():
                 group[row].sound = False
+
+
+def unsound(manifest: Manifest, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The tensors whose chunks do not fill them exactly once, each with what is wrong."""
+    for key, held in _StoredTensors(manifest, keys).tensors.items():
+        if not held.sound:
+            yield key, held.misfit()
 
 
 def _moved(place: Shape, axis: int, by: int) -> Shape:

@@ -18,6 +18,9 @@ from rankbook.checkpoint.stores import ASIDE, SEALS, checked, naming
 class RemoteStorage:
     """A place that fsspec knows. What it cannot do at once is done in an order that can be broken off anywhere."""
 
+    remote = True
+    """Bytes are not cheaper the second time that they are read."""
+
     def __init__(self, url: str, filesystem: Any = None) -> None:  # noqa: ANN401 - fsspec has no types
         self.url = url.rstrip("/")
         if filesystem is None:
@@ -48,6 +51,22 @@ class RemoteStorage:
                 self._discard(target)
                 raise
         return written
+
+    def create(self, path: str, parts: Iterable[Buffer]) -> None:
+        """Write a file whole. Raises FileExistsError where there is one.
+
+        Of two that try at the same time one succeeds, where the service can tell (S3, Google's, memory).
+        """
+        target, content = self._at(path), b"".join(bytes(part) for part in parts)
+        with self._telling(path):
+            self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            try:
+                self._filesystem.pipe_file(target, content, mode="create")
+            except (NotImplementedError, TypeError, ValueError):  # a service, or an fsspec, that cannot
+                self._filesystem.invalidate_cache(target)
+                if self._filesystem.exists(target):
+                    raise FileExistsError(errno.EEXIST, "File exists", f"{self.url}/{path}") from None
+                self._filesystem.pipe_file(target, content)
 
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`: by a ranged request, copied once."""

@@ -105,8 +105,10 @@ def entries(storage: Storage, path: str) -> list[Entry]:
     if indexes:
         try:
             wanted = dict(json.loads(read_all(storage, base + indexes[0]))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointingException(f"{storage}/{base}{indexes[0]}: not an index: {error!r}") from error
+        if not all(isinstance(name, str) for name in wanted.values()):
+            raise CheckpointingException(f"{storage}/{base}{indexes[0]}: not an index: a file's name is no text")
         files = sorted(set(wanted.values()))
     if not files:
         raise CheckpointingException(f"{storage}/{path}: there is no {SUFFIX} file")
@@ -138,7 +140,7 @@ def _in_file(storage: Storage, path: str) -> list[Entry]:
     try:
         fields = json.loads(text)
         found = [_entry(key, field, path, 8 + length) for key, field in fields.items() if key != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointingException(f"{where}: its header is damaged: {error!r}") from error
     at = 8 + length
     for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes)):
@@ -153,6 +155,8 @@ def _in_file(storage: Storage, path: str) -> list[Entry]:
 def _entry(key: str, field: Mapping[str, Any], path: str, base: int) -> Entry:
     dtype, shape = _TYPES[field["dtype"]], tuple(int(size) for size in field["shape"])
     start, end = field["data_offsets"]
+    if not all(type(number) is int and 0 <= number < 2**62 for number in (start, end, *shape)):
+        raise ValueError(f"{key} has a shape or offsets that no tensor has")
     if end - start != nbytes_of(dtype, shape) or min(shape, default=0) < 0:
         raise ValueError(f"{key} has {end - start} bytes, and {dtype} of shape {shape} has {nbytes_of(dtype, shape)}")
     return Entry(key, dtype, shape, path, base + start, end - start)

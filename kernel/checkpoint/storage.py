@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import stat
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +32,10 @@ _FLUSHED = 32 * 1024 * 1024  # bytes after which the disk may begin
 _flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no other
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
+_LOCK_TIMEOUT = 300.0
+"""Seconds to wait for the lock of a folder. It is held while old steps are removed, which may take long."""
+_NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What a file system answers that has no locks on folders, as NFS."""
 
 
 def storage_of(folder: str | os.PathLike[str] | Storage) -> Storage:
@@ -69,13 +77,56 @@ class LocalStorage:
             _sync_folder(target.parent)
         return written
 
+    def create(self, path: str, parts: Iterable[Buffer]) -> None:
+        """Write a file whole and durable. Raises FileExistsError where there is one: of two that try one succeeds."""
+        draft = f"{path}.{uuid.uuid4().hex}"
+        self.write(draft, parts)
+        source, target = self._at(draft), self._at(path)
+        try:
+            with naming(target):
+                os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
+                raise
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # without hard links
+            source.replace(target)
+        finally:
+            source.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+    @contextmanager
+    def locked(self, *, timeout: float = _LOCK_TIMEOUT) -> Iterator[None]:
+        """Hold the folder against every other process and thread that locks it; it is made where it is missing.
+
+        Where the file system has no locks nothing is held. Raises TimeoutError.
+        """
+        if not self.root.is_dir():
+            self._make(self.root)
+        with naming(self.root):
+            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                held = _lock(descriptor, self.root, timeout)
+                try:
+                    yield
+                finally:
+                    if held:  # a child that was forked meanwhile has the descriptor too, and would keep the lock
+                        fcntl.flock(descriptor, fcntl.LOCK_UN)
+            finally:
+                os.close(descriptor)
+
+    def is_link(self, path: str) -> bool:
+        """Return whether the name is a symbolic link, whatever it points to."""
+        return self._at(path).is_symlink()
+
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`: straight from the file into the buffer."""
         source = self._at(path)
         done, flat = 0, as_bytes(into)
         with naming(source):
-            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device would give bytes without an end
+                    raise OSError(errno.EINVAL, "not a regular file", str(source))
                 while done < len(flat) and (count := os.preadv(descriptor, [flat[done:]], start + done)):
                     done += count
             finally:
@@ -233,7 +284,31 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _lock(descriptor: int, folder: Path, timeout: float) -> bool:
+    """Take the lock. Return False where the file system has none."""
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process has held its lock for {timeout:g} s", str(folder)
+                ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        else:
+            return True
+
+
 def _remove_folder(folder: Path) -> None:
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+        return
     if not folder.is_dir():
         return
     for seal in SEALS:

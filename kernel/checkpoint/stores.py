@@ -1,4 +1,4 @@
-"""What a storage is: five methods between a checkpoint and the place it lies in.
+"""What a storage is: five methods between a checkpoint and the place it lies in, and what some can do beside them.
 
 Owns: the protocol, which paths are allowed, how errors name them. Refuses: any storage.
 """
@@ -6,10 +6,11 @@ Owns: the protocol, which paths are allowed, how errors name them. Refuses: any 
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 from rankbook.checkpoint.checksums import Buffer
 
@@ -56,6 +57,64 @@ class Storage(Protocol):
         ...
 
 
+@contextmanager
+def locked(storage: Storage) -> Iterator[None]:
+    """Hold a storage against all others that change which steps there are, as far as it can be held.
+
+    A storage with a method `locked` decides how; in any other only this process's own threads wait for each other. A
+    thread that holds it already goes on.
+    """
+    held: set[str] = _held.__dict__.setdefault("names", set())
+    name = f"{type(storage).__name__} {storage}"
+    if name in held:
+        yield
+        return
+    lock = getattr(storage, "locked", None)
+    with _in_this_process if lock is None else lock():
+        held.add(name)
+        try:
+            yield
+        finally:
+            held.discard(name)
+
+
+_held = threading.local()
+_in_this_process = threading.RLock()
+
+
+def is_link(storage: Storage, path: str) -> bool:
+    """Return whether a name is a symbolic link; a storage without a method `is_link` has none."""
+    check = getattr(storage, "is_link", None)
+    return check is not None and bool(check(path))
+
+
+class NewFiles:
+    """A storage for files that must not be there yet: `write` raises FileExistsError where the file is there.
+
+    A storage with a method `create` decides at once; with any other the check comes before the write.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def __str__(self) -> str:
+        return str(self._storage)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all else is the storage's own
+        return getattr(self._storage, name)
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> int:
+        """Write a new file."""
+        create = getattr(self._storage, "create", None)
+        if create is not None:
+            create(path, parts)
+            return 0
+        folder, _, name = path.rpartition("/")
+        if name in self._storage.list(folder):
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+        return self._storage.write(path, parts)
+
+
 def read_all(storage: Storage, path: str) -> bytes:
     """A whole file. For small ones: it is read until its end, in steps that grow."""
     found, step = bytearray(), 64 * 1024
@@ -66,6 +125,19 @@ def read_all(storage: Storage, path: str) -> bytes:
         if count < step:
             return bytes(found)
         step = min(step * 4, 64 * 1024 * 1024)
+
+
+def read_range(storage: Storage, path: str, start: int, length: int) -> bytearray:
+    """`length` bytes, or fewer at the file's end. Memory is taken as they come: a length may be anything."""
+    found, step = bytearray(), 64 * 1024
+    while len(found) < length:
+        buffer = memoryview(bytearray(min(step, length - len(found))))
+        count = storage.read(path, start + len(found), buffer)
+        found += buffer[:count]
+        if count < len(buffer):
+            break
+        step = min(step * 4, 64 * 1024 * 1024)
+    return found
 
 
 def checked(path: str) -> str:

@@ -66,7 +66,7 @@ class Telling:
         self.phase = phase
         if phase == "writing":
             self._writing_began = time.monotonic()
-        elif phase in {"done", "failed"}:
+        elif phase == "done" or (phase == "failed" and not self.background):
             telemetry.withdraw(self._source)
         self._tell()
 
@@ -80,6 +80,10 @@ class Telling:
         """The save has ended without a checkpoint."""
         self.error = error
         self.enter("failed")
+
+    def withdraw(self) -> None:
+        """Show a save that failed in the background no longer: the person has been told."""
+        telemetry.withdraw(self._source)
 
     def _tell(self) -> None:
         self._told = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rankbook.checkpoint.checksums import crc32
-from rankbook.checkpoint.manifest import Chunk, piece_bytes
+from rankbook.checkpoint.manifest import PIECE, Chunk, piece_bytes
 from rankbook.checkpoint.reading import ChunkRead, Read
 
 SLAB = 16 * 1024 * 1024
@@ -66,6 +66,25 @@ def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, ch
         for axis, (at, origin) in enumerate(zip(slab.target, part.target, strict=True)):
             into = into.narrow(axis, at - origin, slab.shape[axis])
         _copy(into, scratch.view(dtype).as_strided(slab.shape, chunk.strides))
+
+
+def verify(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
+    """Compare all that is wanted of a stored chunk with its checksums, through `scratch`, and keep nothing of it.
+
+    Raises `Damage`, and OSError as `read` does.
+    """
+    stored = chunk.chunk
+    if not envelope_holds(stored, read):
+        raise Damage("has other bytes around its data than were written")
+    if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
+        if not data_holds(stored, read):
+            raise Damage("has other data than was written")
+        return
+    source, done = _Source(stored, read, check=True), 0
+    for first, last in sorted(chunk.span(part) for part in chunk.reads):
+        if last > done:
+            source.verify(max(first, done), last, scratch)
+            done = last
 
 
 def _in_order(chunk: ChunkRead, part: Read) -> bool:
@@ -118,6 +137,16 @@ class _Source:
                 stop = min(begin + len(piece), end)
                 into[at - first : stop - first] = piece[at - begin : stop - begin]
             at = stop
+
+    def verify(self, first: int, last: int, scratch: memoryview) -> None:
+        """Compare the pieces that have the bytes [first, last) of the data with their checksums."""
+        if not self._chunk.pieces:
+            self._exactly(last - 1, scratch[:1])
+            return
+        size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
+        stop, step = min(-(-last // size) * size, nbytes), len(scratch) // size * size
+        for begin in range(first - first % size, stop, step):
+            self._verified(begin, scratch[: min(step, stop - begin)])
 
     def _verified(self, begin: int, pieces: memoryview) -> None:
         """Whole pieces from the byte `begin` of the data on."""

@@ -10,7 +10,6 @@ are, and the report says how many bytes are not.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,10 +20,8 @@ from rankbook.checkpoint import folders
 from rankbook.checkpoint.checking import Blob, Check, run_checks
 from rankbook.checkpoint.checksums import Buffer, as_bytes, crc32
 from rankbook.checkpoint.manifest import (
-    ITEM_BYTES,
     MANIFEST,
     METADATA,
-    PIECE,
     Chunk,
     Manifest,
     StoredObject,
@@ -32,10 +29,13 @@ from rankbook.checkpoint.manifest import (
     piece_bytes,
 )
 from rankbook.checkpoint.pickles import foreign, rank_of
+from rankbook.checkpoint.reading import unsound
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
+from rankbook.checkpoint.structure import problems
 from rankbook.checkpoint.zips import open_blob, without_checksums
 from rankbook.errors import CheckpointingException
+from rankbook.words import printable
 
 MOST_KEYS = 5  # of a missing file that are named
 
@@ -53,7 +53,7 @@ class Damage:
         wrote = ""
         if self.ranks:
             wrote = f" (written by rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))})"
-        return f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}"
+        return printable(f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,11 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
                 Damage(prefix + MANIFEST, "", (), f"is missing: {path or storage} is no finished checkpoint")
             )
             return _report(storage, path, damages, names, 0)
-        checked = _Verified(storage, path, _adopted(storage, path, damages))
+        adopted = _adopted(storage, path, damages)
+        known = {each.key for each in damages}  # a chunk that was left out leaves a hole
+        keys = [key for key in adopted.tensors if key not in known]
+        damages += [Damage(prefix + METADATA, key, (), what) for key, what in unsound(adopted, keys)]
+        checked = _Verified(storage, path, adopted)
         damages += checked.foreign_damages()
         return _report(storage, path, damages, names, checked.nbytes)
     try:
@@ -108,8 +112,16 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     if path and manifest.step != expected:
         what = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), what))
+    wrong = list(problems(manifest))
+    damages += [Damage(prefix + MANIFEST, each.key, _ranks([each.rank]), each.what) for each in wrong]
+    if any(not each.key for each in wrong):  # of its files, on which all else stands
+        return _report(storage, path, damages, names, names[MANIFEST] or 0)
+    for each in wrong:
+        manifest.tensors.pop(each.key, None)
+        manifest.objects.pop(each.key, None)
+    damages += [Damage(prefix + MANIFEST, key, (), what) for key, what in unsound(manifest, manifest.tensors)]
     checked = _Verified(storage, path, manifest)
-    damages += checked.damages()
+    damages += checked.damages(whole=not wrong)
     return _report(storage, path, damages, names, checked.nbytes + (names[MANIFEST] or 0))
 
 
@@ -168,7 +180,7 @@ def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
         manifest = foreign(
             storage, path, lambda file, key, rank, what: told.append(_damage(prefix + file, key, rank, what))
         )
-    except CheckpointingException as error:
+    except (CheckpointingException, OSError) as error:
         told.append(Damage(prefix + METADATA, "", (), str(error).removeprefix(f"{storage}/{prefix}{METADATA}: ")))
     damages += told
     return manifest or Manifest(format=0, step=None, world_size=0, tensors={}, objects={}, files=())
@@ -194,8 +206,9 @@ class _Verified:
             self._by_file.setdefault(blob.file, []).append(blob)
         self.nbytes = 0
 
-    def damages(self) -> list[Damage]:
-        found = [*self._files(), *self._structure()]
+    def damages(self, *, whole: bool = True) -> list[Damage]:
+        """What is wrong. Without `whole` some blobs of the manifest have been left out."""
+        found = list(self._files(whole=whole))
         checks = [check for check in self._checks() if self._present(check.blob.file)]
         return found + self._run(checks)
 
@@ -216,11 +229,11 @@ class _Verified:
             if name in self._names:
                 try:
                     json.loads(read_all(self._storage, self._prefix + name))
-                except ValueError as error:
+                except (ValueError, RecursionError, OSError) as error:
                     found.append(Damage(self._prefix + name, "", (), f"it is no JSON: {error}"))
         return found + self._run(checks)
 
-    def _files(self) -> Iterator[Damage]:
+    def _files(self, *, whole: bool) -> Iterator[Damage]:
         there = {name for name, size in self._names.items() if size is not None}
         for number, file in enumerate(self._manifest.files):
             blobs = self._by_file.get(file.name, [])
@@ -232,7 +245,7 @@ class _Verified:
                 yield Damage(self._prefix + file.name, "", ranks, f"the file is missing{holds}")
             elif (size := self._names[file.name]) != file.size:
                 yield Damage(self._prefix + file.name, "", ranks, f"it has {size} bytes instead of {file.size}")
-            if file.crc is None:
+            if file.crc is None and whole:
                 yield from self._tiling(number)
         for name in sorted(self._names.keys() - {file.name for file in self._manifest.files} - {MANIFEST}):
             yield Damage(self._prefix + name, "", (), "it is no part of this checkpoint: the manifest does not name it")
@@ -248,19 +261,6 @@ class _Verified:
         if at != file.size:
             what = f"the manifest gives it {file.size} bytes, and the last blob ends at byte {at}"
             yield Damage(self._prefix + file.name, "", _ranks([file.rank]), what)
-
-    def _structure(self) -> Iterator[Damage]:
-        """A manifest that was written whole, and is wrong."""
-        for key, tensor in self._manifest.tensors.items():
-            for chunk in tensor.chunks:
-                nbytes = math.prod(chunk.shape) * ITEM_BYTES.get(tensor.dtype, 0)
-                counts = {1, -(-nbytes // PIECE)} if nbytes else {0}
-                inside = chunk.start <= chunk.data and chunk.data + chunk.nbytes <= chunk.start + chunk.length
-                if nbytes != chunk.nbytes or len(chunk.pieces) not in counts or not inside:
-                    what = f"{_chunk(chunk)}: {chunk.nbytes} bytes at {chunk.data} with {len(chunk.pieces)} checksums"
-                    yield Damage(
-                        self._prefix + MANIFEST, key, _ranks([chunk.rank]), f"{what} do not fit {tensor.dtype}"
-                    )
 
     def _blobs(self) -> Iterator[Blob]:
         for key, tensor in self._manifest.tensors.items():

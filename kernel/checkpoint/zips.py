@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rankbook.checkpoint.manifest import ITEM_BYTES
+from rankbook.checkpoint import opcodes
+from rankbook.checkpoint.manifest import ITEM_BYTES, dense
 from rankbook.errors import CheckpointingException
 
 _EDGE = 2048  # bytes that are read at once at both ends of a blob: headers and directory of a single tensor
+_MOST_READ = 64 * 1024 * 1024  # bytes of a zip's directory, or of one read from it
+_MOST_PICKLE = 1024 * 1024  # bytes of what describes a single tensor
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 _STORAGE_DTYPES = {
@@ -114,6 +117,8 @@ class BlobFile(io.RawIOBase):
         return edge[at - start : at - start + size]
 
     def _fetch(self, at: int, size: int) -> bytes:
+        if size > _MOST_READ:
+            raise OSError(f"{size} bytes at once are no part of a zip of torch.save")
         buffer = bytearray(size)
         return bytes(buffer[: self._storage.read(self._path, self._start + at, memoryview(buffer))])
 
@@ -123,7 +128,15 @@ def open_blob(storage: Readable, path: str, start: int, length: int) -> tuple[zi
 
     Raises `zipfile.BadZipFile` where it is none, or one that was cut off.
     """
-    file = BlobFile(storage, path, start, length)
+    try:
+        return _opened(BlobFile(storage, path, start, length), start, length)
+    except (zipfile.BadZipFile, OSError):
+        raise
+    except Exception as error:  # the zip's own numbers and names may be anything
+        raise zipfile.BadZipFile(f"{type(error).__name__}: {error}") from error
+
+
+def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
     archive = zipfile.ZipFile(file)  # it lives as long as its owner, and holds nothing open
     members = {}
     for info in archive.infolist():
@@ -132,7 +145,7 @@ def open_blob(storage: Readable, path: str, start: int, length: int) -> tuple[zi
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
             raise zipfile.BadZipFile(f"no member begins at byte {info.header_offset}")
         _, name, extra = _LOCAL_HEADER.unpack(header)
-        if info.compress_type != zipfile.ZIP_STORED:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise zipfile.BadZipFile(f"{info.filename} is compressed")
         data = info.header_offset + _LOCAL_HEADER.size + name + extra
         if data + info.file_size > length:
@@ -146,12 +159,21 @@ def without_checksums(members: dict[str, Member]) -> bool:
     return all(member.crc == 0 for member in members.values())
 
 
+def is_plain(blob: bytes | bytearray) -> bool:
+    """Whether it is a zip as torch.save writes it: nothing in it is compressed, so it takes no more than its size."""
+    try:
+        open_blob(_Bytes(blob), "", 0, len(blob))
+    except (zipfile.BadZipFile, OSError):
+        return False
+    return True
+
+
 def zip_holds(blob: bytes) -> bool:
     """Whether every member of a whole zip matches its checksum; one that has none holds, as far as anybody can say."""
     try:
         archive, members = open_blob(_Bytes(blob), "", 0, len(blob))
         return without_checksums(members) or archive.testzip() is None
-    except (zipfile.BadZipFile, OSError):
+    except Exception:  # noqa: BLE001 - whatever zipfile finds wrong
         return False
 
 
@@ -159,7 +181,7 @@ def zip_holds(blob: bytes) -> bool:
 class _Bytes:
     """What is read already, as a storage of one file."""
 
-    data: bytes
+    data: bytes | bytearray
 
     def read(self, _path: str, start: int, into: memoryview) -> int:
         """As `Storage.read`."""
@@ -181,15 +203,19 @@ def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredVi
     """
     try:
         _, members = open_blob(storage, path, start, length)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointingException(f"it is no zip of torch.save: {error}") from error
     if "data.pkl" not in members:
         raise CheckpointingException("it is no zip of torch.save: data.pkl is missing")
+    if members["data.pkl"].nbytes > _MOST_PICKLE:
+        raise CheckpointingException(
+            f"its data.pkl has {members['data.pkl'].nbytes} bytes, which no single tensor needs"
+        )
     pickled = read_member(storage, path, members["data.pkl"])
     if not without_checksums(members) and zlib.crc32(pickled) != members["data.pkl"].crc:
         raise CheckpointingException("its data.pkl does not match its checksum")
     order = members.get("byteorder")
-    if order is not None and read_member(storage, path, order) != b"little":
+    if order is not None and (order.nbytes > len(b"little") or read_member(storage, path, order) != b"little"):
         raise CheckpointingException("its bytes are not in little-endian order")
     view = described(pickled)
     member = members.get(f"data/{view.storage}")
@@ -201,7 +227,7 @@ def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredVi
     if begin + nbytes > member.nbytes:
         raise CheckpointingException(f"it has {member.nbytes} bytes, and its tensor {begin + nbytes}")
     strides = None if _row_major(view.shape, view.strides) else view.strides
-    if strides is not None and not _dense(view.shape, strides):
+    if strides is not None and not dense(view.shape, strides):
         raise CheckpointingException(f"its tensor of shape {view.shape} has strides {strides}, with gaps or overlaps")
     known = not without_checksums(members) and nbytes == member.nbytes
     return StoredView(view.dtype, view.shape, strides, member.data + begin, nbytes, member.crc if known else None)
@@ -221,9 +247,13 @@ class Described:
 def described(pickled: bytes) -> Described:
     """What a tensor's pickle says. Raises `CheckpointingException` where it holds anything but one plain tensor."""
     try:
+        opcodes.check(pickled)
         found = _TensorUnpickler(io.BytesIO(pickled)).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        raise CheckpointingException(f"its pickle is damaged: {error}") from error
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        # a damaged pickle may raise anything: it is a program
+        raise CheckpointingException(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(found, Described):
         raise CheckpointingException(f"it holds no tensor but a {type(found).__name__}")
     return found
@@ -239,8 +269,8 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:  # noqa: ANN401 - whatever the pickle says
         kind, dtype, key, *_ = pid
-        if kind != "storage":
-            raise CheckpointingException(f"its pickle refers to a {kind!r}, and not to a storage")
+        if kind != "storage" or not isinstance(key, str | int) or not isinstance(dtype, str):
+            raise CheckpointingException("its pickle refers to something that is no storage")
         return str(key), dtype
 
 
@@ -261,6 +291,13 @@ def _rebuild(
         raise CheckpointingException(f"its tensor needs {more} to be rebuilt")
     if dtype not in ITEM_BYTES:
         raise CheckpointingException(f"its tensor has elements of type {dtype}")
+    for number in (offset, *shape, *strides):
+        if type(number) is not int or not 0 <= number < 2**62:
+            raise CheckpointingException("its tensor has an offset, a shape or strides that no tensor has")
+    if len(shape) != len(strides) or math.prod(shape) >= 2**62:
+        raise CheckpointingException(
+            f"its tensor has {len(shape)} axes and {len(strides)} strides, or too many elements"
+        )
     return Described(key, dtype, offset, tuple(shape), tuple(strides))
 
 
@@ -283,16 +320,6 @@ def _row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
         if size == 0:
             return True
         if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill their bytes, each once, in some order of the axes."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
-        if stride != expected:
             return False
         expected *= size
     return True

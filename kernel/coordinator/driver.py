@@ -193,9 +193,9 @@ class Driver:
                 for rank in ranks:
                     self._hub.send(rank, AskCollectives(token=0))
             case act.SendAbort(ranks, groups, cause, lost):
-                whose = ranks if lost is None else (lost,)
+                whose, gone = (ranks, False) if lost is None else ((lost,), True)
                 for rank in self.answering():
-                    self._hub.send(rank, Abort(groups=groups, cause=cause, shut=rank in ranks, ranks=whose))
+                    self._hub.send(rank, Abort(groups, cause, shut=rank in ranks, ranks=whose, lost=gone))
 
     def _tell_loss(self, rank: int, words: str, number: int | None) -> None:
         if (cell := self._cells.get(number or 0)) is not None:

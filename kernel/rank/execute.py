@@ -43,7 +43,7 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
-from rankbook.rank import failures, heal, host, originals, tracebacks
+from rankbook.rank import failures, farewell, heal, host, originals, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task
 from rankbook.rank.debug import Debuggee
@@ -199,10 +199,14 @@ class Executor:
             case RunCell():
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
-                if message.measure is None:
-                    self._shell.run(message.source, message.number, message.file)
-                else:
-                    self._run_measured(message, message.measure)
+                farewell.tell_lost_saves()
+                try:
+                    if message.measure is None:
+                        self._shell.run(message.source, message.number, message.file)
+                    else:
+                        self._run_measured(message, message.measure)
+                finally:
+                    farewell.tell_lost_saves()
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)

@@ -45,6 +45,14 @@ def _write_files() -> None:
                 each.flush()
 
 
+def tell_lost_saves() -> None:
+    """Print, into the output of the cell that runs, what became of a save in the background that failed."""
+    saving = sys.modules.get("rankbook.checkpoint.async_save")
+    if saving is not None and (words := saving.lost()):
+        with contextlib.suppress(Exception):  # the cell may have put its own stream there
+            print(words, file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
+
+
 def finish_saves(patience: float, ask: Callable[[float], None]) -> str:
     """Wait until nothing is being saved, for `patience` seconds: what has to be said of it, "" for nothing.
 

@@ -114,7 +114,7 @@ class GroupMember:
             self.store.forget_generations(generation)
         self._made.clear()
         if dist.is_initialized():
-            for name, member in self._members.copy().items():
+            for name, member in self._foreground().items():
                 if name in groups:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
                 else:
@@ -143,7 +143,7 @@ class GroupMember:
         own = {
             "count": c10d._world.group_count,
             "fresh": not dist.is_initialized(),
-            "groups": {name: each.describe() for name, each in self._members.items()},
+            "groups": {name: each.describe() for name, each in self._foreground().items()},
         }
         store = self._store("agreement")
         store.set(str(self.rank), json.dumps(own))
@@ -156,6 +156,10 @@ class GroupMember:
                 if all(told[rank]["fresh"] or name in told[rank]["groups"] for rank in group["ranks"]):
                     found.setdefault(name, group)
         return found, max(each["count"] for each in told)
+
+    def _foreground(self) -> dict[str, _Member]:
+        """Return the groups that cells use, by name."""
+        return {name: each for name, each in self._members.copy().items() if not each.group.background}
 
     def _make_as_peers(self, groups: dict[str, dict[str, Any]]) -> None:
         """Make, on a rank that has replaced another, the groups that its peers have with it."""
@@ -184,7 +188,7 @@ class GroupMember:
     def abort(self, message: Abort) -> None:
         """Break off what cannot end any more, or only tell why it may break. Any thread."""
         self._cause = self._cause or message.cause
-        for name, member in self._members.copy().items():
+        for name, member in (self._members.copy() if message.lost else self._foreground()).items():
             named = not message.groups or name in message.groups
             if named and not set(message.ranks).isdisjoint(member.group.ledger.ranks):
                 if message.shut:
@@ -214,25 +218,25 @@ class GroupMember:
 
     def report(self) -> tuple[GroupReport, ...]:
         """Where this rank is in each of its groups. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in self._members.copy().values())]
+        ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         return tuple(ledger.report() for ledger in ledgers)
 
     def waits_for(self) -> Launched | None:
         """The oldest collective that has not ended. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in self._members.copy().values())]
+        ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         pending = [each for ledger in ledgers for each in ledger.pending()]
         return min(pending, key=lambda each: each.began, default=None)
 
     @property
     def launched(self) -> int:
         """How many collectives this rank has begun so far."""
-        return self._forming.total + sum(each.group.ledger.total for each in self._members.copy().values())
+        return self._forming.total + sum(each.group.ledger.total for each in self._foreground().values())
 
     def translate(self, error: BaseException) -> BaseException:
         """`CollectiveAborted` for what C++ made of an abort, in DDP's backward for one; any other error as it is."""
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveAborted):
             return error
-        for member in self._members.copy().values():
+        for member in self._foreground().values():
             launched = member.group.ledger.latest
             if launched is not None and (other := member.group.error_for(error, launched)) is not error:
                 return other.with_traceback(error.__traceback__)
@@ -241,7 +245,7 @@ class GroupMember:
     def be_patient(self, patient: bool) -> None:
         """Whether what begins from here on may take for as long as it takes: some rank may be paused. Any thread."""
         self._patient = patient
-        for member in self._members.copy().values():
+        for member in self._foreground().values():
             for device in member.backends:
                 member.group._get_backend(torch.device(device))._set_default_timeout(self._timeout_of(member))
 

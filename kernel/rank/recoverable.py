@@ -86,6 +86,9 @@ class RecoverableGroup(dist.ProcessGroup):
         where: Callable[[], int | None],
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
+        self.background = False
+        """Whether only a thread beside the cells uses it, as a save does: an error of a cell does not break it off, and
+        a regroup leaves its connections alone. Whoever makes such a group sets it."""
         self._store = store
         self.ledger = ledger
         self._inner: Inner = inner

@@ -25,7 +25,7 @@ from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import contents_of
 from rankbook.checkpoint.driving import Saved
 from rankbook.checkpoint.folders import PARTIAL, is_checkpoint
-from rankbook.checkpoint.loading import load, load_metadata
+from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.mapping import ShardedObject
 from rankbook.checkpoint.place import Place
@@ -152,15 +152,16 @@ def read(found: Parts, folder: str, *, told: Told, strict: bool, allow: Sequence
         manifest = load_metadata(folder)
         _check(found, manifest, folder)
     objects = load(_objects(found, manifest), folder, allow=allow)
+    wanted = sharded_state_dicts(found.models, found.optimizers)
+    with told("load_state"):
+        wanted = _stored(wanted, manifest, folder, strict=strict)
+    prepared = prepare_load(wanted, folder, allow=allow)
     with told("load_state"):  # a loader may refuse this world size: then nothing has changed
         for name, each in found.objects.items():
             if name.partition("_")[0] == "loader":
                 own = objects.get(f"{name}.reader")
                 each.load_state_dict(objects[name] if own is None else {**objects[name], "reader": own})
-    wanted = sharded_state_dicts(found.models, found.optimizers)
-    with told("load_state"):
-        wanted = _stored(wanted, manifest, folder, strict=strict)
-    loaded = load(wanted, folder, allow=allow)
+    loaded = prepared.fill()
     with told("load_state"):
         load_sharded_state_dicts(found.models, found.optimizers, loaded)
         for name, each in found.objects.items():

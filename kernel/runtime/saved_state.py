@@ -96,17 +96,24 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     folder = project.checkpoints
     if newest.parent != folder or not project.automatic_checkpoint_naming:
         return
-    gone = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
+    from rankbook.checkpoint import folders
+    from rankbook.checkpoint.storage import LocalStorage
+
+    storage = LocalStorage(folder)
+    drafts = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
+    claims = [each.with_suffix("") for each in folder.glob(f"checkpoint_*{folders.PARTIAL}{folders.OWNER}")]
+    gone = [
+        folder / name
+        for draft in dict.fromkeys([*drafts, *claims])
+        if folders.owner_of(storage, draft.name) is None  # else another process is saving there
+        for name in (draft.name, draft.name + folders.OWNER)
+    ]
     if project.total_limit is not None:
         others = [each for each in numbered(project) if each != newest]
         gone += others[: max(0, len(others) + 1 - project.total_limit)]
-    if gone:
-        from rankbook.checkpoint.storage import LocalStorage
-
-        storage = LocalStorage(folder)
-        for each in gone:
-            with contextlib.suppress(OSError):
-                storage.remove(each.name)
+    for each in gone:
+        with contextlib.suppress(OSError):
+            storage.remove(each.name)
 
 
 def register(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:

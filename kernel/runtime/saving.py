@@ -183,7 +183,7 @@ class Saving(Core):
 
         Raises on every rank: `BadRequest` where the folder is no checkpoint, is one of something else, or a loader
         cannot go on there with this many ranks; `CheckpointingException` where a model does not fit or something is
-        damaged; what was prepared may be partly read then.
+        damaged. That is found before anything that was prepared changes, see `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import finish
         from rankbook.runtime import checkpoints

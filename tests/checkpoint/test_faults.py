@@ -72,7 +72,7 @@ FAULTS = {
     "disk full at the first byte": (0, {"file": "__0_0.distcp"}, "No space left on device"),
     "disk full in the common part": (0, {"file": "common.pt"}, "No space left on device"),
     "disk full in the manifest": (0, {"file": "manifest.json"}, "No space left on device"),
-    "disk full in latest": (0, {"file": "latest.new"}, "No space left on device"),
+    "disk full in latest": (0, {"file": "step-2.latest"}, "No space left on device"),
     "an error of the disk": (1, {"file": "__1_0.distcp", "after": 1, "number": errno.EIO}, "Input/output error"),
     "a storage for reading only": (0, {"file": "owner", "number": errno.EROFS}, "Read-only file system"),
     "rank 1 may not write": (1, {"file": "__1_0.distcp", "number": errno.EACCES}, "Permission denied"),
@@ -81,7 +81,7 @@ FAULTS = {
     "gone at the manifest": (0, {"gone_from": "write manifest.json"}, "Connection refused"),
     "gone at the first look": (0, {"gone_from": "list "}, "Connection refused"),
     "gone at the commit": (0, {"gone_from": "move step-2.partial"}, "Connection refused"),
-    "gone at latest": (0, {"gone_from": "move latest.new"}, "Connection refused"),
+    "gone at latest": (0, {"gone_from": "move step-2.latest"}, "Connection refused"),
 }
 
 

@@ -43,7 +43,7 @@ def test_a_save_that_does_not_get_as_far_as_its_group_is_told_to_have_failed(mon
     def refuse():
         raise RuntimeError("no group")
 
-    monkeypatch.setattr(async_save, "_make_group", refuse)
+    monkeypatch.setattr(async_save, "_meet", refuse)
     heard = []
     told = Telling("runs", background=True, on_progress=heard.append)
     with pytest.raises(RuntimeError, match="no group"):

@@ -89,31 +89,36 @@ function saveBox(what) {
   }};
 }
 
-/** One checkpoint; to delete it is asked twice. */
+/** One checkpoint. Asked once before it is loaded, for that changes the ranks' model; twice before it is deleted. */
 function checkpointRow(name, can, act) {
   const cells = ["td", "th", "td", "td", "td", "td", "td"].map((tag) => make(tag, tag === "th" ? {scope: "row"} : {}));
   const place = make("td", {});
-  const questions = [`Delete ${name}?`, `It cannot be brought back. Delete ${name} for good?`];
+  const questions = {
+    load: [`Load ${name}? What the ranks hold now is replaced.`],
+    delete: [`Delete ${name}?`, `It cannot be brought back. Delete ${name} for good?`],
+  };
+  const answers = {load: ["Cancel", "Yes, load"], delete: ["Keep", "Yes, delete"]};
   const button = (words, does) => make("button", {type: "button", onclick: does, "aria-label": `${words} ${name}`}, words);
 
   function usual(focus) {
-    const buttons = can.map((op) => button({load: "Load", verify: "Verify", delete: "Delete …"}[op],
-      op === "delete" ? () => ask(0) : () => act(op, name)));
+    const buttons = can.map((op) => button({load: "Load …", verify: "Verify", delete: "Delete …"}[op],
+      op in questions ? () => ask(op, 0) : () => act(op, name)));
     place.replaceChildren(make("span", {class: "rb-line"}, ...buttons));
-    if (focus) buttons[buttons.length - 1].focus();
+    if (focus) buttons[can.indexOf(focus)].focus();
   }
 
-  function ask(stage) {
-    const no = button("Keep", () => usual(true));
-    const yes = button("Yes, delete", () => {
-      if (stage + 1 < questions.length) ask(stage + 1);
-      else { usual(true); act("delete", name); }
+  function ask(op, stage) {
+    const question = questions[op][stage], [keep, go] = answers[op];
+    const no = button(keep, () => usual(op));
+    const yes = button(go, () => {
+      if (stage + 1 < questions[op].length) ask(op, stage + 1);
+      else { usual(op); act(op, name); }
     });
-    place.replaceChildren(make("span", {class: "rb-line", role: "group", "aria-label": questions[stage]}, questions[stage], no, yes));
+    place.replaceChildren(make("span", {class: "rb-line", role: "group", "aria-label": question}, question, no, yes));
     no.focus();
   }
 
-  usual(false);
+  usual(null);
   return {element: make("tr", {}, ...cells, place), update(values) {
     values.forEach((value, index) => setText(cells[index], value));
   }};

@@ -1,0 +1,127 @@
+"""A pickle's instructions, looked through before an unpickler gets them.
+
+Owns: that a pickle of a few bytes takes little memory and time. Refuses: to know what it says, and whether the classes
+that it names are allowed; the unpicklers decide that.
+
+CPython's unpickler takes memory for a length before it reads so many bytes, and for every index up to the highest one
+under which something is remembered: nine bytes can take gigabytes. A tuple is hashed by hashing all in it, over and
+over where it is remembered and used again, without a limit on depth. All of that can be seen without making any object:
+this module follows the stack, and for each value on it keeps the number of values that its hash would visit.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from functools import cache
+
+from rankbook.errors import CheckpointingException
+
+MOST_NESTED = 10_000
+"""Values in one tuple, those of tuples in it included."""
+
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
+_TO_MARK = {"TUPLE", "LIST", "DICT", "FROZENSET", "INST", "OBJ"}  # take all from the mark on, and push one
+_NO_STACK = {"PROTO", "FRAME"}
+_TAKES = {  # how many values an instruction takes, and whether it pushes one
+    "APPEND": (1, False), "SETITEM": (2, False), "BUILD": (1, False), "REDUCE": (2, True), "NEWOBJ": (2, True),
+    "NEWOBJ_EX": (3, True), "STACK_GLOBAL": (2, True), "BINPERSID": (1, True),
+    "TUPLE1": (1, True), "TUPLE2": (2, True), "TUPLE3": (3, True),
+}  # fmt: skip
+_DROPS_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS", "POP_MARK"}
+_LINE, _LENGTHS = -1, {-2: 1, -3: 4, -4: 4, -5: 8}  # pickletools: up to a newline; a length of so many bytes first
+
+
+@cache
+def _table() -> list[tuple[str, int, int] | None]:
+    """For each instruction's byte: its name, the bytes of its argument, and how many arguments it has."""
+    table: list[tuple[str, int, int] | None] = [None] * 256
+    for each in pickletools.opcodes:
+        size = 0 if each.arg is None else each.arg.n
+        table[ord(each.code)] = (each.name, size, 2 if each.name in {"GLOBAL", "INST"} else 1)
+    return table
+
+
+def check(data: bytes) -> None:
+    """Raise `CheckpointingException` for a pickle that is cut off, or would take more memory than it is long."""
+    try:
+        _follow(data)
+    except (IndexError, KeyError, ValueError) as error:
+        raise CheckpointingException(f"the pickle is damaged: {type(error).__name__}: {error}") from error
+
+
+def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch for each kind of instruction
+    table, end, at = _table(), len(data), 0
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    while True:
+        code = table[data[at]]
+        if code is None or code[0] in _REFUSED:
+            raise ValueError(f"instruction {data[at]} at byte {at}")
+        name, size, count = code
+        first = at + 1
+        at = first + size if size >= 0 else _after(data, first, size, count)
+        if at > end:
+            raise ValueError(f"it ends within the argument of {name} at byte {first - 1}")
+        if name == "STOP":
+            return
+        if name == "FRAME" and int.from_bytes(data[first:at], "little") > end - at:
+            raise ValueError("it ends within a frame")
+        if name in _PUTS:
+            index = len(memo) if name == "MEMOIZE" else _index(data, first, at, name)
+            if not 0 <= index <= end:
+                raise ValueError(f"it remembers a value number {index}, and has {end} bytes")
+            memo[index] = stack[-1]
+        elif name in _GETS:
+            stack.append(memo[_index(data, first, at, name)])
+        elif name in _TAKES:
+            takes, pushes = _TAKES[name]
+            taken = stack[len(stack) - takes :]
+            if len(stack) < takes:
+                raise IndexError(f"{name} at byte {first - 1} on an empty stack")
+            del stack[len(stack) - takes :]
+            if pushes:
+                stack.append(_nested(taken))
+        elif name in _TO_MARK:
+            mark = marks.pop()
+            taken = stack[mark:]
+            del stack[mark:]
+            stack.append(_nested(taken) if name in {"TUPLE", "FROZENSET"} else 1)
+        elif name in _DROPS_TO_MARK:
+            del stack[marks.pop() :]
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name == "POP":
+            if marks and marks[-1] == len(stack):
+                marks.pop()
+            else:
+                stack.pop()
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name not in _NO_STACK:
+            stack.append(1)
+
+
+def _nested(taken: list[int]) -> int:
+    count = 1 + sum(taken)
+    if count > MOST_NESTED:
+        raise ValueError(f"a tuple of more than {MOST_NESTED} values, those of tuples in it included")
+    return count
+
+
+def _after(data: bytes, first: int, size: int, count: int) -> int:
+    """Where an argument ends whose length is in the pickle."""
+    if size == _LINE:
+        for _ in range(count):
+            first = data.index(b"\n", first) + 1
+        return first
+    width = _LENGTHS[size]
+    return first + width + int.from_bytes(data[first : first + width], "little")
+
+
+def _index(data: bytes, first: int, at: int, name: str) -> int:
+    if name in {"PUT", "GET"}:
+        return int(data[first : min(at, first + 20)])
+    return int.from_bytes(data[first:at], "little")

@@ -1,0 +1,191 @@
+"""Several processes that save into one folder at the same moment: the same step, or each its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rankbook.checkpoint import folders, load_plain, steps, verify
+from rankbook.checkpoint.describe import describe_folder
+from rankbook.checkpoint.storage import storage_of
+from rankbook.errors import CheckpointingException
+from tests.runtime.ranks import run_ranks
+
+PROCESSES = 2
+
+
+def meet(folder, name, process):
+    """Go on at the same moment as the other processes."""
+    Path(folder, f"{name}-{process}").touch()
+    deadline = time.monotonic() + 60
+    while not all(Path(folder, f"{name}-{each}").exists() for each in range(PROCESSES)):
+        assert time.monotonic() < deadline, f"the other process did not come to {name}"
+        os.sched_yield()
+
+
+def save_same_steps(place, count, via_url):
+    """Save the steps in turn, each at the same moment as the other process; what became of each."""
+    import torch
+
+    from rankbook.checkpoint import save
+
+    process, told = int(os.environ["RANK"]), []
+    run = f"file://{place}/run" if via_url else f"{place}/run"
+    for step in range(count):
+        held = {"w": torch.full((64, 64), float(process)), "n": torch.arange(1000) + process, "by": process}
+        meet(place, f"step-{step}", process)
+        try:
+            save(held, run, step=step)
+            told.append("")
+        except CheckpointingException as error:
+            told.append(str(error))
+    return told
+
+
+def check_same_steps(tmp_path, count):
+    place = tmp_path / "place"
+    place.mkdir()
+    told = run_ranks(save_same_steps, PROCESSES, str(place), count, False, group=False, timeout=400)
+    run = place / "run"
+    assert steps(run) == list(range(count))
+    refused = 0
+    for step, each in enumerate(zip(*told, strict=True)):
+        savers = [process for process, said in enumerate(each) if not said]
+        assert savers, f"step {step}: nobody saved it: {each}"
+        assert all(f"step {step} is being saved by process" in said for said in each if said), each
+        refused += len(each) - len(savers)
+        assert verify(run, step).ok, str(verify(run, step))
+        loaded = load_plain(run, step=step)
+        assert loaded["by"] in savers
+        assert (loaded["w"] == loaded["by"]).all()
+        assert loaded["n"][0] == loaded["by"]
+    assert sorted(path.name for path in run.iterdir() if not path.name.startswith("step-")) == ["latest"]
+    assert not folders.partials(storage_of(run))
+    return refused
+
+
+def test_same_step_saved_by_two_processes_is_whole_or_refused(tmp_path):
+    assert check_same_steps(tmp_path, 20)
+
+
+@pytest.mark.slow
+def test_200_steps_saved_by_two_processes_at_the_same_moment(tmp_path):
+    assert check_same_steps(tmp_path, 200)
+
+
+def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
+    def attempt():
+        import torch
+
+        from rankbook.checkpoint import save
+
+        told = []
+        for background in (False, True):
+            try:
+                handle = save({"w": torch.ones(4)}, tmp_path / "run", step=5, async_=background)
+                handle.wait(20)
+            except CheckpointingException as error:
+                told.append(str(error))
+        return told
+
+    folders.begin(storage_of(tmp_path / "run"), 5)
+    try:
+        one, other = run_ranks(attempt, 2)
+        assert one == other
+        assert len(one) == 2
+        assert all(f"step 5 is being saved by process {os.getpid()}" in each for each in one)
+    finally:
+        folders.abandon(storage_of(tmp_path / "run"), 5)
+
+
+def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
+    from rankbook.checkpoint.place import Place
+
+    storage = storage_of(tmp_path)
+    one, other = Place(storage, "f", name="best"), Place(storage, "f", name="best")
+    one.begin()
+    with pytest.raises(CheckpointingException, match="best is being saved by process"):
+        other.begin()
+    other.abandon()
+    storage.write("best.partial/manifest.json", [b"x"])
+    one.commit()
+    assert set(storage.list()) == {"best"}
+
+
+def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
+    from rankbook.checkpoint import owners
+
+    class Unlocked:
+        """As NFS: exclusive creation, and no lock."""
+
+        def __init__(self):
+            self.inner = storage_of(tmp_path)
+
+        def __str__(self):
+            return str(tmp_path)
+
+        def __getattr__(self, name):
+            if name == "locked":
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+
+    one, other = Unlocked(), Unlocked()
+    claim = owners.claim
+
+    def late(storage, path):
+        if not done:  # another saver comes between the look at the claim and the claim
+            done.append(1)
+            folders.begin(other, 5)
+        return claim(storage, path)
+
+    done = []
+    monkeypatch.setattr(owners, "claim", late)
+    with pytest.raises(CheckpointingException, match="step 5 is being saved by"):
+        folders.begin(one, 5)
+
+
+def save_own_steps(place, count):
+    """Save every second step, and keep few; the last process looks at the folder meanwhile."""
+    import torch
+
+    from rankbook import cli
+    from rankbook.checkpoint import load_metadata, save
+    from rankbook.magics.shelf import FolderShelf
+
+    process = int(os.environ["RANK"])
+    run = Path(place, "run")
+    if process < PROCESSES:
+        meet(place, "begin", process)
+        try:
+            for number in range(count):
+                save({"w": torch.full((64,), float(number))}, run, step=number * PROCESSES + process, keep=2)
+        finally:
+            Path(place, f"done-{process}").touch()
+        return 0
+    looks, shelf = 0, FolderShelf(run)
+    while not all(Path(place, f"done-{each}").exists() for each in range(PROCESSES)):
+        if not (run / "latest").exists():
+            os.sched_yield()
+            continue
+        assert describe_folder(run)
+        assert not (looked := shelf.look()).trouble, looked.trouble
+        assert not [each for each in looked.checkpoints if each.checked == "damaged"]
+        assert load_metadata(run).step is not None
+        assert cli.main(["checkpoint", "ls", str(run)]) == 0
+        looks += 1
+    return looks
+
+
+def test_latest_keep_and_listing_stand_concurrent_savers_of_other_steps(tmp_path):
+    *_, looks = run_ranks(save_own_steps, PROCESSES + 1, str(tmp_path), 25, group=False, timeout=200)
+    assert looks
+    run, storage = tmp_path / "run", storage_of(tmp_path / "run")
+    found = steps(run)
+    assert folders.read_latest(storage) in found
+    assert {48, 49} & set(found)
+    assert all(verify(run, step).ok for step in found)
+    assert folders.partials(storage) == []
+    assert set(storage.list()) == {"latest", *(f"step-{step}" for step in found)}
