@@ -133,8 +133,6 @@ class KeepsToItself(threading.Thread):
         self._ours = 1
 
 
-@pytest.mark.parametrize(
-    ("cls", "names"), [(HasHandle, ["_handle"]), (SetsStarted, ["_started"]), (KeepsToItself, [])]
-)
+@pytest.mark.parametrize(("cls", "names"), [(HasHandle, ["_handle"]), (SetsStarted, ["_started"]), (KeepsToItself, [])])
 def test_a_collision_is_found(cls, names):
     assert [name for name, _ in collisions(cls)] == names
