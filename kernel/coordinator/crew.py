@@ -68,7 +68,9 @@ class Crew:
             remember(self)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
-                opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
+                opened = self._launcher.open(
+                    (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=held.take
+                )
                 self._port = opened.store_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices), grace=abort_grace())
