@@ -79,9 +79,10 @@ class Record:
     def describe(self) -> str:
         """Return it in a line: `4711-1 (train.ipynb, 12 min old): 2 ranks on cpu, gloo`."""
         count = f"{len(self.ranks)} rank{'' if len(self.ranks) == 1 else 's'}"
-        name = PurePath(self.session).name if self.session else "notebook unknown"
-        age = f", {describe_age(time.time() - self.created)} old" if self.created else ""
-        return f"{self.key} ({name}{age}): {count} on {', '.join(sorted(set(self.devices)))}, {self.backend}"
+        age = f"{describe_age(time.time() - self.created)} old" if self.created else ""
+        details = ", ".join(filter(None, (PurePath(self.session).name, age)))
+        key = f"{self.key} ({details})" if details else self.key
+        return f"{key}: {count} on {', '.join(sorted(set(self.devices)))}, {self.backend}"
 
 
 @dataclass(frozen=True)
