@@ -30,6 +30,13 @@ def describe_attached(cluster: Cluster) -> str:
     return "\n".join([line, *lost])
 
 
+def describe_waiting() -> str:
+    """Return a line for each set of kept ranks whose notebook is gone; empty if there is none."""
+    records = [record for record in find_records().records if not record.owned]
+    how = "%distributed stop, then %distributed attach"
+    return "\n".join(f"kept ranks wait: {record.describe()}; {how} {record.key} takes them over" for record in records)
+
+
 def describe_kept(say: Callable[[str], None]) -> None:
     """Say which ranks are kept, where none run here."""
     found = find_records()

@@ -76,8 +76,12 @@ class Debugging:
         self.desk = Desk(_Stock(kernel), self)
 
     def start(self) -> None:
-        """From now on."""
+        """From now on. A front end that debugs the kernel already, as after a restart, debugs the ranks too."""
         self._kernel.do_debug_request = self.do_debug_request
+        debugger = self._kernel.debugger
+        if getattr(debugger, "is_started", False):
+            self._loop = self._kernel.control_thread.io_loop.asyncio_loop
+            self.desk.adopt(debugger.breakpoint_list)
 
     def stop(self) -> None:
         """No longer."""

@@ -78,8 +78,7 @@ class Desk:
 
     def __init__(self, stock: Stock, office: Office) -> None:
         self.on = False
-        self.single = False
-        """Whether continue and step act on the chosen rank alone."""
+        self.single = False  # whether continue and step act on the chosen rank alone
         self.pauses = Pauses()
         self._stock = stock
         self._office = office
@@ -88,6 +87,11 @@ class Desk:
         self._filters: Message | None = None
         self._starting = asyncio.Lock()
         self._errands: set[asyncio.Task[None]] = set()
+
+    def adopt(self, breakpoints: dict[str, list[Message]]) -> None:
+        """Go on with the breakpoints of a front end that debugs the kernel already."""
+        self.on = self.pauses.one_view = True
+        self._breakpoints.update(breakpoints)
 
     # The ranks
 

@@ -17,10 +17,10 @@ from IPython.display import display
 from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.interrupts import held_interrupts, set_ending
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, debug, hints, options, variables
-from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept
+from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept, describe_waiting
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
@@ -54,6 +54,7 @@ class DistributedMagics(Magics):
         self._view = "merged"
         self._last: CellResult | None = None
         self._bridge: Bridge | None = None
+        self._knows_kept = False  # whether the person was told which kept ranks wait
 
     @no_var_expand
     @line_cell_magic
@@ -162,10 +163,21 @@ class DistributedMagics(Magics):
 
     def _cluster(self) -> Cluster:
         running = clusters.wait_current()
-        return running if running is not None else self._start(None, None)
+        if running is not None:
+            self._tell_kept()
+            return running
+        return self._start(None, None)
+
+    def _tell_kept(self) -> None:
+        """Say once which kept ranks wait for a notebook."""
+        if not self._knows_kept and (words := describe_waiting()):
+            self._say(words)
+        self._knows_kept = True
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
         there = None if clusters.starting() else clusters.running_cluster()
+        self._knows_kept = self._knows_kept and there is not None
+        self._tell_kept()
         cluster = clusters.start(n, backend=backend, keep=keep or False)
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
@@ -183,6 +195,7 @@ class DistributedMagics(Magics):
     def _command_attach(self, command: argparse.Namespace) -> None:
         sink = sink_for(self._shell)
         cluster = clusters.attach(command.key, sink=sink)
+        self._knows_kept = True
         self._say(describe_attached(cluster))
         for cell in cluster.cells():
             handle = CellHandle(cluster, cell, sink, ask_for(self._shell), lambda _: None)
@@ -355,6 +368,7 @@ def install(shell: InteractiveShell) -> None:
     auto.install(shell)
     debug.install(shell)
     hints.install(shell)
+    set_ending(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
         shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")

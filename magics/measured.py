@@ -19,6 +19,7 @@ from rankbook.output import Emit, Rich, Stream
 from rankbook.ranks import name_ranks
 from rankbook.results import CellResult
 from rankbook.widgets.table import table
+from rankbook.widgets.threads import start_thread
 
 Keep = Callable[[CellResult], None]
 
@@ -54,7 +55,7 @@ class Measuring:
         def keep_and_show(result: CellResult) -> None:
             keep(result)
             if background:
-                threading.Thread(target=show, name="rankbook-measured", daemon=True).start()
+                start_thread(threading.Thread(target=show, name="rankbook-measured"))
             else:
                 show()
 

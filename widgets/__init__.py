@@ -10,6 +10,7 @@ drawing.py            the palette, SVG and bars
 pace.py               at most ten updates a second, the last one always
 part.py               what each picture offers to whatever shows it
 screen.py             puts outputs into the notebook
+threads.py            threads, also while the interpreter shuts down
 talking.py            a widget that hears its browser while a cell runs; JavaScript is in static/
 live.py               a view with a comm: who looks, what is sent, what was clicked
 placement.py          what every rank holds and does

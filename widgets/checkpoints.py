@@ -17,6 +17,7 @@ from rankbook.widgets import checkpoints_picture as picture
 from rankbook.widgets.feed import Feed, Shelf
 from rankbook.widgets.live import LiveView, end_of, script
 from rankbook.widgets.part import Message, Part, compact
+from rankbook.widgets.threads import start_thread
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
 ENDS = {"done", "failed"}
@@ -54,7 +55,7 @@ class CheckpointsPart(Part):
         self._end = self._feed.watch("saves", arrived)
         self._stop, self._again = Event(), Event()
         if self._shelf is not None:
-            Thread(target=self._look, args=(self._stop, self._again), name="rankbook-shelf", daemon=True).start()
+            start_thread(Thread(target=self._look, args=(self._stop, self._again), name="rankbook-shelf"))
         changed()
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from rankbook.widgets import screen
 from rankbook.widgets.pace import Pacer
 from rankbook.widgets.part import Part
 from rankbook.widgets.talking import TalkingWidget
+from rankbook.widgets.threads import start_thread
 
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
@@ -151,9 +152,8 @@ class LiveView(TalkingWidget):
 
     def _expect_expiry(self) -> None:
         self._lease = Timer(LEASE / 3, self._expire)
-        self._lease.daemon = True
         self._lease.name = "rankbook-lease"
-        self._lease.start()
+        start_thread(self._lease)
 
     def _expire(self) -> None:
         with self._lock:

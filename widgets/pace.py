@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from threading import Lock, Timer
 
+from rankbook.widgets.threads import start_thread
+
 INTERVAL = 0.1  # seconds: past a thousand messages a second Jupyter drops the rest, and nobody reads faster
 
 
@@ -30,9 +32,8 @@ class Pacer:
         with self._lock:
             if self._timer is None and not self._closed:
                 self._timer = Timer(max(0.0, self._due - time.monotonic()), self._fire)
-                self._timer.daemon = True
                 self._timer.name = "rankbook-view"
-                self._timer.start()
+                self._closed = not start_thread(self._timer)
 
     def close(self) -> None:
         """Send nothing any more."""

@@ -18,6 +18,7 @@ from rankbook.widgets import shards_picture as picture
 from rankbook.widgets.feed import Feed
 from rankbook.widgets.live import LiveView, script
 from rankbook.widgets.part import Message, Part, compact
+from rankbook.widgets.threads import start_thread
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
 
@@ -41,7 +42,7 @@ class ShardsPart(Part):
         """See `Part`."""
         self._changed = changed
         if self._found is None and self._variable:
-            Thread(target=self._begin, name="rankbook-shards", daemon=True).start()
+            start_thread(Thread(target=self._begin, name="rankbook-shards"))
         changed()
 
     def _begin(self) -> None:

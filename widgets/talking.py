@@ -19,6 +19,8 @@ from typing import Any
 
 import anywidget
 
+from rankbook.widgets.threads import start_thread
+
 
 class TalkingWidget(anywidget.AnyWidget):
     """`_handle` is called with each message, on a thread of its own; `arrived` numbers them, for they may overtake."""
@@ -60,4 +62,4 @@ class TalkingWidget(anywidget.AnyWidget):
             if early:
                 self._taken.add(content["rankbook"])
             message = {**content, "arrived": next(self._arrivals)}
-        Thread(target=self._handle, args=(message,), name="rankbook-click", daemon=True).start()
+        start_thread(Thread(target=self._handle, args=(message,), name="rankbook-click"))

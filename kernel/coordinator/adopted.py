@@ -94,6 +94,8 @@ class AdoptedState(ClusterState):
 class KeptDriver(Driver):
     """A driver whose ranks keep what they send until they hear that it was seen."""
 
+    kept = True
+
     def __init__(
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
     ) -> None:

@@ -6,6 +6,7 @@ Owns: folders, links, launcher and driver of one cluster, from start to end. Ref
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import secrets
@@ -19,7 +20,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.adopted import KeptDriver
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.farewells import LAST_SAVE_SECONDS, SAVE_SECONDS
-from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.interrupts import describe_interrupt, held_interrupts
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
@@ -28,7 +29,7 @@ from rankbook.forking import ForkRank
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores
 from rankbook.launch.folders import Folders, make_folders
-from rankbook.launch.records import KeptRank, Record, started_at, write_record
+from rankbook.launch.records import KeptRank, Record, started_at, this_session, write_record
 from rankbook.ranks import name_ranks
 from rankbook.transport.segments import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
@@ -68,7 +69,9 @@ class Crew:
             remember(self)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
-                opened = self._launcher.open((self._folders.sockets, self._folders.segments), interrupted=held.take)
+                opened = self._launcher.open(
+                    (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=held.take
+                )
                 self._port = opened.master_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices), grace=abort_grace())
@@ -88,6 +91,7 @@ class Crew:
         self.key = key
         self.keep = keep
         self._token = token
+        self._created = time.time()
         self._stopped = threading.Event()
         self._stop_lock = threading.Lock()
         self._driver, self._hub = None, None
@@ -193,8 +197,8 @@ class Crew:
                     raise StartError("the forkserver cannot keep these ranks; is there room in their folder?")
                 driver.changed.wait(0.005)
 
-    def _record(self) -> None:
-        """Write down where a kept cluster is, and what it is now."""
+    def _record(self, *, interrupted: str = "") -> None:
+        """Write down where a kept cluster is, what it is now, and what its next owner is to be told."""
         began = started_at(self._launcher.pid)
         if self.keep is None or self._hub is None or self._driver is None or began is None:
             return
@@ -214,6 +218,10 @@ class Crew:
             master_port=self._port,
             backend=self.placement.backend,
             threads=self.placement.threads,
+            session=this_session(),
+            created=self._created,
+            notebook_started=started_at(os.getpid()) or 0.0,
+            interrupted=interrupted,
             ranks=tuple(KeptRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
         )
         write_record(record)
@@ -224,6 +232,9 @@ class Crew:
             if self._stopped.is_set():
                 return
             self._stopped.set()
+            if words := describe_interrupt():
+                with contextlib.suppress(StartError):  # the ranks stay whether or not it can be written down
+                    self._record(interrupted=words)
             if self._driver is not None:
                 self._driver.close()
             self._launcher.leave()

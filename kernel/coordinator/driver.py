@@ -62,6 +62,8 @@ _RECENT_CELLS = 64
 class Driver:
     """Runs one cluster until `close`. `request(rank, incarnation, downlink)` makes what the launcher needs."""
 
+    kept = False  # whether its ranks outlive this process
+
     def __init__(
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,46 @@ class Held:
 
 
 _holding: list[Held] = []
+
+
+RESTART_GRACE = 0.1
+"""Seconds in which a request to shut down follows the interrupt that jupyter_client sends before it: 3 ms measured."""
+
+JUST_BEFORE = 5.0
+"""Seconds before the end of a kernel in which an interrupt may have been part of a restart."""
+
+_is_ending: list[Callable[[], bool]] = []
+
+
+def set_ending(is_ending: Callable[[], bool]) -> None:
+    """Set the function that tells whether this process was asked to end, as a kernel that restarts is."""
+    _is_ending[:] = [is_ending]
+
+
+def wait_ending(*, timeout: float = RESTART_GRACE) -> bool:
+    """Wait until this process is asked to end; return whether it was, at once where nothing could tell."""
+    deadline = time.monotonic() + timeout
+    while _is_ending and not _is_ending[0]():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        threading.Event().wait(min(left, 0.005))
+    return bool(_is_ending)
+
+
+_last: list[tuple[str, float]] = []
+
+
+def note_interrupt(label: str) -> None:
+    """Remember that the cell `label`, of ranks that are kept, is interrupted now."""
+    _last[:] = [(label, time.monotonic())]
+
+
+def describe_interrupt() -> str:
+    """Return which cell was interrupted just before this process ends; empty if none was."""
+    if not _last or time.monotonic() - _last[0][1] > JUST_BEFORE:
+        return ""
+    return f"{_last[0][0]} was interrupted {time.monotonic() - _last[0][1]:.1f} s before the kernel ended"
 
 
 @contextlib.contextmanager

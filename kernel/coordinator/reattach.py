@@ -18,8 +18,9 @@ from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch.environment import Placement
 from rankbook.launch.folders import Folders
 from rankbook.launch.kept import KeptLauncher
-from rankbook.launch.records import Found, Record
+from rankbook.launch.records import Found, Record, this_session
 from rankbook.messages import FromRank
+from rankbook.output import Stream
 from rankbook.results import CellResult
 from rankbook.transport.link import Sender
 from rankbook.transport.segments import SegmentStore
@@ -29,17 +30,25 @@ _REUNION_TIMEOUT = 10.0
 
 
 def choose(found: Found, key: str | None) -> Record:
-    """The cluster that is meant. Raises `NoCluster`, and `BadRequest` where there are several."""
+    """Return the cluster that is meant: `key`'s, else this notebook's, else the only one whose notebook is unknown.
+
+    Raises `NoCluster`, and `BadRequest` where none is or several are.
+    """
     told = "".join(f"\n{note}" for note in found.notes)
     if not found.records:
         raise NoCluster(f"no ranks are kept here; %distributed start --keep makes such{told}")
     if key is None:
-        if len(found.records) == 1:
-            return found.records[0]
+        session = this_session()
+        candidates = [record for record in found.records if session and record.session == session]
+        candidates = [record for record in candidates if not record.owned] or candidates
+        if not candidates:
+            candidates = [record for record in found.records if not (session and record.session)]
+        if len(candidates) == 1:
+            return candidates[0]
         lines = "".join(f"\n{record.describe()}, from kernel {record.notebook}" for record in found.records)
-        raise BadRequest(
-            f"{len(found.records)} sets of ranks are kept; %distributed attach KEY takes one:{lines}{told}"
-        )
+        several = f"{len(found.records)} sets of ranks are kept" if len(found.records) > 1 else "ranks are kept"
+        whose = "" if candidates else ", but not by this notebook"
+        raise BadRequest(f"{several}{whose}; %distributed attach KEY takes one:{lines}{told}")
     for record in found.records:
         if record.key == key:
             return record
@@ -69,7 +78,10 @@ class AdoptedCrew(Crew):
             except BaseException:
                 self.leave()
                 raise
+            self._created = record.created or self._created
             remember(self)
+            if record.interrupted and sink is not None:
+                sink.emit([Stream("stderr", f"{record.interrupted}, perhaps by its restart\n")])
 
     def _take_over(self, launcher: KeptLauncher, record: Record, hub: ZmqHub, sink: Sink | None) -> None:
         incarnations = {rank: told.incarnation for rank, told in launcher.forked.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankbook.launch.look import Look
+from rankbook.launch.look import Look, describe_look
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def describe_silence(silence: Silence) -> str:
         since = f"unresponsive for {silence.seconds:.0f} s"
     else:
         since = f"unresponsive, last heard from {max(silence.heard, silence.seconds):.0f} s ago"
-    return f"{since}, {_describe_look(silence)}"
+    return f"{since}, {describe_look(silence.look, silence.pid)}"
 
 
 def describe_straggler(rank: int, silence: Silence | None) -> str:
@@ -42,17 +42,6 @@ def describe_straggler(rank: int, silence: Silence | None) -> str:
     if silence is None:
         return f"rank {rank} still runs; %distributed stacks shows where"
     if silence.stopped:
-        return f"rank {rank} is stopped ({_describe_look(silence)}); {fresh}"
+        return f"rank {rank} is stopped ({describe_look(silence.look, silence.pid)}); {fresh}"
     held = "it may be in C code that holds the interpreter"
     return f"rank {rank} still runs, {describe_silence(silence)}: {held}; {fresh}"
-
-
-def _describe_look(silence: Silence) -> str:
-    look = silence.look
-    if look is None:
-        return "process ending"
-    if look.stopped:
-        return f"process stopped: kill -CONT {silence.pid} lets it go on"
-    if look.traced:
-        return f"process stopped by a debugger or tracer (pid {silence.pid})"
-    return f"process {look.doing}, {look.cpu_seconds:.1f} s of CPU time"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.interrupts import Held, plain_interrupts
+from rankbook.coordinator.interrupts import Held, note_interrupt, plain_interrupts, wait_ending
 from rankbook.coordinator.vigil import Vigil
 from rankbook.messages import InputReply
 
@@ -113,7 +113,15 @@ class _Desk:
         return bool(self.questions) and time.monotonic() - self._answered >= _SAME_RANK_FIRST
 
     def interrupt(self) -> None:
-        """Interrupt the cell; what its ranks asked so far they do not want to know any more."""
+        """Interrupt the cell; what its ranks asked so far they do not want to know any more.
+
+        Raise KeyboardInterrupt instead, and let the cell go on, if its ranks are kept and the kernel restarts:
+        jupyter_client interrupts a kernel just before it asks it to shut down.
+        """
+        if self._driver.kept:
+            if wait_ending():
+                raise KeyboardInterrupt
+            note_interrupt(self._cell.label)
         self.questions.clear()
         notices: list[Question | Ended | None] = []
         with contextlib.suppress(queue.Empty):

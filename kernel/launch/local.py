@@ -6,6 +6,7 @@ Owns: that process, and the one that is kept warm for the next cluster. Refuses:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ from typing import IO, Protocol, TypeVar
 from rankbook.errors import StartError
 from rankbook.forking import CloseCluster, ClusterClosed, ClusterOpened, ForkRank, ForkserverUp, KillRank, OpenCluster
 from rankbook.keeping import KeepCluster
+from rankbook.launch.look import describe_look, look_at
 from rankbook.messages import FromForkserver, decode_from_forkserver
 from rankbook.transport.stream import MessageStream
 
@@ -58,7 +60,7 @@ class LocalLauncher:
             )
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        with theirs:
+        with theirs, _without_debugger():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
@@ -85,16 +87,26 @@ class LocalLauncher:
         """See `Launcher`."""
         return self._stream.fileno()
 
-    def open(self, folders: tuple[Path, ...], *, interrupted: Callable[[], bool] = lambda: False) -> ClusterOpened:
+    def open(
+        self,
+        folders: tuple[Path, ...],
+        *,
+        timeout: float = _IMPORT_TIMEOUT,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> ClusterOpened:
         """Begin a cluster: wait for torch to be imported and the store to be up.
 
-        Raises `StartError`; KeyboardInterrupt within a moment of `interrupted()`.
+        Raises `StartError`, and then the process has ended; KeyboardInterrupt within a moment of `interrupted()`.
         """
-        while self._given_up:
-            self._wait_for(ClusterClosed, timeout=_IMPORT_TIMEOUT, interrupted=interrupted)
-            self._given_up -= 1
-        self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
-        return self._wait_for(ClusterOpened, timeout=_IMPORT_TIMEOUT, interrupted=interrupted)
+        try:
+            while self._given_up:
+                self._wait_for(ClusterClosed, timeout=timeout, interrupted=interrupted)
+                self._given_up -= 1
+            self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+            return self._wait_for(ClusterOpened, timeout=timeout, interrupted=interrupted)
+        except StartError:
+            self.terminate()  # it would be kept warm otherwise, and the next start would wait for it in vain as well
+            raise
 
     def keep(self, address: str, *, token: str, seconds: float) -> None:
         """Let the cluster outlive this process: whoever has `token` may claim it at the socket `address`."""
@@ -148,8 +160,10 @@ class LocalLauncher:
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process in the kernel's hands cannot be killed
+                self._process.wait(timeout=_CLOSE_TIMEOUT)
         self._errors.close()
 
     def _wait_for(self, kind: type[_T], *, timeout: float, interrupted: Callable[[], bool] = lambda: False) -> _T:
@@ -162,21 +176,45 @@ class LocalLauncher:
                 if isinstance(message, kind):
                     return message
         if self.alive:
-            raise StartError(f"the forkserver did not answer within {timeout:.0f} s; %distributed start tries again")
+            raise StartError(f"the forkserver did not answer within {timeout:.0f} s: {self._describe_silence()}")
         words = self._last_words()
         if words.endswith(_NO_TORCH):
             raise StartError(f"there is no torch for {sys.executable}: install it there, then %distributed start")
         raise StartError(f"the forkserver ended before it could start ranks:\n{words}")
 
+    def _describe_silence(self) -> str:
+        """Return how far the process has come, what it does now, and what it wrote to standard error."""
+        pid = self._process.pid
+        stage = "torch is not imported yet" if self.up is None else "torch is imported"
+        return "\n".join(filter(None, [f"{stage}, {describe_look(look_at(pid), pid)} (pid {pid})", self._error_text()]))
+
     def _last_words(self) -> str:
-        self._process.wait(timeout=_CLOSE_TIMEOUT)
+        try:
+            code: int | None = self._process.wait(timeout=_CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = None
+        ending = "it closed its connection, but has not exited" if code is None else f"it exited with code {code}"
+        return self._error_text() or ending
+
+    def _error_text(self) -> str:
         self._errors.seek(0)
-        errors = self._errors.read().decode(errors="replace").strip()
-        return errors[-2000:] or f"it exited with code {self._process.poll()}"
+        return self._errors.read().decode(errors="replace").strip()[-2000:]
 
     def wait_ready(self, *, timeout: float = _IMPORT_TIMEOUT) -> ForkserverUp:
         """Wait until torch is imported. Raises `StartError`."""
         return self.up or self._wait_for(ForkserverUp, timeout=timeout)
+
+
+def _without_debugger() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a debugger of this process does not attach itself to new processes.
+
+    While JupyterLab's debugger is on, debugpy rewrites the command line of every new Python process so that its engine
+    (pydevd) runs the program. In the forkserver that engine would wait for a front end that never comes.
+    """
+    engine = sys.modules.get("pydevd")
+    skip: Callable[[], contextlib.AbstractContextManager[None]] | None
+    skip = getattr(engine, "skip_subprocess_arg_patch", None)
+    return contextlib.nullcontext() if skip is None else skip()
 
 
 _lock = threading.Lock()

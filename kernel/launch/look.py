@@ -1,6 +1,6 @@
 """A look at a process that does not answer.
 
-Owns: what the operating system says of it. Refuses: to ask the process itself, and to say what it means.
+Owns: what the operating system says of it, also in words. Refuses: to ask the process itself.
 """
 
 from __future__ import annotations
@@ -42,3 +42,14 @@ def look_at(pid: int | None) -> Look | None:
         stopped=status == psutil.STATUS_STOPPED,
         traced=status == psutil.STATUS_TRACING_STOP,
     )
+
+
+def describe_look(look: Look | None, pid: int | None) -> str:
+    """Return what the process `pid` does, in words: `process sleeping, 3.1 s of CPU time`."""
+    if look is None:
+        return "process ending"
+    if look.stopped:
+        return f"process stopped: kill -CONT {pid} lets it go on"
+    if look.traced:
+        return f"process stopped by a debugger or tracer (pid {pid})"
+    return f"process {look.doing}, {look.cpu_seconds:.1f} s of CPU time"

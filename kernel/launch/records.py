@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import stat
+import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import psutil
@@ -38,7 +39,12 @@ class KeptRank:
 
 @dataclass(frozen=True)
 class Record:
-    """One kept cluster. `notebook` is its owner's process id, `forkserver` that of the process which holds it."""
+    """One kept cluster. `notebook` is its owner's process id, `forkserver` that of the process which holds it.
+
+    `session` is the owner's notebook file as Jupyter names it, empty where it does not. `created` and the two moments
+    at which processes `started` are seconds since the epoch. `interrupted` says which cell the owner interrupted just
+    before it ended.
+    """
 
     key: str
     token: str
@@ -55,16 +61,29 @@ class Record:
     backend: str
     threads: int
     ranks: tuple[KeptRank, ...]
+    session: str = ""
+    created: float = 0.0
+    notebook_started: float = 0.0
+    interrupted: str = ""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Each rank's device."""
         return tuple(each.device for each in self.ranks)
 
+    @property
+    def owned(self) -> bool:
+        """Whether the process that owns it still runs."""
+        began = started_at(self.notebook)
+        return began is not None and (not self.notebook_started or abs(began - self.notebook_started) <= _CLOCK_STEP)
+
     def describe(self) -> str:
-        """It in a line, for people."""
+        """Return it in a line: `4711-1 (train.ipynb, 12 min old): 2 ranks on cpu, gloo`."""
         count = f"{len(self.ranks)} rank{'' if len(self.ranks) == 1 else 's'}"
-        return f"{self.key}: {count} on {', '.join(sorted(set(self.devices)))}, {self.backend}"
+        age = f"{describe_age(time.time() - self.created)} old" if self.created else ""
+        details = ", ".join(filter(None, (PurePath(self.session).name, age)))
+        key = f"{self.key} ({details})" if details else self.key
+        return f"{key}: {count} on {', '.join(sorted(set(self.devices)))}, {self.backend}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,19 @@ class Found:
 
     records: tuple[Record, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def this_session() -> str:
+    """Return this process's notebook file, as Jupyter Server tells its kernels; empty where it does not."""
+    return os.environ.get("JPY_SESSION_NAME", "")
+
+
+def describe_age(seconds: float) -> str:
+    """Return a duration in its largest unit: `40 s`, `12 min`, `3 h`, `2 d`."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def started_at(pid: int) -> float | None:

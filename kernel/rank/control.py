@@ -337,7 +337,7 @@ class Control(threading.Thread):
         with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
             while (parcel := self._link.receive()) is not None:
                 try:
-                    self._handle(*parcel)
+                    self._dispatch(*parcel)
                 except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
                     self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
 
@@ -359,7 +359,7 @@ class Control(threading.Thread):
         finally:
             os._exit(1)
 
-    def _handle(self, message: ToRank, frames: list[memoryview]) -> None:
+    def _dispatch(self, message: ToRank, frames: list[memoryview]) -> None:
         match message:
             case Leave():
                 self._left, self.patience = True, message.patience

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -291,6 +292,19 @@ def test_the_only_one_needs_no_key_and_of_several_one_is_named():
         choose(Found((one, two)), "x")
     with pytest.raises(NoCluster, match=r"start --keep makes such\nsome have ended"):
         choose(Found((), ("some have ended",)), None)
+
+
+def test_without_a_key_this_notebooks_ranks_are_chosen_and_never_another_notebooks(monkeypatch):
+    mine, other = (dataclasses.replace(record(f"9-{name}"), session=f"work/{name}.ipynb") for name in ("a", "b"))
+    unknown = record("9-c")
+    monkeypatch.setenv("JPY_SESSION_NAME", "work/a.ipynb")
+    assert choose(Found((other, mine, unknown)), None) is mine
+    assert choose(Found((other, unknown)), None) is unknown
+    assert choose(Found((other, unknown)), "9-b") is other
+    with pytest.raises(BadRequest, match=r"kept, but not by this notebook; .*KEY takes one:\n9-b \(b.ipynb\)"):
+        choose(Found((other,)), None)
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert choose(Found((other,)), None) is other
 
 
 # The driver tells what was seen

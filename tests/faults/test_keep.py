@@ -20,7 +20,7 @@ from tests.conftest import Gate, Notebook, check_nothing_left, leftovers, marked
 
 pytestmark = pytest.mark.slow
 
-Open = Callable[[], Notebook]
+Open = Callable[..., Notebook]
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def open_notebook(place) -> Iterator[Open]:
     before = leftovers()
     opened: list[Notebook] = []
 
-    def make() -> Notebook:
-        opened.append(Notebook(env={"RANKBOOK_RUNTIME_DIR": str(place)}))
+    def make(session: str = "") -> Notebook:
+        opened.append(Notebook(env={"RANKBOOK_RUNTIME_DIR": str(place), "JPY_SESSION_NAME": session}))
         opened[-1].ok("%load_ext rankbook")
         return opened[-1]
 
@@ -198,6 +198,93 @@ def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(
     assert "interrupted ranks 0-1" in notebook.ok("%distributed interrupt").stdout
     notebook.follow(message, outcome, lambda seen: "cell [3] on ranks 0-1: interrupted" in seen.text)
     assert "[0-1] ok" in notebook.ok("%%distributed\nprint('ok')").stdout
+    notebook.ok("%distributed stop")
+
+
+def begin_in_foreground(notebook: Notebook, place: Path) -> str:
+    """Begin a cell that says when it runs, and goes on once the file `gate` is there."""
+    message = notebook.send(
+        "%%distributed\nimport os, pathlib, select\n"
+        f"pathlib.Path({str(place / 'runs')!r} + str(rank)).touch()\n"
+        f"{Gate(place / 'gate').wait}\n"
+        "print('went on')"
+    )
+    wait_until(lambda: len(list(place.glob("runs*"))) == 2, timeout=20, what="the cell's beginning")
+    return message
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel(notebook, place, now):
+    begin_in_foreground(notebook, place)
+    notebook.manager.restart_kernel(now=now)
+    settle(notebook)
+    message = notebook.send("%distributed attach")
+    outcome = notebook.finish(message)
+    assert "still runs on ranks 0-1" in outcome.stdout
+    assert "interrupted" not in outcome.text
+    Gate(place / "gate").open()
+    notebook.follow(message, outcome, lambda seen: "[0-1] went on" in seen.stdout)
+    notebook.ok("%distributed stop")
+
+
+def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook, place):
+    message = begin_in_foreground(notebook, place)
+    began = time.monotonic()
+    notebook.interrupt()
+    assert notebook.finish(message).status == "error"
+    assert time.monotonic() - began < 1
+    assert "[0-1] fine" in notebook.ok("%%distributed\nprint('fine')").stdout
+    notebook.ok("%distributed stop")
+
+
+def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(notebook, place):
+    notebook.ok(
+        "from rankbook.coordinator import interrupts\ninterrupts.wait_ending.__kwdefaults__['timeout'] = 0.0"
+    )  # as where the request to shut down comes late
+    begin_in_foreground(notebook, place)
+    notebook.manager.restart_kernel(now=False)
+    settle(notebook)
+    told = notebook.ok("%distributed attach").stderr
+    assert "cell [4] was interrupted " in told
+    assert " s before the kernel ended, perhaps by its restart" in told
+    restart(notebook)
+    assert "was interrupted" not in notebook.ok("%distributed attach").text, "it was said once"
+    notebook.ok("%distributed stop")
+
+
+def test_a_plain_attach_takes_the_ranks_of_this_notebook(open_notebook):
+    names = ("work/first.ipynb", "work/second.ipynb")
+    notebooks = [open_notebook(name) for name in names]
+    for number, notebook in enumerate(notebooks):
+        notebook.ok("%distributed start -n 1 --keep 60")
+        notebook.ok(f"%%distributed\nnumber = {number}")
+    for notebook in notebooks:
+        kill(notebook)
+    third = open_notebook("work/third.ipynb")
+    told = refusal(third, "%distributed attach")
+    assert "2 sets of ranks are kept, but not by this notebook; %distributed attach KEY takes one" in told
+    assert "(first.ipynb, " in told and "(second.ipynb, " in told and " s old): 1 rank on cpu, gloo" in told
+    again = open_notebook(names[1])
+    assert "rank 0 attached" in again.ok("%distributed attach").stdout
+    assert again.ok("%%distributed\nprint(number)").stdout == "[0] 1\n"
+    again.ok("%distributed stop")
+    last = open_notebook(names[0])
+    last.ok("%distributed attach\n%distributed stop")
+
+
+@pytest.mark.parametrize("cell", ["%distributed start -n 1", "%%distributed --ranks 0\nprint('hello')"])
+def test_a_start_says_once_that_kept_ranks_wait(open_notebook, cell):
+    notebook = open_notebook("work/train.ipynb")
+    assert "kept ranks wait" not in notebook.ok("%distributed start -n 1 --keep 60").text
+    kill(notebook)
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+    told = notebook.ok(cell).stdout
+    assert told.startswith("kept ranks wait: ")
+    assert " (train.ipynb, " in told
+    assert "kept ranks wait" not in notebook.ok("%%distributed\nprint('again')").text
+    notebook.ok("%distributed stop")
+    assert "rank 0 attached" in notebook.ok("%distributed attach").stdout
     notebook.ok("%distributed stop")
 
 

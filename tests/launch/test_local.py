@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import StartError
+from rankbook.launch import local
 from rankbook.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.processes
@@ -44,3 +50,58 @@ def test_without_torch_one_line_names_the_python_that_lacks_it(tmp_path, monkeyp
     finally:
         launcher.terminate()
     assert str(caught.value) == f"there is no torch for {sys.executable}: install it there, then %distributed start"
+
+
+@pytest.fixture
+def stopped_launcher() -> Iterator[LocalLauncher]:
+    """A forkserver that is stopped by a signal before it has imported torch."""
+    launcher = LocalLauncher()
+    os.kill(launcher.pid, signal.SIGSTOP)
+    try:
+        yield launcher
+    finally:
+        launcher.terminate()
+
+
+def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launcher, monkeypatch):
+    monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
+    pid = stopped_launcher.pid
+    with pytest.raises(StartError) as caught:
+        stopped_launcher.open((), timeout=1)
+    assert str(caught.value) == (
+        "the forkserver did not answer within 1 s: torch is not imported yet, "
+        f"process stopped: kill -CONT {pid} lets it go on (pid {pid})"
+    )
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_start_after_one_that_timed_out_has_a_new_forkserver(stopped_launcher, monkeypatch):
+    monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
+    with pytest.raises(StartError):
+        stopped_launcher.open((), timeout=1)
+    stopped_launcher.close()  # as a start that failed does
+    launcher = local.take()
+    try:
+        assert launcher is not stopped_launcher
+        assert launcher.alive
+    finally:
+        launcher.terminate()
+
+
+def test_a_forkserver_that_closes_its_connection_and_stays_is_named(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import os, sys, time\nos.close(int(sys.argv[1]))\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
+    launcher = LocalLauncher()
+    try:
+        with pytest.raises(StartError, match="it closed its connection, but has not exited"):
+            launcher.wait_ready(timeout=60)
+    finally:
+        launcher.terminate()
+
+
+def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_launcher, monkeypatch):
+    monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
+    monkeypatch.setattr(local, "_warm", [stopped_launcher])
+    with pytest.raises(StartError, match="the forkserver did not answer within 1 s"):
+        Cluster(2, timeout=1)

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,19 @@ def test_a_folder_that_is_gone_or_full_is_told(base):
     record = make(base)
     with pytest.raises(StartError, match=r"nowhere/kept\.json"):
         write_record(dataclasses.replace(record, sockets=str(base / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86_400, "1 d"), (864_000, "10 d")]
+)
+def test_a_record_names_its_notebook_and_its_age(base, seconds, words):
+    record = dataclasses.replace(make(base), session="work/train.ipynb", created=time.time() - seconds)
+    assert record.describe() == f"7-abc (train.ipynb, {words} old): 2 ranks on cpu, gloo"
+
+
+def test_a_record_is_owned_while_the_process_that_wrote_it_lives(base):
+    began = started_at(os.getpid())
+    assert began is not None
+    record = dataclasses.replace(make(base), notebook=os.getpid(), notebook_started=began)
+    assert record.owned
+    assert not dataclasses.replace(record, notebook_started=began - 3600).owned, "another process has the id by now"
