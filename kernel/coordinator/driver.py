@@ -103,7 +103,7 @@ class Driver:
         """Run `cell` as soon as its ranks are free. Any thread."""
         with self.changed:
             self._cells[cell.cell] = cell
-            self.post(ev.Submit(cell.cell, cell.ranks))
+            self.post(ev.Submit(cell.cell, cell.ranks, cell.fills))
 
     def post(self, event: ev.Event) -> None:
         """Hand in an event and perform what follows. Any thread."""
@@ -369,7 +369,6 @@ class Driver:
         sent = sent_last(message, self.infos[message.rank].segments)
         if message.incarnation != rank.incarnation:
             return
-        self.presence.forget(message.rank)
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         feed_last(message, sent, self._cells, cell)
@@ -380,6 +379,7 @@ class Driver:
             text = f"rank {message.rank} {describe_exit(message)} {during}\n{said}".rstrip()
             self.start_errors.setdefault(message.rank, text)
         self.post(ev.RankGone(message.rank, message.incarnation, describe_exit(message)))
+        self.presence.forget(message.rank)  # last: who waits for an answer then finds it dead
 
     def _lose_launcher(self) -> None:
         for rank in self.state.ranks.values():
