@@ -99,7 +99,8 @@ class Cluster(Sight):
         """Run `code` as a cell on `ranks` and wait for it.
 
         Returns what each rank printed and showed. Raises the first failed rank's error, as a `CellError` that also is
-        of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s.
+        of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s, in
+        which waiting for ranks that are busy counts.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         with held_interrupts():
@@ -209,9 +210,14 @@ class Cluster(Sight):
         self._crew.driver.post(ev.InterruptCell(cell.cell))
 
     def interrupt(self, ranks: RankSelection = None) -> tuple[int, ...]:
-        """Interrupt what `ranks` run; the ranks that ran something."""
+        """Interrupt what `ranks` run, and remove the cells that wait for them; the ranks that ran something."""
         driver = self._crew.driver
         chosen = self.select(ranks)
+        with driver.changed:
+            waiting = [cell for cell in driver.active_cells() if cell.started is None]
+            for each in waiting:
+                if not set(chosen).isdisjoint(each.ranks):
+                    driver.post(ev.InterruptCell(each.cell))
         cells = {self._state.ranks[rank].cell for rank in chosen} - {None}
         hit = tuple(rank for rank in self._state.ranks if self._state.ranks[rank].cell in cells)
         for cell in cells:
