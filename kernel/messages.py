@@ -112,10 +112,17 @@ class Fetch(Message, frozen=True):
     name: str
 
 
-class ExportState(Message, frozen=True):
-    """Answer with what a rank needs that takes the place of a dead one: variables, imports, functions."""
+class ListState(Message, frozen=True):
+    """Answer with the names of the variables that `ExportState` can send, and why it cannot send the others."""
 
     cell: int
+
+
+class ExportState(Message, frozen=True):
+    """Answer with what a rank needs that takes the place of a dead one: the variables `names`, imports, paths."""
+
+    cell: int
+    names: tuple[str, ...]
 
 
 class AdoptState(Message, frozen=True):
@@ -283,7 +290,7 @@ class Stack(Message, frozen=True):
     paused: bool = False
 
 
-Task = RunCell | CallFunction | Assign | Fetch | ExportState | AdoptState | Regroup
+Task = RunCell | CallFunction | Assign | Fetch | ListState | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
 _Aside = AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question | CommHeard | DebugHeard
 ToRank = Task | Interrupt | InputReply | _Aside

@@ -18,6 +18,7 @@ from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts, set_ending
+from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import auto, debug, hints, options, variables
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept, describe_waiting
@@ -213,7 +214,7 @@ class DistributedMagics(Magics):
             describe_kept(self._say)
             return
         rows = [
-            (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", each.loss or "")
+            (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", _note_of(each))
             for each in running.status()
         ]
         self._show(table(("rank", "state", "device", "pid", "runs", "note"), rows))
@@ -333,6 +334,12 @@ def _cell_number(shell: InteractiveShell) -> int:
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _note_of(status: RankStatus) -> str:
+    if status.loss is None and status.empty:
+        return f"its namespace is empty; %distributed heal {status.rank} copies the variables of another rank"
+    return status.loss or ""
 
 
 def _queued(cell: Cell, behind: Sequence[int]) -> str:

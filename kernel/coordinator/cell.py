@@ -17,7 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankbook.messages import Clear, Display, Done, InputReply, InputRequest, Message, Payload, Text, TextCut
+from rankbook.messages import (
+    Assign,
+    CallFunction,
+    Clear,
+    Display,
+    Done,
+    InputReply,
+    InputRequest,
+    Message,
+    Payload,
+    RunCell,
+    Text,
+    TextCut,
+)
 from rankbook.output import Emit, OutputMerger, Page, Stream
 from rankbook.results import CellResult, ResultBuilder
 
@@ -106,6 +119,11 @@ class Cell:
         self._quiet = sink is None
         self._left_out = False
         self._shown_at = 0.0
+
+    @property
+    def fills(self) -> bool:
+        """Whether it may give its ranks variables."""
+        return any(isinstance(message, (RunCell, CallFunction, Assign)) for message, _ in self.tasks.values())
 
     @property
     def state(self) -> str:

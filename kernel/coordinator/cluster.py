@@ -6,6 +6,7 @@ Owns: `Cluster` and what its methods promise. Refuses: decisions (state.py) and 
 from __future__ import annotations
 
 import keyword
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -13,19 +14,19 @@ from typing import Any, Self
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.crew import Crew
-from rankbook.coordinator.heal import Healed, segments_of, tell
+from rankbook.coordinator.heal import Healed, hand_over, segments_of, summarize
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.sight import Sight
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.status import RankStatus
-from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.tables import RankState, choose_donor
 from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection
-from rankbook.errors import BadRequest, LostRank
+from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.launch.records import Record
 from rankbook.measuring import Measure
-from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, RunCell
+from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
 from rankbook.output import Page
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
@@ -98,7 +99,8 @@ class Cluster(Sight):
         """Run `code` as a cell on `ranks` and wait for it.
 
         Returns what each rank printed and showed. Raises the first failed rank's error, as a `CellError` that also is
-        of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s.
+        of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s, in
+        which waiting for ranks that are busy counts.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         with held_interrupts():
@@ -208,9 +210,14 @@ class Cluster(Sight):
         self._crew.driver.post(ev.InterruptCell(cell.cell))
 
     def interrupt(self, ranks: RankSelection = None) -> tuple[int, ...]:
-        """Interrupt what `ranks` run; the ranks that ran something."""
+        """Interrupt what `ranks` run, and remove the cells that wait for them; the ranks that ran something."""
         driver = self._crew.driver
         chosen = self.select(ranks)
+        with driver.changed:
+            waiting = [cell for cell in driver.active_cells() if cell.started is None]
+            for each in waiting:
+                if not set(chosen).isdisjoint(each.ranks):
+                    driver.post(ev.InterruptCell(each.cell))
         cells = {self._state.ranks[rank].cell for rank in chosen} - {None}
         hit = tuple(rank for rank in self._state.ranks if self._state.ranks[rank].cell in cells)
         for cell in cells:
@@ -238,7 +245,9 @@ class Cluster(Sight):
             state = describe_silence(silent[rank]) if rank in silent else self._state_of(rank)
             device = self._place.devices[rank]
             found.append(
-                RankStatus(rank, state, device, driver.infos[rank].pid, cell.label if cell else None, each.loss)
+                RankStatus(
+                    rank, state, device, driver.infos[rank].pid, cell.label if cell else None, each.loss, each.empty
+                )
             )
         return found
 
@@ -263,40 +272,64 @@ class Cluster(Sight):
         """Put new ranks in the place of dead ones, with the variables of a healthy one; None if no rank is dead.
 
         The others keep everything, and the new ones make the groups that they share with them. `empty`: without the
-        variables. Raises `StartError`, `LostRank` when no healthy rank is left to ask, `BadRequest` for one that lives.
+        variables. The rank whose state is the oldest gives it. Named in `ranks`, a rank that is empty since its restart
+        is healed too. Raises `StartError`, `LostRank` when no healthy rank is left to ask, `BadRequest` for a rank
+        that lives and is not empty. After an error the ranks are dead, as before.
         """
-        dead = tuple(rank for rank, each in self._state.ranks.items() if each.state is RankState.DEAD)
+        self._crew.wait_exits()
+        ranks_now = self._state.ranks
+        dead = tuple(rank for rank in ranks_now if ranks_now[rank].state is RankState.DEAD)
         chosen = dead if ranks is None else self.select(ranks)
-        living = [rank for rank in chosen if rank not in dead]
+        living = [rank for rank in chosen if rank not in dead and not ranks_now[rank].empty]
         if living:
             verb = "is" if len(living) == 1 else "are"
             raise BadRequest(f"{name_ranks(living)} {verb} not dead; %distributed restart gives a fresh process")
         if not chosen:
             return None
-        healthy = [rank for rank, each in self._state.ranks.items() if each.state in (RankState.IDLE, RankState.BUSY)]
-        if not healthy and not empty:
+        donor = None if empty else choose_donor([each for rank, each in ranks_now.items() if rank not in chosen])
+        if donor is None and not empty:
             raise LostRank("no rank is left that has the state; %distributed heal --empty starts without it", chosen)
-        self._crew.launch(chosen, timeout=timeout)
-        if empty:
-            return Healed(chosen, None)
-        idle = [rank for rank in healthy if self._state.ranks[rank].state is RankState.IDLE]
-        return self._hand_over((idle or healthy)[0], chosen, timeout)
+        try:
+            self._crew.launch(chosen, timeout=timeout)
+            return Healed(chosen, None) if donor is None else self._restore(donor, chosen, timeout)
+        except BaseException:
+            self._crew.discard(chosen, "was not restored, for heal failed or was interrupted")
+            raise
 
-    def _hand_over(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
-        """Have `donor` export its state and `ranks` adopt it."""
+    def _restore(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
+        """Give the new `ranks` the state of `donor`."""
+        deadline = time.monotonic() + timeout
+        listed = self._collect({donor: (lambda cell: ListState(cell=cell), ())}, timeout, "heal")[donor]
+        adopted: dict[str, Any] = {}
+
+        def attempt(names: Sequence[str]) -> str:
+            nonlocal adopted
+            adopted = self._try_restore(donor, ranks, tuple(names), deadline - time.monotonic())
+            return str(adopted["refused"])
+
+        refused = hand_over(listed["names"], attempt)
+        self._crew.driver.post(ev.StateRestored(ranks, donor))
+        return summarize(ranks, donor, adopted, {**listed["missing"], **refused})
+
+    def _try_restore(self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float) -> Any:  # noqa: ANN401 - rank.heal.Adopted
+        """Have `donor` export the variables `names` and the new `ranks` adopt them; return one of their answers."""
         with held_interrupts():
-            export = self._submit({donor: (lambda cell: ExportState(cell=cell), ())}, number=0, sink=None, label="heal")
+            make_export = lambda cell: ExportState(cell=cell, names=names)  # noqa: E731 - used once
+            export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
             self.wait(export, timeout=timeout)
-        self._check(export)
+        try:
+            self._check(export)
+        except CellError as error:
+            return {"refused": error.errors[donor].value if donor in error.errors else str(error)}
         payload, frames = export.values[donor]
         try:
             newcomers = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
             others = {rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks}
-            adopted = self._collect({**others, **newcomers}, timeout, "heal")
+            answers = self._collect({**others, **newcomers}, timeout, "heal")
         finally:
             for segment in segments_of(payload):
                 self._segments.discard(segment)
-        return tell(ranks, donor, adopted)
+        return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]])
 
     def stop(self) -> None:
         """End all ranks and remove everything of theirs but the logs. A second time does nothing."""

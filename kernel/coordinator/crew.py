@@ -140,6 +140,32 @@ class Crew:
             raise StartError("\n".join(told or dict.fromkeys(errors.values())))
         self._record()
 
+    def discard(self, ranks: tuple[int, ...], words: str) -> None:
+        """Kill those of `ranks` that live. They count as dead at once; `words` tell why."""
+        driver = self.driver
+        with driver.changed:
+            for rank in (self.state.ranks[number] for number in ranks):
+                if rank.state in (RankState.STARTING, RankState.IDLE, RankState.BUSY):
+                    self._launcher.kill(rank.rank, rank.incarnation)
+                    driver.post(ev.RankGone(rank.rank, rank.incarnation, words))
+
+    def wait_exits(self, *, timeout: float = _ANSWER_TIMEOUT) -> None:
+        """Wait until the state knows of every rank that has ended by now.
+
+        The forkserver tells of an end some milliseconds later. A rank that answers lives; of one that does not, the
+        process is looked at.
+        """
+        driver = self.driver
+        deadline = time.monotonic() + timeout
+        ended = [
+            rank
+            for rank, silence in driver.presence.wait_silent(driver.answering(), timeout=timeout).items()
+            if silence.look is None
+        ]
+        with driver.changed:
+            while not set(ended).isdisjoint(driver.answering()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
+                driver.changed.wait(0.05)
+
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
         if driver.failure is not None:
             return True

@@ -107,7 +107,7 @@ class Driver:
         """Run `cell` as soon as its ranks are free. Any thread."""
         with self.changed:
             self._cells[cell.cell] = cell
-            self.post(ev.Submit(cell.cell, cell.ranks))
+            self.post(ev.Submit(cell.cell, cell.ranks, cell.fills))
 
     def post(self, event: ev.Event) -> None:
         """Hand in an event and perform what follows. Any thread."""
@@ -370,7 +370,6 @@ class Driver:
         sent = sent_last(message, self.infos[message.rank].segments)
         if message.incarnation != rank.incarnation:
             return
-        self.presence.forget(message.rank)
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         feed_last(message, sent, self._cells, cell)
@@ -381,6 +380,7 @@ class Driver:
             said = message.stderr.decode(errors="replace").strip()[-2000:]
             self.start_errors.setdefault(message.rank, f"rank {message.rank} {words} {during}\n{said}".rstrip())
         self.post(ev.RankGone(message.rank, message.incarnation, words))
+        self.presence.forget(message.rank)  # last: who waits for an answer then finds it dead
 
     def _lose_launcher(self) -> None:
         for rank in self.state.ranks.values():

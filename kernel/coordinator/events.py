@@ -37,10 +37,11 @@ class RankGone:
 
 @dataclass(frozen=True)
 class Submit:
-    """Somebody wants `cell` run on `ranks`."""
+    """Somebody wants `cell` run on `ranks`. `fills`: it may give them variables, as a cell, a call and a push do."""
 
     cell: int
     ranks: tuple[int, ...]
+    fills: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class CellDone:
     failed: bool = False
     words: str = ""
     collectives: int = 0
+
+
+@dataclass(frozen=True)
+class StateRestored:
+    """The new `ranks` have the state of `donor`."""
+
+    ranks: tuple[int, ...]
+    donor: int
 
 
 @dataclass(frozen=True)
@@ -91,4 +100,5 @@ class Stop:
     """Everything shall end."""
 
 
-Event = Launch | SaidHello | RankGone | Submit | CellDone | CollectivesTold | Look | InterruptCell | GraceOver | Stop
+_OfRanks = Launch | SaidHello | RankGone | StateRestored
+Event = _OfRanks | Submit | CellDone | CollectivesTold | Look | InterruptCell | GraceOver | Stop

@@ -6,10 +6,11 @@ came.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankbook.errors import TransferError
 from rankbook.messages import Payload
 from rankbook.ranks import name_ranks
 
@@ -49,10 +50,34 @@ def _count(number: int, one: str, several: str = "") -> str:
     return "" if number == 0 else f"1 {one}" if number == 1 else f"{number} {several or one + 's'}"
 
 
-def tell(ranks: tuple[int, ...], donor: int, adopted: Mapping[int, Any]) -> Healed:
-    """What became of it, from what the new `ranks` answered."""
-    first = adopted[ranks[0]]
-    return Healed(ranks, donor, first["variables"], first["functions"], first["imports"], first["missing"])
+def summarize(ranks: tuple[int, ...], donor: int, adopted: Mapping[str, Any], missing: Mapping[str, str]) -> Healed:
+    """Return the result of a heal from what a new rank has `adopted`, and what was `missing` before."""
+    missing = {**missing, **adopted["missing"]}
+    return Healed(ranks, donor, adopted["variables"], adopted["functions"], adopted["imports"], missing)
+
+
+def hand_over(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:
+    """Hand over the variables `names` at once, without those that cannot be; return the reasons for these, by name.
+
+    `attempt(names)` tries, and returns why that failed, or an empty string. Together the variables keep what they
+    share. Where they fail, halves are tried, then halves of those, until each one to blame is known. Raises
+    `TransferError` where variables fail together that do not fail in parts.
+    """
+    if not attempt(names):
+        return {}
+    refused = _find_refused(names, attempt)
+    if problem := attempt([name for name in names if name not in refused]):
+        raise TransferError(f"the variables that can be handed over in parts cannot be at once: {problem}")
+    return refused
+
+
+def _find_refused(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:
+    refused: dict[str, str] = {}
+    middle = len(names) // 2
+    for part in (names[:middle], names[middle:]):
+        if part and (problem := attempt(part)):
+            refused |= {part[0]: problem} if len(part) == 1 else _find_refused(part, attempt)
+    return refused
 
 
 def segments_of(payload: Payload) -> list[str]:

@@ -51,6 +51,7 @@ class ClusterState:
         self._supervisor = Supervisor(grace)
         self._queue: list[int] = []
         self._last_cell = 0
+        self._launches = -1  # the first one starts them all
         self._journal = Journal()
 
     def new_cell(self) -> int:
@@ -80,8 +81,11 @@ class ClusterState:
 
     def _launch(self, event: ev.Launch) -> list[act.Action]:
         actions: list[act.Action] = []
+        self._launches += 1
+        alone = len(event.ranks) < len(self.ranks)
         for number in event.ranks:
             rank = self.ranks[number]
+            rank.empty, rank.since = alone, self._launches
             if rank.state in (RankState.ABSENT, RankState.DEAD):
                 actions += self._fork(rank)
             else:
@@ -109,6 +113,11 @@ class ClusterState:
             return []
         self._move(rank, RankStep.HELLO)
         return self._regroup_if_complete() + self._dispatch()
+
+    def _state_restored(self, event: ev.StateRestored) -> list[act.Action]:
+        for rank in event.ranks:
+            self.ranks[rank].empty, self.ranks[rank].since = False, self.ranks[event.donor].since
+        return []
 
     def _regroup_if_complete(self) -> list[act.Action]:
         states = {rank.state for rank in self.ranks.values()}
@@ -148,7 +157,7 @@ class ClusterState:
     # Cells
 
     def _submit(self, event: ev.Submit) -> list[act.Action]:
-        self.cells[event.cell] = Cell(event.cell, event.ranks)
+        self.cells[event.cell] = Cell(event.cell, event.ranks, fills=event.fills)
         self._queue.append(event.cell)
         actions = self._dispatch()
         if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
@@ -196,6 +205,8 @@ class ClusterState:
             cell.running.discard(event.rank)
             cell.answers[event.rank] = event.words if event.failed else ""
             cell.collectives += event.collectives
+            if cell.fills and not event.failed and not rank.refork:
+                rank.empty = False
             if cell.internal and event.failed:
                 self.grouped = False
             actions += self._end_if_complete(cell)
@@ -336,6 +347,7 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.Launch: ClusterState._launch,
     ev.SaidHello: ClusterState._said_hello,
     ev.RankGone: ClusterState._exited,
+    ev.StateRestored: ClusterState._state_restored,
     ev.Submit: ClusterState._submit,
     ev.CellDone: ClusterState._done,
     ev.CollectivesTold: ClusterState._told,

@@ -6,6 +6,7 @@ anything; `state.py` does.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -100,7 +101,11 @@ CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
 
 @dataclass
 class Rank:
-    """One place in the world: its state outlives its processes, which `incarnation` counts."""
+    """One place in the world: its state outlives its processes, which `incarnation` counts.
+
+    `empty`: its process was started alone, and neither heal nor a cell has given it variables. `since` orders the ranks
+    by the age of their variables: 0 for those that are there from the start.
+    """
 
     rank: int
     state: RankState = RankState.ABSENT
@@ -108,6 +113,18 @@ class Rank:
     cell: int | None = None
     refork: bool = False
     loss: str | None = None
+    empty: bool = False
+    since: int = 0
+
+
+def choose_donor(ranks: Iterable[Rank]) -> int | None:
+    """Return which of `ranks` heal takes the state from: the oldest state, rather of an idle rank; never an empty one.
+
+    A rank that was restarted and has run a cell has less than one that has been there from the start.
+    """
+    healthy = [rank for rank in ranks if rank.state in (RankState.IDLE, RankState.BUSY) and not rank.empty]
+    best = min(healthy, key=lambda rank: (rank.since, rank.state is not RankState.IDLE, rank.rank), default=None)
+    return None if best is None else best.rank
 
 
 @dataclass
@@ -115,12 +132,13 @@ class Cell:
     """One task for some ranks. `running` are the ranks that have it and have not answered.
 
     `answers` tells what each other one raised, in words; empty if it went well. Together they began `collectives`
-    collectives, and `aborted` is whether some of those were broken off.
+    collectives, and `aborted` is whether some of those were broken off. `fills`: see `events.Submit`.
     """
 
     cell: int
     ranks: tuple[int, ...]
     internal: bool = False
+    fills: bool = False
     state: CellState = CellState.QUEUED
     running: set[int] = field(default_factory=set)
     interrupted: bool = False

@@ -65,8 +65,8 @@ class Workplace:
     ) -> None:
         """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
 
-        `timeout` seconds after its start the cell is interrupted; after `patience` seconds this returns, whatever the
-        cell does.
+        `timeout` seconds from now the cell is interrupted, or removed where it still waits for its ranks; after
+        `patience` seconds this returns, whatever the cell does.
         """
         with held_interrupts() as held:
             if timeout is not None:
@@ -75,8 +75,9 @@ class Workplace:
             held.take()
 
     def interrupt_after(self, cell: Cell, seconds: float) -> None:
-        """Interrupt `cell` `seconds` after its start, unless it has ended by then; not while it is in a debugger."""
-        driver, paused, before, was_held = self._crew.driver, 0.0, time.monotonic(), False
+        """Interrupt `cell` `seconds` from now, unless it has ended by then. Time in a debugger does not count."""
+        driver, paused, was_held = self._crew.driver, 0.0, False
+        began = before = time.monotonic()
 
         def look() -> None:
             nonlocal paused, before, was_held
@@ -84,7 +85,7 @@ class Workplace:
             if cell.started is not None and (held or was_held):
                 paused += now - before
             before, was_held = now, held
-            left = seconds if cell.started is None else cell.started + seconds + paused - now
+            left = began + seconds + paused - now
             if cell.result is not None:
                 return
             if left > 0:
@@ -155,6 +156,9 @@ class Workplace:
         if result.ok:
             return result
         story = describe_errors(result.outcomes, plain=True)
+        if cell.timed_out is not None and cell.started is None:
+            busy = f" behind {name_ranks(cell.waiting_behind)}" if cell.waiting_behind else ""
+            raise CellTimeout(f"{cell.label} was removed: it still waited{busy} after {cell.timed_out:g} s\n{story}")
         if cell.timed_out is not None:
             raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
         if self.stopped:

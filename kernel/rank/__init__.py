@@ -50,6 +50,7 @@ variables.py      the namespace, as a person lists it
 shard_map.py      which part of which tensor lies where
 statistic.py      the numbers of a tensor, a little at a time
 heal.py           what a rank hands to one that takes a dead one's place
+pickle_check.py   which of its values can be pickled, checked in a child
 lifeboat.py       survives gloo's giving up
 models.py         models that an error left half way through a step
 sockets.py        the TCP sockets behind a group, to end a wait with

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -36,7 +37,7 @@ StreamName = Literal["stdout", "stderr"]
 
 SHOWN = 4 << 20
 """Bytes that one rank may send per cell; what is more goes to the cell's log."""
-_PRIVATE = functools.partial(os.open, mode=0o600)
+_PRIVATE = partial(os.open, mode=0o600)
 TAIL = 8 << 10
 """Bytes from the end of a flood that are shown all the same."""
 

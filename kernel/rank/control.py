@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -35,7 +36,13 @@ be lost on its way out.
 """
 
 _SOON = 0.005
-"""Seconds until an interrupt that came at an impossible moment comes again."""
+"""Seconds until an interrupt that the main thread has not noticed is signalled again; doubled each time."""
+
+_RETRY_AFTER = (0.001, 0.0017, 0.0029, 0.0049, 0.0083)
+"""Seconds until an interrupt that came at an impossible moment comes again, in turn.
+
+A constant pause may fall into step with a loop that forks, and hit the hooks of its fork every time.
+"""
 
 FAILURES_APART = 1.0
 """Seconds between two failures of one thread, below which there is no hope that a third will not come."""
@@ -44,7 +51,7 @@ _TAKING = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save
 """Functions in which a lock is taken or given back."""
 
 _MOST_PUT_OFF = 40
-"""Times that an interrupt is put off for these, `_SOON` each: no lock is taken for so long without waiting."""
+"""Times that an interrupt is put off for these, milliseconds each: no lock is taken for so long without waiting."""
 
 Task = tuple[ToRank, list[memoryview]]
 
@@ -78,7 +85,9 @@ class Interrupts:
         self._armed: int | None = None
         self._target: int | None = None
         self._shields = 0
+        self._forking = False
         self._held = False
+        self._retries = itertools.cycle(_RETRY_AFTER)
         self._patience = _SOON
         self._reminder = 0.0
         self._reminded = False
@@ -107,7 +116,7 @@ class Interrupts:
             yield
         finally:
             self._shields -= 1
-            if self._held and not self._shields:
+            if self._held and not self._shields and not self._forking:
                 self._held = False
                 raise KeyboardInterrupt
 
@@ -194,7 +203,7 @@ class Interrupts:
             self._reminded = False
             return
         self.delivered = self.delivered or target is not None
-        if self._shields:
+        if self._shields or self._forking:
             self._held = True
         elif self._is_taking(frame):
             self._again()
@@ -211,21 +220,22 @@ class Interrupts:
         self._put_off += 1
         return True
 
+    # An interrupt may end one of these hooks before its first line, so they set a flag: a counter would be left wrong.
+
     def _before_fork(self) -> None:
         if threading.get_ident() == self._main:
-            self._shields += 1
+            self._forking = True
 
     def _after_fork(self) -> None:
         if threading.get_ident() == self._main:
-            self._shields -= 1
+            self._forking = False
             if self._held and not self._shields:
                 self._held = False
                 self._again()
 
     def _in_child(self) -> None:
         if threading.get_ident() == self._main:
-            self._shields -= 1
-            self._held = False
+            self._forking = self._held = False
 
     def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt and threading.get_ident() == self._main and self._armed is not None:
@@ -240,7 +250,7 @@ class Interrupts:
             _thread.start_new_thread(self._repeat, (cell,))  # Thread.start would wait, and could be interrupted there
 
     def _repeat(self, cell: int) -> None:
-        threading.Event().wait(_SOON)
+        threading.Event().wait(next(self._retries))
         with self._lock:
             running = self._armed == cell
             if running:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from functools import partial
 from os import getpid
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,7 @@ from rankbook.messages import (
     Frame,
     InputReply,
     InputRequest,
+    ListState,
     Message,
     Payload,
     Regroup,
@@ -214,11 +216,13 @@ class Executor:
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
             case Fetch():
                 return pack(self._fetch(message.name), store=self._segments)
-            case ExportState():
-                return heal.export_state(self._shell.user_ns, self._shell.user_ns_hidden, self._segments)
-            case AdoptState():
-                state = None if message.payload is None else self._unpack(message.payload, frames)
-                return pack(heal.adopt_state(self._shell.user_ns, state), store=None)
+            case ListState():
+                return pack(heal.list_state(self._shell.user_ns, self._shell.user_ns_hidden), store=None)
+            case ExportState(names=names):
+                return heal.export_state(self._shell.user_ns, self._shell.user_ns_hidden, names, self._segments)
+            case AdoptState(payload=payload):
+                open_state = None if payload is None else partial(self._unpack, payload, frames)
+                return pack(heal.adopt_state(self._shell.user_ns, open_state), store=None)
             case Regroup():
                 try:
                     self._group.join(message.generation)

@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -23,6 +24,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rankbook.forking import (
     CloseCluster,
@@ -64,13 +67,24 @@ PRELOAD_WHEN_IDLE = (
 that a request to fork never waits long for one."""
 
 
+_OWNER = "RANKBOOK_OWNER"
+"""In the environment of what a rank's cells start: which rank of which cluster."""
+
+
 @dataclass
 class Child:
-    """A rank's process, as its parent sees it."""
+    """A rank's process, as its parent sees it. `mark` is in the environment of what its cells start."""
 
     request: ForkRank
     pid: int
     outputs: tuple[int, int]
+    mark: str
+
+    def started(self, process: psutil.Process) -> bool:
+        """Whether this rank started the process: it has the mark or, forked without exec, the output pipes."""
+        if host.environment_of(process).get(_OWNER) == self.mark:
+            return True
+        return any(host.holds_pipe(process, os.fstat(descriptor).st_ino) for descriptor in self.outputs)
 
 
 class Forkserver:
@@ -81,6 +95,7 @@ class Forkserver:
         self._notebook = notebook
         self._exits: dict[int, RankExited] = {}
         self._children: dict[int, Child] = {}
+        self._token = secrets.token_hex(8)
         self._folders: tuple[str, ...] = ()
         self._locks: list[int] = []
         self._kills = RecentKills(find_counter())
@@ -169,6 +184,8 @@ class Forkserver:
     def _fork(self, message: ForkRank) -> None:
         out_read, out_write = host.output_pipe()
         err_read, err_write = host.output_pipe()
+        mark = f"{self._token}-{message.rank}-{message.incarnation}"
+        message.env[_OWNER.encode()] = mark.encode()
         gc.freeze()  # the collector would else touch, and so copy, every page of torch in each rank
         pid = os.fork()
         if pid == 0:
@@ -182,7 +199,7 @@ class Forkserver:
             live(message, outputs=outputs, liveness=self._live_read, owned=self._owner.there)
         os.close(out_write)
         os.close(err_write)
-        self._children[pid] = Child(message, pid, (out_read, err_read))
+        self._children[pid] = Child(message, pid, (out_read, err_read), mark)
         self._exits.pop(message.rank, None)
         self._owner.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
 
@@ -210,6 +227,7 @@ class Forkserver:
 
     def _tell_exit(self, child: Child, code: int) -> None:
         host.kill_session(child.pid)
+        host.kill_leftovers(child.started)
         texts = [host.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
         for descriptor in child.outputs:
             os.close(descriptor)
@@ -245,11 +263,16 @@ class Forkserver:
         while self._children and time.monotonic() < deadline:
             self._reap()
             select.select([self._signal_read], [], [], 0.05)
+        host.kill_leftovers(self._is_leftover)
         _remove(self._folders)
         self._folders = ()
         while self._locks:
             os.close(self._locks.pop())
         self._exits.clear()
+
+    def _is_leftover(self, process: psutil.Process) -> bool:
+        """Whether the process came from any rank, once all ranks are gone."""
+        return sys.platform == "linux" or host.environment_of(process).get(_OWNER, "").startswith(self._token)
 
 
 def _free_port() -> int:

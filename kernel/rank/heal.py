@@ -2,8 +2,10 @@
 
 Owns: which variables travel, and why others do not. Refuses: to choose the peer, and to make groups.
 
-All variables are pickled at once, so that an optimizer still holds the parameters of its model. Functions and classes
-of cells keep to the namespace they are in: on the new rank they see its variables.
+The variables are checked one by one first. Those that can be pickled are then pickled at once, so that an optimizer
+still holds the parameters of its model. Where that pickle cannot be opened, the coordinator asks for parts of it until
+it knows which variables to leave out. Functions and classes of cells keep to the namespace they are in: on the new
+rank they see its variables.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,8 +25,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from rankbook.errors import TransferError
 from rankbook.rank import models
+from rankbook.rank.pickle_check import check_pickling
 from rankbook.rank.recoverable import RecoverableGroup
-from rankbook.transport.payload import Packed, pack, why_not
+from rankbook.transport.payload import Packed, pack
 from rankbook.transport.segments import SegmentStore
 
 _SAVES = "rankbook.checkpoint.driving"
@@ -32,52 +35,81 @@ _namespaces: list[dict[str, Any]] = []
 """The namespace of this rank's cells, which functions that arrive from a peer see."""
 
 
+class Exportable(TypedDict):
+    """The names of the variables that a rank can export, and the reason for each that it cannot."""
+
+    names: list[str]
+    missing: dict[str, str]
+
+
 class State(TypedDict):
-    """What travels. `missing` maps each variable that does not to the reason; `imports` names to modules."""
+    """The exported part of a rank's state. `imports` maps names to modules."""
 
     variables: dict[str, Any]
     imports: dict[str, str]
-    missing: dict[str, str]
     path: list[str]
     folder: str
 
 
 class Adopted(TypedDict):
-    """What the new rank has: how many of each kind, and the reasons for what it has not."""
+    """What the new rank has: how many of each kind, and the reasons for what it has not.
+
+    `refused` is the reason why nothing was adopted; empty otherwise.
+    """
 
     variables: int
     functions: int
     imports: int
     missing: dict[str, str]
+    refused: str
 
 
-def export_state(namespace: dict[str, Any], hidden: Mapping[str, Any], store: SegmentStore) -> Packed:
-    """Everything of `namespace` that can travel; what is in `hidden` each rank has by itself."""
-    own = {name: value for name, value in namespace.items() if not name.startswith("_") and name not in hidden}
-    imports = {name: value.__name__ for name, value in own.items() if isinstance(value, types.ModuleType)}
-    reduce = _Reducer(namespace)
+def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportable:
+    """Check which variables of `namespace` can be pickled. Those in `hidden` every rank has by itself."""
     missing: dict[str, str] = {}
-    variables: dict[str, Any] = {}
-    for name, value in own.items():
-        if name not in imports:
-            if value is dist.GroupMember.NON_GROUP_MEMBER:
-                reason: str | None = "the rank that was asked is no member of this group; make it again on all ranks"
-            else:
-                reason = why_not(value, name=name, reduce=reduce)
-            if reason is None:
-                variables[name] = value
-            else:
-                missing[name] = reason
-    state = State(variables=variables, imports=imports, missing=missing, path=list(sys.path), folder=str(Path.cwd()))
-    return pack(state, store=store, reduce=reduce)
+    values: dict[str, Any] = {}
+    for name, value in namespace.items():
+        if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):
+            continue
+        if value is dist.GroupMember.NON_GROUP_MEMBER:
+            missing[name] = "the rank that was asked is no member of this group; make it again on all ranks"
+        else:
+            values[name] = value
+    missing |= check_pickling(values, _Reducer(namespace, with_data=False))
+    return Exportable(names=[name for name in values if name not in missing], missing=missing)
 
 
-def adopt_state(namespace: dict[str, Any], state: State | None) -> Adopted:
-    """Put a peer's `state` into `namespace`; without one, make this rank's models ready for the newcomer."""
-    if state is None:
+def export_state(
+    namespace: dict[str, Any], hidden: Mapping[str, Any], names: Collection[str], store: SegmentStore
+) -> Packed:
+    """Pickle the variables `names`, with the imports and the paths. Raises `TransferError`."""
+    imports = {
+        name: value.__name__
+        for name, value in namespace.items()
+        if isinstance(value, types.ModuleType) and not name.startswith("_") and name not in hidden
+    }
+    variables = {name: namespace[name] for name in names if name in namespace}
+    state = State(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
+    return pack(state, store=store, reduce=_Reducer(namespace))
+
+
+def adopt_state(namespace: dict[str, Any], open_state: Callable[[], State] | None) -> Adopted:
+    """Put the state that `open_state` returns into `namespace`, or nothing where it raises.
+
+    Without it, make this rank's models ready for the new ranks.
+    """
+    adopted = Adopted(variables=0, functions=0, imports=0, missing={}, refused="")
+    if open_state is None:
         models.start_over()
-        return Adopted(variables=0, functions=0, imports=0, missing={})
-    missing = dict(state["missing"])
+        return adopted
+    try:
+        state = open_state()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported; a value's own code may raise SystemExit
+        adopted["refused"] = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        return adopted
+    missing = adopted["missing"]
     sys.path[:] = state["path"]
     try:
         os.chdir(state["folder"])
@@ -90,12 +122,10 @@ def adopt_state(namespace: dict[str, Any], state: State | None) -> Adopted:
             missing[name] = str(error)
     namespace.update(state["variables"])
     functions = sum(isinstance(value, (types.FunctionType, type)) for value in state["variables"].values())
-    return Adopted(
-        variables=len(state["variables"]) - functions,
-        functions=functions,
-        imports=sum(name not in missing for name in state["imports"]),
-        missing=missing,
-    )
+    adopted["variables"] = len(state["variables"]) - functions
+    adopted["functions"] = functions
+    adopted["imports"] = sum(name not in missing for name in state["imports"])
+    return adopted
 
 
 def stand_for(namespace: dict[str, Any]) -> None:
@@ -104,10 +134,14 @@ def stand_for(namespace: dict[str, Any]) -> None:
 
 
 class _Reducer:
-    """Takes apart what pickle cannot, or would take along too much of."""
+    """Takes apart what pickle cannot, or would take along too much of.
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
+    Without `with_data` plain tensors are left out: that is enough to find out what can be pickled, and needs no CUDA.
+    """
+
+    def __init__(self, namespace: dict[str, Any], *, with_data: bool = True) -> None:
         self._namespace = namespace
+        self._with_data = with_data
 
     def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
@@ -120,6 +154,8 @@ class _Reducer:
                 raise TransferError(
                     f"it is sharded over the ranks: what the dead one held of it is lost{_last_saved()}"
                 )
+            if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
+                return int, ()
             if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
                 kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
                 return _on_this_device, (value.detach().cpu(), kind, value.requires_grad)

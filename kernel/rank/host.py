@@ -13,13 +13,17 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PIPE_SIZE = 1 << 20
+DETACHED = "RANKBOOK_DETACHED"
+"""In the environment of a process that is to outlive its rank; it must lead a session of its own as well."""
 
 
 def die_with_parent() -> None:
@@ -114,6 +118,52 @@ def kill_session(leader: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == leader:
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def kill_leftovers(belongs: Callable[[psutil.Process], bool]) -> None:
+    """SIGKILL the processes that `belongs` accepts, in whatever session, but for those that were asked to stay.
+
+    On Linux only descendants are looked at: `adopt_orphans` has made them of all that is left. A process may start
+    another one meanwhile, so this is repeated until none is found, for a tenth of a second at most.
+    """
+    for _ in range(20):
+        candidates = psutil.Process().children(recursive=True) if sys.platform == "linux" else psutil.process_iter()
+        found = [process for process in candidates if _lives(process) and belongs(process) and not _stays(process)]
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.005)
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """The environment that the process was started with; empty where it cannot be read."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def holds_pipe(process: psutil.Process, inode: int) -> bool:
+    """Whether the process has an end of this pipe open (Linux)."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(entry.readlink()) == f"pipe:[{inode}]":
+                    return True
+    return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _stays(process: psutil.Process) -> bool:
+    return environment_of(process).get(DETACHED, "0") != "0"
 
 
 def interrupt_group() -> None:

@@ -23,11 +23,11 @@ _LONGEST_KEY = 40
 _JOINTS = ("[", ".", "'")  # how a label begins that is written behind the path; another one is a path of its own
 _END = object()
 
-Attempt = Callable[[object], Exception | None]
+Attempt = Callable[[object], BaseException | None]
 """Pickles a value to nowhere, and gives what that raised."""
 
 
-def cannot_send(value: object, names: Sequence[str], error: Exception, attempt: Attempt) -> str:
+def cannot_send(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
     """One sentence: what was to be sent, what in it cannot be, where that is, and why."""
     found = _culprit(value, names, error, attempt)
     kind = type(found.value)
@@ -48,11 +48,11 @@ class _Culprit:
     name: str
     path: str
     value: object
-    error: Exception
+    error: BaseException
     sure: bool
 
 
-def _culprit(value: object, names: Sequence[str], error: Exception, attempt: Attempt) -> _Culprit:
+def _culprit(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> _Culprit:
     """Go down for as long as some part of what cannot be pickled cannot be pickled by itself.
 
     Each step is a pickle, so their number, the depth and the time are bounded.
@@ -128,7 +128,9 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
 def _reduced(value: object) -> Iterator[tuple[str, object]]:
     try:
         reduction = value.__reduce_ex__(PROTOCOL)
-    except Exception:  # noqa: BLE001 - told already: pickling `value` raised it
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - reported already: pickling `value` raised it, SystemExit perhaps
         return
     if not isinstance(reduction, tuple):
         return

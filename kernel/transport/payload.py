@@ -209,10 +209,12 @@ def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
     return _Pickled([file.chunks, *([view] for view in beside.views())], beside)
 
 
-def _attempt(value: object, reduce: Reduce | None = None) -> Exception | None:
+def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | None:
     try:
         _Pickler(_Nowhere(), _Beside(_storages()), reduce).dump(value)
-    except Exception as error:  # noqa: BLE001 - this error is what the search is for
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - returned; a value's own code may raise SystemExit
         return error
     return None
 

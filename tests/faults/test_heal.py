@@ -155,11 +155,19 @@ class Bad:
 bad = Bad()"""
 
 
-def test_a_variable_that_cannot_be_opened_says_so(three):
+def test_a_variable_that_cannot_be_opened_is_listed_and_the_others_come_back(three):
     three.ok(BAD)
     kill(three, 1)
-    told = three.run("%distributed heal")
-    assert "cannot open the value here" in told.traceback + told.text
+    healed = three.ok("%distributed heal").stdout
+    assert "rank 1 is back with the state of rank 0" in healed
+    assert "  bad: cannot open the value here: ValueError" in healed
     three.ok("%%distributed --ranks 0,2\ndel bad")
+    assert "[0-2] model True" in three.ok(EQUAL, timeout=20).stdout
+
+
+def test_the_status_notes_an_empty_rank(three):
     three.ok("%distributed restart 1")
-    three.ok(SETUP)
+    row = next(line for line in three.ok("%distributed status").text.splitlines() if line.startswith("1 "))
+    assert "its namespace is empty; %distributed heal 1 copies the variables of another rank" in row
+    assert "rank 1 is back with the state of rank 0" in three.ok("%distributed heal 1").stdout
+    assert "empty" not in three.ok("%distributed status").text

@@ -102,7 +102,7 @@ def test_a_cell_that_is_sent_before_the_interrupt_is_over_runs_untouched(noteboo
     assert notebook.finish(waiting[0], timeout=20).stdout == "[0-1] whole\n"
 
 
-def test_none_is_lost_where_python_cannot_raise_one(notebook):
+def test_interrupt_is_delivered_during_fork(notebook):
     notebook.ok(
         """%%distributed
 import os, time

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -28,6 +30,11 @@ def go_on_for(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
+
+
+def request_and_go_on(interrupts, cell):
+    interrupts.request(cell)
+    go_on_for(5)
 
 
 class Gate:
@@ -80,3 +87,49 @@ def test_who_waits_for_a_lock_is_interrupted_all_the_same(interrupts):
     with pytest.raises(KeyboardInterrupt), Slow():
         pass
     timer.join()
+
+
+def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interrupts):
+    interrupts._after_fork()  # without the one before it, which an interrupt has ended before its first line
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 1)
+    interrupts.arm(2)
+    interrupts._before_fork()
+    interrupts._before_fork()
+    interrupts._after_fork()
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 2)
+
+
+FORKS_IN_STEP = """
+import ctypes, os, threading, time
+from rankbook.rank import control
+control.host.interrupt_group = lambda: None
+interrupts = control.Interrupts()
+holding_the_gil = ctypes.PyDLL(None)
+os.register_at_fork(before=lambda: holding_the_gil.usleep(6000))  # a rank's fork takes so long
+interrupts.guard()
+os.register_at_fork(after_in_parent=lambda: time.sleep(0.005))
+for turn in range(1, 6):
+    interrupts.arm(turn)
+    threading.Timer(0.05, interrupts.request, (turn,)).start()
+    end = time.monotonic() + 5
+    try:
+        while time.monotonic() < end:
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        print("lost")
+    except KeyboardInterrupt:
+        print("raised")
+    finally:
+        interrupts.disarm()
+"""
+
+
+def test_an_interrupt_is_delivered_to_a_loop_of_slow_forks():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == ["raised"] * 5, done.stderr

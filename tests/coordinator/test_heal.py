@@ -1,0 +1,256 @@
+"""Heal: which rank gives its state, what travels, and what is left behind when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+import rankbook
+from rankbook import BadRequest, Cluster, LostRank, TransferError
+from rankbook.coordinator.heal import hand_over
+from rankbook.coordinator.tables import Rank, RankState, choose_donor
+from rankbook.launch import local
+from tests.conftest import wait_until
+
+# Handing over, without ranks
+
+
+class Rejecting:
+    """An attempt that fails where `bad` variables are handed over, or `together` ones in one piece."""
+
+    def __init__(self, bad: Sequence[str], together: Sequence[str] = ()) -> None:
+        self.bad, self.together = set(bad), set(together)
+        self.last: list[str] = []
+        self.attempts = 0
+
+    def __call__(self, names: Sequence[str]) -> str:
+        self.attempts += 1
+        self.last = list(names)
+        if self.together and self.together <= set(names):
+            return "they clash"
+        return "".join(f"no {name}" for name in names if name in self.bad)
+
+
+def test_variables_are_handed_over_at_once_where_nothing_fails():
+    attempt = Rejecting([])
+    assert hand_over(["a", "b", "c"], attempt) == {}
+    assert (attempt.attempts, attempt.last) == (1, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("bad", [["a"], ["d"], ["c"], ["a", "d"], ["b", "c"], ["a", "b", "c", "d"]])
+def test_only_the_variables_to_blame_are_left_out(bad):
+    attempt = Rejecting(bad)
+    assert hand_over(["a", "b", "c", "d"], attempt) == {name: f"no {name}" for name in bad}
+    assert attempt.last == [name for name in "abcd" if name not in bad], "the rest is handed over in one piece"
+
+
+def test_the_search_takes_few_attempts():
+    names = [f"v{number}" for number in range(256)]
+    attempt = Rejecting(["v100"])
+    assert list(hand_over(names, attempt)) == ["v100"]
+    assert attempt.attempts <= 2 + 2 * 8
+
+
+def test_variables_that_fail_only_together_are_an_error():
+    with pytest.raises(TransferError, match="they clash"):
+        hand_over(["a", "b"], Rejecting([], together=["a", "b"]))
+
+
+def test_the_donor_has_the_oldest_state_and_is_idle_if_possible():
+    idle, busy, dead = RankState.IDLE, RankState.BUSY, RankState.DEAD
+    assert choose_donor([Rank(0, dead), Rank(1, busy), Rank(2, idle)]) == 2
+    assert choose_donor([Rank(0, dead), Rank(1, busy)]) == 1
+    assert choose_donor([Rank(0, idle, since=4), Rank(1, busy)]) == 1
+    assert choose_donor([Rank(0, idle, empty=True), Rank(1, dead)]) is None
+
+
+# With ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    local.warm_up()
+    with rankbook.start(3) as cluster:
+        yield cluster
+    local.cool_down()
+
+
+@pytest.fixture
+def cluster(three: Cluster) -> Cluster:
+    if any(each.state == "dead" or each.empty for each in three.status()):
+        three.restart()
+    three.run("for _name in [n for n in globals() if n.startswith('v_')]: del globals()[_name]")
+    return three
+
+
+def kill(cluster: Cluster, rank: int) -> None:
+    os.kill(pid_of(cluster, rank), signal.SIGKILL)
+    wait_until(lambda: cluster.status()[rank].state == "dead", timeout=20, what=f"rank {rank} is dead")
+
+
+def pid_of(cluster: Cluster, rank: int) -> int:
+    pid = cluster.status()[rank].pid
+    assert pid is not None
+    return pid
+
+
+def test_values_that_cannot_be_opened_are_listed_and_the_others_come_back(cluster):
+    cluster.run(
+        """from torch.nn.parallel import DistributedDataParallel
+class TwoArguments(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+class Exits:
+    def __reduce__(self):
+        return __import__("sys").exit, (3,)
+v_model = DistributedDataParallel(torch.nn.Linear(4, 4))
+v_optimizer = torch.optim.SGD(v_model.parameters(), 0.1)
+v_error = TwoArguments("a", "b")
+v_p2p = dist.P2POp(dist.isend, torch.ones(1), (rank + 1) % 3)
+v_exits = Exits()
+v_held = [v_error]
+v_number = 7"""
+    )
+    kill(cluster, 1)
+    healed = cluster.heal()
+    assert healed is not None
+    assert set(healed.missing or {}) == {"v_error", "v_p2p", "v_held", "v_exits"}
+    assert "TwoArguments" in healed.missing["v_error"]
+    assert cluster.pull("v_number") == [7, 7, 7]
+    told = cluster.run("print(v_optimizer.param_groups[0]['params'][0] is next(v_model.parameters()))")
+    assert told.stdout == dict.fromkeys(range(3), "True\n")
+    cluster.run("v_model(torch.ones(1, 4)).sum().backward(); v_optimizer.step()", timeout=20)
+    assert [each.state for each in cluster.status()] == ["idle"] * 3
+
+
+BROKEN = {
+    "exits": ("__import__('os')._exit(3)", "ends the process with exit code 3"),
+    "raises SystemExit": ("__import__('sys').exit(3)", "cannot be pickled: 3"),
+    "kills": ("__import__('os').kill(__import__('os').getpid(), 9)", "kills the process with signal 9"),
+    "kills its process group": ("__import__('os').killpg(0, 9)", "kills the process with signal 9"),
+    "blocks": ("__import__('threading').Event().wait()", "takes longer than 1 s"),
+    "forks": ("__import__('os').fork() or 1 / 0", ""),
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_value_whose_pickling_goes_wrong_costs_neither_donor_nor_heal(cluster, code, reason):
+    cluster.run(
+        f"""from rankbook.rank import pickle_check
+pickle_check.check_pickling.__kwdefaults__["seconds"] = 1.0
+class Broken:
+    def __reduce__(self):
+        {code}
+        return int, ()
+v_before = 1
+v_broken = Broken()
+v_inside = [1, [v_broken]]
+v_after = torch.ones(3)"""
+    )
+    pids = {rank: pid_of(cluster, rank) for rank in (0, 2)}
+    kill(cluster, 1)
+    healed = cluster.heal(timeout=60)
+    assert healed is not None
+    if reason:
+        assert set(healed.missing or {}) == {"v_broken", "v_inside"}
+        assert reason in healed.missing["v_broken"]
+    assert cluster.pull("v_before") == [1, 1, 1]
+    assert [each.tolist() for each in cluster.pull("v_after")] == [[1, 1, 1]] * 3
+    assert {rank: pid_of(cluster, rank) for rank in (0, 2)} == pids
+
+
+def test_a_rank_that_was_restarted_gives_no_state_and_says_that_it_is_empty(cluster):
+    cluster.run("v_state = rank")
+    cluster.restart([0])
+    assert [each.empty for each in cluster.status()] == [True, False, False]
+    kill(cluster, 2)
+    healed = cluster.heal()
+    assert healed is not None
+    assert healed.donor == 1
+    assert cluster.pull("v_state", ranks=[1, 2]) == [1, 1]
+    cluster.run("v_other = 1", ranks=[0])
+    assert not cluster.status()[0].empty
+    kill(cluster, 2)
+    assert cluster.heal().donor == 1, "it has the older state"
+    assert cluster.pull("v_state", ranks=[1, 2]) == [1, 1]
+
+
+def test_an_empty_rank_can_be_healed_by_name_and_one_with_state_cannot(cluster):
+    cluster.run("v_state = 5")
+    with pytest.raises(BadRequest, match="rank 1 is not dead"):
+        cluster.heal([1])
+    kill(cluster, 1)
+    assert cluster.heal(empty=True).donor is None
+    assert [each.empty for each in cluster.status()] == [False, True, False]
+    assert cluster.heal() is None
+    assert cluster.heal([1]).donor in (0, 2)
+    assert cluster.pull("v_state") == [5, 5, 5]
+    assert not any(each.empty for each in cluster.status())
+
+
+def test_only_empty_ranks_left_is_an_error_and_the_rank_stays_dead(cluster):
+    cluster.restart([0])
+    cluster.restart([1])
+    kill(cluster, 2)
+    with pytest.raises(LostRank, match="no rank is left that has the state"):
+        cluster.heal()
+    assert [each.state for each in cluster.status()] == ["idle", "idle", "dead"]
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the donor", "the new rank"])
+def test_a_kill_within_heal_leaves_dead_ranks_and_no_empty_one(cluster, victim, tmp_path):
+    at, go = tmp_path / "at", tmp_path / "go"
+    cluster.run(
+        f"""import os, pathlib, queue
+def wait_for_gate(rank_now):
+    if rank_now == {victim} and globals().get("wait_in", True):
+        pathlib.Path({str(at)!r}).write_text(str(os.getpid()))
+        while not os.path.exists({str(go)!r}):
+            try: queue.SimpleQueue().get(timeout=0.01)
+            except queue.Empty: pass
+    return 1
+class Slow:
+    def __reduce__(self):
+        import __main__
+        pid = int(os.environ["RANKBOOK_TEST_RANK_PID"])
+        if os.getpid() == pid: wait_for_gate(0)
+        return wait_for_gate, ({victim},)
+os.environ["RANKBOOK_TEST_RANK_PID"] = str(os.getpid())
+v_slow, v_state = Slow(), 3""",
+        ranks=[0, 2],
+    )
+    kill(cluster, 1)
+    errors = []
+
+    def heal():
+        try:
+            cluster.heal(timeout=60)
+        except LostRank as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=heal)
+    thread.start()
+    wait_until(lambda: at.exists() and at.read_text() != "", timeout=20, what="heal is under way")
+    os.kill(pid_of(cluster, victim), signal.SIGKILL)
+    thread.join(30)
+    go.touch()
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    assert [each.state for each in cluster.status()] == ["dead" if victim == 0 else "idle", "dead", "idle"]
+    if victim == 0:
+        assert "not restored" in (cluster.status()[1].loss or "")
+    cluster.run("del v_slow, Slow, wait_for_gate", ranks=[2] if victim == 0 else [0, 2])
+    assert cluster.heal().donor == (2 if victim == 0 else 0)
+    assert cluster.pull("v_state") == [3, 3, 3]
+
+
+def test_a_rank_killed_a_moment_ago_is_healed(cluster):
+    cluster.run("v_state = 4")
+    for turn in range(3):
+        os.kill(pid_of(cluster, 1), signal.SIGKILL)
+        assert cluster.heal() is not None, f"nothing to heal in turn {turn}"
+        assert cluster.pull("v_state", timeout=20) == [4, 4, 4]

@@ -1,0 +1,85 @@
+"""Timeouts and interrupts of cells that wait for busy ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import rankbook
+from rankbook import CellTimeout, Cluster
+from rankbook.launch import local
+from tests.conftest import wait_until
+
+SOON = 10.0
+"""Seconds within which a call with a timeout of 0.3 s returns on a busy machine; the cell in its way takes a minute."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with rankbook.start(2) as cluster:
+        yield cluster
+    local.cool_down()
+
+
+@pytest.fixture
+def busy(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, with a cell on rank 0 that takes a minute."""
+    cell = cluster.submit_code("import time; time.sleep(60)", number=0, ranks=[0], sink=None)
+    wait_until(lambda: cell.started is not None, timeout=10, what="rank 0 is busy")
+    yield cluster
+    cluster.interrupt_cell(cell)
+    wait_until(lambda: cell.result is not None, timeout=10, what="rank 0 is free")
+
+
+CALLS = {
+    "run": lambda cluster: cluster.run("never = 1", timeout=0.3),
+    "apply": lambda cluster: cluster.apply(int, timeout=0.3),
+    "push": lambda cluster: cluster.push({"never": 1}, timeout=0.3),
+    "pull": lambda cluster: cluster.pull("rank", timeout=0.3),
+    "scatter": lambda cluster: cluster.scatter("never", [1, 2], timeout=0.3),
+    "gather": lambda cluster: cluster.gather("rank", timeout=0.3),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_timeout_of_a_call_counts_while_it_waits_for_a_busy_rank(busy, call):
+    began = time.monotonic()
+    with pytest.raises(CellTimeout, match=r"it still waited behind rank 0 after 0\.3 s"):
+        call(busy)
+    assert time.monotonic() - began < SOON
+    assert [cell.state for cell in busy.cells()] == ["running"], "what waited is gone"
+
+
+def test_a_cell_that_was_removed_never_runs(cluster):
+    cell = cluster.submit_code("import time; time.sleep(60)", number=0, ranks=[0], sink=None)
+    with pytest.raises(CellTimeout):
+        cluster.run("never = 1", timeout=0.3)
+    cluster.interrupt_cell(cell)
+    cluster.wait(cell, patience=SOON)
+    assert cluster.run("print('never' in globals())").stdout == {0: "False\n", 1: "False\n"}
+
+
+def test_an_interrupt_removes_the_cells_that_wait(cluster):
+    running = cluster.submit_code("import time; time.sleep(60)", number=0, ranks=[0], sink=None)
+    waiting = [cluster.submit_code("never = 1", number=0, ranks=None, sink=None) for _ in range(3)]
+    assert cluster.interrupt() == (0,)
+    for cell in (running, *waiting):
+        cluster.wait(cell, patience=SOON)
+        assert cell.result is not None
+        assert cell.result.status == "interrupted"
+    assert cluster.run("print('never' in globals())").stdout == {0: "False\n", 1: "False\n"}
+
+
+def test_an_interrupt_of_some_ranks_leaves_the_cells_that_wait_for_others(cluster):
+    first = cluster.submit_code("import time; time.sleep(60)", number=0, ranks=[0], sink=None)
+    second = cluster.submit_code("import time; time.sleep(60)", number=0, ranks=[1], sink=None)
+    waits = cluster.submit_code("ran = 1", number=0, ranks=[1], sink=None)
+    assert cluster.interrupt([0]) == (0,)
+    cluster.wait(first, patience=SOON)
+    assert waits.state == "queued"
+    cluster.interrupt_cell(second)
+    cluster.wait(waits, patience=SOON)
+    assert waits.result is not None
+    assert waits.result.ok
