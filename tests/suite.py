@@ -13,6 +13,7 @@ one test leaves behind cannot be hidden, or removed, by another worker. The test
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import shutil
@@ -94,6 +95,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             longest.add(item.path)
     items.sort(key=lambda item: item.path not in longest)  # stable: within files the order stays
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections, of which tests of memory make many."""
+    gc.collect()
+    gc.freeze()
 
 
 def _may_start(item: pytest.Item) -> bool:

@@ -236,10 +236,6 @@ MOST_FUNCTION_LINES = 70
 Sources = Mapping[str, str]
 
 
-parse = functools.cache(ast.parse)
-"""The trees of the package are the same for every check."""
-
-
 def read_sources() -> dict[str, str]:
     """The package's modules by their dotted names, with their text."""
     sources = {}
@@ -272,28 +268,37 @@ def room_of(module: str) -> str:
 
 
 def imports_of(sources: Sources) -> Iterator[Import]:
-    """Every import statement, and each name that a `from` import takes out of one of our own packages."""
+    """Yield every import statement, and each name that a `from` import takes out of one of our own packages."""
+    modules = frozenset(sources)
     for module, source in sources.items():
-        yield from _imports_below(parse(source), module, sources, late=False, types_only=False)
+        yield from _imports_of_module(module, source, modules)
 
 
-def _imports_below(node: ast.AST, module: str, sources: Sources, *, late: bool, types_only: bool) -> Iterator[Import]:
-    late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+@functools.cache  # several checks read the same sources
+def _imports_of_module(module: str, source: str, modules: frozenset[str]) -> tuple[Import, ...]:
+    return tuple(_imports_below(ast.parse(source), module, modules, late=False, types_only=False))
+
+
+def _imports_below(
+    node: ast.AST, module: str, modules: frozenset[str], *, late: bool, types_only: bool
+) -> Iterator[Import]:
+    late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         types_only = True
     if isinstance(node, ast.Import | ast.ImportFrom):
-        for target in _targets(node, sources):
+        for target in _targets(node, modules):
             yield Import(module, node.lineno, target, late, types_only)
     for child in ast.iter_child_nodes(node):
-        yield from _imports_below(child, module, sources, late=late, types_only=types_only)
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):  # an expression holds no import
+            yield from _imports_below(child, module, modules, late=late, types_only=types_only)
 
 
-def _targets(node: ast.Import | ast.ImportFrom, sources: Sources) -> list[str]:
+def _targets(node: ast.Import | ast.ImportFrom, modules: frozenset[str]) -> list[str]:
     if isinstance(node, ast.Import):
         return [name.name for name in node.names]
     start = "." * node.level + (node.module or "")
     below = {f"{start}.{name.name}" for name in node.names}
-    modules = {each for each in below if each in sources or f"{each}.__init__" in sources}
+    modules = {each for each in below if each in modules or f"{each}.__init__" in modules}
     return sorted(modules) + ([start] if len(modules) < len(below) else [])
 
 
@@ -376,7 +381,7 @@ def cycles(sources: Sources) -> Iterator[str]:
 def unsaid_purposes(sources: Sources) -> Iterator[str]:
     """Modules that do not open with what they own and what they refuse."""
     for module, source in sources.items():
-        docstring = ast.get_docstring(parse(source)) or ""
+        docstring = ast.get_docstring(ast.parse(source)) or ""
         yield from (
             f"{module}: no {word!r} in its docstring" for word in ("Owns:", "Refuses:") if word not in docstring
         )
@@ -387,7 +392,7 @@ def large_rooms(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         if (lines := len(source.splitlines())) > MOST_LINES:
             yield f"{module} has {lines} lines; at most {MOST_LINES}"
-        for node in ast.walk(parse(source)):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MOST_FUNCTION_LINES:
@@ -400,7 +405,7 @@ def stale_maps(sources: Sources) -> Iterator[str]:
         package, _, last = module.rpartition(".")
         if last != "__init__":
             continue
-        docstring = ast.get_docstring(parse(source)) or ""
+        docstring = ast.get_docstring(ast.parse(source)) or ""
         named = set(re.findall(r"^(\w+(?:\.py|/))(?:\s|$)", docstring, flags=re.MULTILINE))
         there = set()
         for other in sources:
@@ -413,7 +418,7 @@ def stale_maps(sources: Sources) -> Iterator[str]:
 
 def downward_imports(sources: Sources) -> Iterator[str]:
     """Imports, at run time, of a room that stands further down in the front door's map."""
-    front = ast.get_docstring(parse(sources.get("rankbook.__init__", ""))) or ""
+    front = ast.get_docstring(ast.parse(sources.get("rankbook.__init__", ""))) or ""
     order = re.findall(r"^(\w+)(?:\.py|/)(?:\s|$)", front, flags=re.MULTILINE)
     for each in imports_of(sources):
         room, target = room_of(each.module), room_of(each.target)
