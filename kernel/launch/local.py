@@ -176,7 +176,7 @@ class LocalLauncher:
                 if isinstance(message, kind):
                     return message
         if self.alive:
-            raise StartError(f"the forkserver did not answer within {timeout:.0f} s: {self._describe_silence()}")
+            raise StartError(f"the forkserver is not ready within {timeout:g} s: {self._describe_silence()}")
         words = self._last_words()
         if words.endswith(_NO_TORCH):
             raise StartError(f"there is no torch for {sys.executable}: install it there, then %distributed start")

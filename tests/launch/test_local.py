@@ -69,7 +69,7 @@ def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launch
     with pytest.raises(StartError) as caught:
         stopped_launcher.open((), timeout=1)
     assert str(caught.value) == (
-        "the forkserver did not answer within 1 s: torch is not imported yet, "
+        "the forkserver is not ready within 1 s: torch is not imported yet, "
         f"process stopped: kill -CONT {pid} lets it go on (pid {pid})"
     )
     assert not psutil.pid_exists(pid)
@@ -103,5 +103,5 @@ def test_a_forkserver_that_closes_its_connection_and_stays_is_named(tmp_path, mo
 def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
     monkeypatch.setattr(local, "_warm", [stopped_launcher])
-    with pytest.raises(StartError, match="the forkserver did not answer within 1 s"):
+    with pytest.raises(StartError, match="the forkserver is not ready within 1 s"):
         Cluster(2, timeout=1)
