@@ -14,6 +14,9 @@ from rankbook.checkpoint.storage import storage_of
 from rankbook.errors import CheckpointingException
 from tests.runtime.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 PROCESSES = 2
 
 

@@ -76,6 +76,7 @@ def on_ranks(folder):
     return str(told.value)
 
 
+@pytest.mark.processes
 def test_damage_that_one_rank_reads_leaves_the_tensors_of_all_ranks_as_they_were(tmp_path):
     one, other = run_ranks(on_ranks, 2, str(tmp_path / "run"))
     assert one == other
@@ -128,6 +129,7 @@ def test_new_memory_is_read_once(tmp_path):
     assert storage.times == 1
 
 
+@pytest.mark.processes
 def test_load_state_changes_nothing_that_was_prepared(tmp_path):
     def train():
         from torch.utils.data import DataLoader, TensorDataset

@@ -15,6 +15,9 @@ import pytest
 from rankbook.checkpoint import steps, verify
 from tests.conftest import Notebook, check_nothing_left, leftovers
 
+pytestmark = pytest.mark.processes
+
+
 PREPARE = """%%distributed
 import os
 from rankbook.checkpoint import ShardedTensor, save

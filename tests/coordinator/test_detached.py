@@ -16,6 +16,9 @@ from rankbook import Cluster
 from rankbook.launch import local
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
+
 START = """
 import os, signal, subprocess, sys
 command = [sys.executable, "-c", "import threading; threading.Event().wait(120)"]

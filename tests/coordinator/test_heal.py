@@ -16,6 +16,9 @@ from rankbook.coordinator.tables import Rank, RankState, choose_donor
 from rankbook.launch import local
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
+
 # Handing over, without ranks
 
 

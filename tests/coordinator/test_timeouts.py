@@ -12,6 +12,9 @@ from rankbook import CellTimeout, Cluster
 from rankbook.launch import local
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.processes
+
+
 SOON = 10.0
 """Seconds within which a call with a timeout of 0.3 s returns on a busy machine; the cell in its way takes a minute."""
 

@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
+
 STRANGER = Path(__file__).parent.parent / "stranger.py"
 RANKS = 3
 ROUNDS = 3

@@ -45,6 +45,7 @@ def make_claimed(path: Path, pid: int, **fields: str) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     left = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-abc", dead)
@@ -67,6 +68,7 @@ def test_a_folder_whose_name_is_not_understood_is_left_alone(short_path, monkeyp
     assert foreign.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_is_left_alone_whatever_it_holds(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
@@ -83,6 +85,7 @@ def test_a_folder_of_another_user_is_left_alone_whatever_it_holds(short_path, mo
     assert link.is_symlink()
 
 
+@pytest.mark.processes
 def test_a_cluster_of_another_pid_namespace_is_left_alone_for_a_day(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead, machine="another pid namespace")
@@ -95,6 +98,7 @@ def test_a_cluster_of_another_pid_namespace_is_left_alone_for_a_day(short_path, 
     assert not folder.exists()
 
 
+@pytest.mark.processes
 def test_a_held_lock_keeps_the_folder_of_a_process_that_cannot_be_found(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead)

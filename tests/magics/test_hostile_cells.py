@@ -6,6 +6,9 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
+
 PIDS = "%%distributed\nimport os\nprint(os.getpid())"
 
 

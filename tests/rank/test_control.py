@@ -128,6 +128,7 @@ for turn in range(1, 6):
 """
 
 
+@pytest.mark.processes
 def test_an_interrupt_is_delivered_to_a_loop_of_slow_forks():
     done = subprocess.run(
         [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=60, check=False

@@ -105,6 +105,7 @@ def results(group: list[Process]) -> list[dict[str, object]]:
     return answers
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
     for answer in results(ranks(stack, tmp_path, size, awaited=0)):
@@ -113,6 +114,7 @@ def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
         assert answer["listeners"] == 1
 
 
+@pytest.mark.processes
 @as_root
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stack, tmp_path, size):

@@ -171,6 +171,7 @@ def test_the_user_at_the_other_end_is_known(stack, monkeypatch, host, by):
     assert other.recv(1) == b""
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize("by", ["sock_diag", "table"])
 def test_another_user_at_the_other_end_is_known(stack, monkeypatch, by):

@@ -18,6 +18,7 @@ def refuse(_thread: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
+@pytest.mark.processes
 def test_an_update_of_a_view_at_interpreter_shutdown_prints_nothing():
     run = subprocess.run([sys.executable, "-c", SHUTDOWN], capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
