@@ -156,8 +156,8 @@ MUTANTS = (
     Mutant("kernel/results.py", '"replace", not self.cut)', '"replace", True)', "test_results.py"),
     Mutant(
         "kernel/launch/folders.py",
-        'base.glob(f"rankbook-{os.getuid()}-*")',
-        'base.glob("rankbook-*")',
+        "if is_abandoned(folder):",
+        "if True:",
         "launch/test_folders.py",
     ),
     Mutant(
@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant("kernel/rank/capture.py", "        self._room -= size\n", "", "rank/test_capture.py"),
     Mutant(
         "kernel/rank/heal.py",
-        'if not name.startswith("_") and name not in hidden}',
-        "if name not in hidden}",
+        'if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):',
+        "if name in hidden or isinstance(value, types.ModuleType):",
         "rank/test_heal.py",
     ),
     # Training.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 MAY_START_PROCESSES = ("processes", "slow", "full", "gpu")
 MOST_WORKERS = 6
@@ -80,7 +81,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch for processes from here on."""
+    """Let hypothesis take its time, and watch for processes from here on."""
+    # How long an example takes says on a busy machine nothing of the code.
+    settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("suite")
     sys.addaudithook(_refuse_process)
     multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]
 

@@ -230,8 +230,6 @@ MAY_IMPORT_BY_NAME = {
     "rankbook.rank.heal",  # what the cells of the dead rank had imported
 }
 
-MOST_LINES = 400
-MOST_FUNCTION_LINES = 70
 
 Sources = Mapping[str, str]
 
@@ -387,18 +385,6 @@ def unsaid_purposes(sources: Sources) -> Iterator[str]:
         )
 
 
-def large_rooms(sources: Sources) -> Iterator[str]:
-    """Modules and functions that are longer than one reads at a time."""
-    for module, source in sources.items():
-        if (lines := len(source.splitlines())) > MOST_LINES:
-            yield f"{module} has {lines} lines; at most {MOST_LINES}"
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MOST_FUNCTION_LINES:
-                    yield f"{module}.{node.name} has {lines} lines; at most {MOST_FUNCTION_LINES}"
-
-
 def stale_maps(sources: Sources) -> Iterator[str]:
     """Each folder's front door names its modules and folders, by file name, and nothing that is not there."""
     for module, source in sources.items():
@@ -435,7 +421,6 @@ CHECKS = [
     meetings,
     cycles,
     unsaid_purposes,
-    large_rooms,
     stale_maps,
 ]
 
@@ -477,8 +462,6 @@ VIOLATIONS = [
     (cycles, {"rank.a": "from rankbook.rank import b", "rank.b": "def f():\n  import rankbook.rank.a"}),
     (unsaid_purposes, {"ranks": '"""Owns: the grammar."""'}),
     (unsaid_purposes, {"ranks": "x = 1"}),
-    (large_rooms, {"ranks": "x = 1\n" * (MOST_LINES + 1)}),
-    (large_rooms, {"ranks": "class A:\n  def f(self):\n" + "    x = 1\n" * MOST_FUNCTION_LINES}),
     (stale_maps, {"rank.__init__": OWNS, "rank.main": ""}),
     (stale_maps, {"rank.__init__": '"""The rank.\n\nmain.py  its life\n"""'}),
     (stale_maps, {"__init__": '"""Rooms.\n\nrank/  ranks\n"""', "rank.__init__": "", "launch.a": ""}),

@@ -134,6 +134,7 @@ def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_clu
     segments.mkdir(parents=True)
     (segments / "file").touch()
     write_record(dataclasses.replace(record, started=record.started - 3600, segments=str(segments)))
+    change_owner(record, started="1")
     assert "have ended" in find_records().notes[0]
     assert not Path(record.sockets).exists()
     assert (segments / "file").exists() is not removed

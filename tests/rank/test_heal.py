@@ -15,6 +15,8 @@ from rankbook.rank import heal
 from rankbook.transport.payload import unpack
 from rankbook.transport.segments import SegmentStore
 
+pytestmark = pytest.mark.processes  # a forked child tries what can be pickled
+
 CELL = """
 import math
 
@@ -38,12 +40,14 @@ def own_process_state(monkeypatch, tmp_path):
 
 
 def taken_over(peer: dict[str, Any], hidden: dict[str, Any], folder: Path) -> tuple[dict[str, Any], heal.Adopted]:
-    """The namespace of a fresh rank after it has taken over the peer's variables."""
-    packed = heal.export_state(peer, hidden, SegmentStore(folder))
+    """Return the namespace of a fresh rank after it has taken over the peer's variables, and what is missing."""
+    listed = heal.list_state(peer, hidden)
+    packed = heal.export_state(peer, hidden, listed["names"], SegmentStore(folder))
     fresh: dict[str, Any] = {"__name__": "__main__"}
     heal.stand_for(fresh)
-    state = unpack(packed.payload, packed.frames, unlink=True, folder=folder)
-    return fresh, heal.adopt_state(fresh, state)
+    adopted = heal.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=folder))
+    adopted["missing"] |= listed["missing"]
+    return fresh, adopted
 
 
 def test_variables_functions_and_imports_are_taken_over_and_counted(tmp_path):
@@ -51,7 +55,7 @@ def test_variables_functions_and_imports_are_taken_over_and_counted(tmp_path):
     exec(CELL, peer)
     peer["tensor"] = torch.arange(3)
     fresh, adopted = taken_over(peer, {}, tmp_path)
-    assert adopted == {"variables": 2, "functions": 2, "imports": 1, "missing": {}}
+    assert adopted == {"variables": 2, "functions": 2, "imports": 1, "missing": {}, "refused": ""}
     assert (fresh["scale"], fresh["tensor"].tolist(), fresh["math"]) == (3, [0, 1, 2], math)
     fresh["scale"] = 5
     assert fresh["scaled"](2) == 10, "it sees the variables of the rank that it is on"
@@ -73,10 +77,10 @@ def test_a_variable_that_cannot_be_sent_is_named_with_the_reason(tmp_path):
 
 def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     state = heal.State(
-        variables={"kept": 2}, imports={"m": "no_such_module"}, missing={}, path=sys.path, folder=str(tmp_path / "no")
+        variables={"kept": 2}, imports={"m": "no_such_module"}, path=sys.path, folder=str(tmp_path / "no")
     )
     fresh: dict[str, Any] = {}
-    adopted = heal.adopt_state(fresh, state)
+    adopted = heal.adopt_state(fresh, lambda: state)
     assert fresh == {"kept": 2}
     assert adopted["imports"] == 0
     assert set(adopted["missing"]) == {"the current folder", "m"}
