@@ -22,7 +22,8 @@ silence.py  what it means when a rank does not answer, in words
 timers.py   what is to be done later
 comms.py      widgets that live on ranks: whose they are
 debugs.py     ranks under a debugger: who hears theirs, which are paused
-farewells.py  how long a rank that is to leave may take
+farewells.py  ask a rank to leave, kill it after a grace period
+grace.py      the grace periods, in seconds
 inbox.py    receives what the ranks send; what a message costs that cannot be read or handled
 driver.py   performs the actions: links, forkserver, timers
 cell.py     one task on its way: output, waiters, result

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.coordinator.tables import Cell as CellOfState
@@ -65,7 +66,7 @@ class AdoptedState(ClusterState):
     """A `ClusterState` that begins in the middle."""
 
     def __init__(self, inventory: Inventory) -> None:
-        super().__init__(len(inventory.ranks), grace=abort_grace())
+        super().__init__(len(inventory.ranks), grace=GracePeriods(raised=abort_grace()))
         self._last_cell, self.generation = inventory.last_cell, inventory.generation
         for found in inventory.ranks:
             rank = self.ranks[found.rank]

@@ -14,6 +14,7 @@ from typing import Any, Self
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Head, Sink
 from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.heal import Healed, hand_over, segments_of, summarize
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reattach import AdoptedCrew
@@ -42,8 +43,8 @@ class Cluster(Sight):
 
     `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
     torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. `keep`:
-    the seconds that the ranks outlive this process, for another to attach. A context manager: leaving it stops them.
-    Raises `StartError`, `BadRequest`.
+    the seconds that the ranks outlive this process, for another to attach. `grace`: how long ranks are given before
+    something is done about them. A context manager: leaving it stops them. Raises `StartError`, `BadRequest`.
     """
 
     missed: tuple[CellResult, ...] = ()
@@ -56,8 +57,9 @@ class Cluster(Sight):
         backend: str | None = None,
         timeout: float = START_TIMEOUT,
         keep: float | None = None,
+        grace: GracePeriods | None = None,
     ) -> None:
-        self._move_in(Crew(n, backend=backend, timeout=timeout, keep=keep))
+        self._move_in(Crew(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
 
     @classmethod
     def adopt(cls, record: Record, *, sink: Sink | None = None) -> Self:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.adopted import KeptDriver
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.farewells import LAST_SAVE_SECONDS, SAVE_SECONDS
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.interrupts import describe_interrupt, held_interrupts
 from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.state import ClusterState
@@ -52,10 +52,20 @@ class Crew:
     _launcher: local.LocalLauncher
     _folders: Folders
     _port: int
+    grace = GracePeriods()
     _driver: Driver | None
     _hub: ZmqHub | None
 
-    def __init__(self, n: int | None, *, backend: str | None, timeout: float, keep: float | None = None) -> None:
+    def __init__(
+        self,
+        n: int | None,
+        *,
+        backend: str | None,
+        timeout: float,
+        keep: float | None = None,
+        grace: GracePeriods | None = None,
+    ) -> None:
+        self.grace = grace or GracePeriods(raised=abort_grace())
         self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
         with held_interrupts() as held:
             if n is not None:
@@ -74,7 +84,7 @@ class Crew:
                 )
                 self._port = opened.master_port
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
-                self.state = ClusterState(len(self.placement.devices), grace=abort_grace())
+                self.state = ClusterState(len(self.placement.devices), grace=self.grace)
                 self.segments = SegmentStore(self._folders.segments)
                 make_driver = Driver if keep is None else KeptDriver
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._request)
@@ -267,17 +277,18 @@ class Crew:
             if self._hub is not None:
                 self._hub.close()
 
-    def stop(self, *, patience: float = SAVE_SECONDS) -> None:
+    def stop(self, *, patience: float | None = None) -> None:
         """End all ranks and remove everything of theirs but the logs. A second time does nothing.
 
-        What idle ranks save in the background may go on for `patience` seconds.
+        What idle ranks save in the background may go on for `patience` seconds, or as long as the grace period says.
         """
         with self._stop_lock, held_interrupts():
             if self._stopped.is_set():
                 return
             self._stopped.set()
             if self._driver is not None:
-                self._driver.farewells.patience = patience
+                if patience is not None:
+                    self._driver.farewells.patience = patience
                 self._driver.post(ev.Stop())
                 self._wait_gone(self._driver, timeout=_STOP_TIMEOUT)
                 self._driver.close()
@@ -315,7 +326,7 @@ def remember(crew: Crew) -> None:
 def _stop_all() -> None:
     for crew in tuple(_all):
         if crew.keep is None:
-            crew.stop(patience=LAST_SAVE_SECONDS)
+            crew.stop(patience=crew.grace.last_save)
         else:
             crew.leave()
 

@@ -81,7 +81,7 @@ class Driver:
         self._fed = Fed(self._cells)
         self._ending: deque[act.EndCell] = deque()
         self._timers = Timers()
-        self.farewells = Farewells(hub, launcher, self.after)
+        self.farewells = Farewells(hub, launcher, self.after, state.grace)
         self._inbox = Inbox(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
         self._look_at: float | None = None
         self._closing = False

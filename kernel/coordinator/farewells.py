@@ -8,38 +8,39 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.launch.launcher import Launcher
 from rankbook.messages import Leave
 from rankbook.transport.link import HubLink
-
-POLITE_SECONDS = 0.5
-"""How long an idle rank may take to leave by itself."""
-SAVE_SECONDS = 30.0
-"""How long more, where it is saving in the background or has exit functions to call."""
-LAST_SAVE_SECONDS = 2.0
-"""The same as the kernel ends: Jupyter's server gives it half of its `shutdown_wait_time`, 5 s, before it is killed."""
 
 
 class Farewells:
     """`after(seconds, callback)` calls back later, on the thread that drives."""
 
-    def __init__(self, hub: HubLink, launcher: Launcher, after: Callable[[float, Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        hub: HubLink,
+        launcher: Launcher,
+        after: Callable[[float, Callable[[], None]], None],
+        grace: GracePeriods,
+    ) -> None:
         self._hub, self._launcher, self._after = hub, launcher, after
+        self._leave = grace.leave
         self._until: dict[tuple[int, int], float] = {}
-        self.patience = SAVE_SECONDS
+        self.patience = grace.save
 
     def part(self, rank: int, incarnation: int, *, politely: bool) -> None:
         """Have the rank end: at once, or by itself where it can listen."""
         if politely and self._hub.send(rank, Leave(patience=self.patience)):
-            self._until[rank, incarnation] = time.monotonic() + POLITE_SECONDS
-            self._after(POLITE_SECONDS, lambda: self._look(rank, incarnation))
+            self._until[rank, incarnation] = time.monotonic() + self._leave
+            self._after(self._leave, lambda: self._look(rank, incarnation))
         else:
             self._launcher.kill(rank, incarnation)
 
     def linger(self, rank: int, incarnation: int, seconds: float) -> None:
         """The rank has asked for `seconds`."""
         if (rank, incarnation) in self._until:
-            self._until[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + POLITE_SECONDS
+            self._until[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + self._leave
 
     @property
     def deadline(self) -> float:

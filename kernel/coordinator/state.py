@@ -16,39 +16,26 @@ from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.journal import Journal
-from rankbook.coordinator.supervisor import GRACE, LOOK_AFTER_END, LOOK_EVERY, Supervisor
+from rankbook.coordinator.supervisor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
 from rankbook.coordinator.tables import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
 from rankbook.errors import IllegalTransition
-
-NUDGE_AFTER_DEATH = 0.15
-"""Seconds that the other ranks of a cell have to end by themselves once one died.
-
-Then those that wait for it are broken off, and the others interrupted.
-"""
-ABORT_AFTER_DEATH = 0.4
-"""Seconds after a death at which whatever still waits in a collective is broken off."""
-RELEASE_AFTER_DEATH = 0.8
-"""Seconds after a death at which the notebook gets control back, whoever still runs."""
-ABORT_AFTER_INTERRUPT = 0.5
-"""Seconds that an interrupted rank has; then the collective that it may wait in is broken off."""
-RELEASE_AFTER_INTERRUPT = 5.0
-"""Seconds after an interrupt at which the notebook gets control back, whoever still runs."""
-
 
 _ANEW = "collectives were broken off: the process group is formed anew, and models and optimizers go on with it\n"
 
 
 class ClusterState:
-    """The state of one cluster of `world_size` ranks. `grace`: see `Supervisor`."""
+    """The state of one cluster of `world_size` ranks."""
 
-    def __init__(self, world_size: int, *, grace: float = GRACE) -> None:
+    def __init__(self, world_size: int, *, grace: GracePeriods | None = None) -> None:
+        self.grace = grace or GracePeriods()
         self.ranks = {rank: Rank(rank) for rank in range(world_size)}
         self.cells: dict[int, Cell] = {}
         self.grouped = False
         self.generation = 0
         self._stale = False
-        self._supervisor = Supervisor(grace)
+        self._supervisor = Supervisor(self.grace)
         self._queue: list[int] = []
         self._last_cell = 0
         self._launches = -1  # the first one starts them all
@@ -230,9 +217,9 @@ class ClusterState:
         if ended or not first:
             return ended
         return [
-            act.SetGrace(cell.cell, NUDGE_AFTER_DEATH, "nudge"),
-            act.SetGrace(cell.cell, ABORT_AFTER_DEATH, "abort"),
-            act.SetGrace(cell.cell, RELEASE_AFTER_DEATH, "release"),
+            act.SetGrace(cell.cell, self.grace.death_interrupt, "nudge"),
+            act.SetGrace(cell.cell, self.grace.death_abort, "abort"),
+            act.SetGrace(cell.cell, self.grace.death_release, "release"),
         ]
 
     def _interrupt(self, event: ev.InterruptCell) -> list[act.Action]:
@@ -251,8 +238,8 @@ class ClusterState:
             return [*self._nudge(cell), *self._end(cell), *self._dispatch()]
         return [
             *self._nudge(cell),
-            act.SetGrace(cell.cell, ABORT_AFTER_INTERRUPT, "abort"),
-            act.SetGrace(cell.cell, RELEASE_AFTER_INTERRUPT, "release"),
+            act.SetGrace(cell.cell, self.grace.interrupt_abort, "abort"),
+            act.SetGrace(cell.cell, self.grace.interrupt_release, "release"),
         ]
 
     def _grace_over(self, event: ev.GraceOver) -> list[act.Action]:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from rankbook.coordinator import actions as act
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
 from rankbook.coordinator.watch import Doomed, How, Out, Told, deadlock, disagreements, doomed, warning
 
-GRACE = 1.0
-"""Seconds that a rank may wait for one that raised before the wait is broken off, unless it is said otherwise."""
-WARN_AFTER = 5.0
-"""Seconds that a rank may wait for one that merely has finished before the person is told."""
 LOOK_EVERY = 0.7
 """Seconds between two looks at a cell that runs as it should."""
 LOOK_AFTER_END = 0.1
@@ -30,9 +27,9 @@ _DEADLOCKED_FOR = 2.0
 
 
 class Supervisor:
-    """What is known of the ranks' collectives. `grace` is in seconds."""
+    """What is known of the ranks' collectives."""
 
-    def __init__(self, grace: float = GRACE) -> None:
+    def __init__(self, grace: GracePeriods) -> None:
         self._grace = grace
         self._told: dict[int, Told] = {}
         self._since: dict[tuple[int, How, int | None], float] = {}
@@ -113,11 +110,11 @@ class Supervisor:
                 continue
             if doom.how == "finished":
                 what = (doom.rank, doom.group, doom.launch.number)
-                if doom.seconds >= WARN_AFTER and (cell.cell, *what) not in self._said:
+                if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:
                     self._said.add((cell.cell, *what))
                     same = warning(doom, [doom.missing])  # but for who waits
                     late.setdefault((cell.cell, same), []).append(doom)
-            elif doom.seconds >= self._grace:
+            elif doom.seconds >= self._grace.raised:
                 cell.aborted = True
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
         for (key, _), dooms in late.items():

@@ -27,6 +27,7 @@ from rankbook import (
     StartError,
     TransferError,
 )
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.launch import local
 from tests.conftest import Gate, cluster_folders, wait_until
 
@@ -512,9 +513,8 @@ def test_a_stopped_cluster_says_so_and_can_be_stopped_again(two):
             attempt()
 
 
-def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_files(two, tmp_path, monkeypatch):
-    monkeypatch.setattr("rankbook.coordinator.farewells.POLITE_SECONDS", 1.5)  # for a slow machine
-    with Cluster(2) as cluster:
+def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_files(two, tmp_path):
+    with Cluster(2, grace=GracePeriods(leave=1.5)) as cluster:  # for a slow machine
         cluster.push({"folder": str(tmp_path)})
         cluster.run(
             """

@@ -18,6 +18,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.exits import describe_exit
+from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.forking import ForkRank, KillRank, RankExited, RankForked
@@ -155,12 +156,12 @@ def exited(rank: int, code: int, *, incarnation: int = 1, stdout: bytes = b"", m
 class Stage:
     """A driver, and the tests in the place of its ranks and its forkserver."""
 
-    def __init__(self, world_size: int = 2) -> None:
+    def __init__(self, grace: GracePeriods | None = None, world_size: int = 2) -> None:
         self.hub = WaitingHub()
         self.launcher = NotingLauncher()
         self.tasks: dict[int, list[Message]] = {}
         self.aborts: list[tuple[int, Abort]] = []
-        self.state = ClusterState(world_size)
+        self.state = ClusterState(world_size, grace=grace)
         self.driver = Driver(self.state, self.hub, self.launcher, request)
         self.driver.start()
         self.ends: dict[int, MemoryRank] = {}
@@ -228,8 +229,8 @@ class Stage:
 
 
 @pytest.fixture
-def stage():
-    stage = Stage()
+def stage(request):
+    stage = Stage(getattr(request, "param", None))
     yield stage
     stage.close()
     assert "rankbook-driver" not in [thread.name for thread in threading.enumerate()]
@@ -419,8 +420,8 @@ def test_news_of_an_earlier_process_of_a_rank_change_nothing(stage):
     assert stage.state.ranks[0].incarnation == 2
 
 
-def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage, monkeypatch):
-    monkeypatch.setattr("rankbook.coordinator.farewells.POLITE_SECONDS", 2.0)
+@pytest.mark.parametrize("stage", [GracePeriods(leave=2.0)], indirect=True)
+def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage):
     stage.launch()
     stage.driver.post(ev.Stop())
     assert stage.next_task(0) == Leave(patience=30)

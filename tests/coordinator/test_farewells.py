@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-from rankbook.coordinator.farewells import POLITE_SECONDS, Farewells
+from rankbook.coordinator.farewells import Farewells
+from rankbook.coordinator.grace import GracePeriods
+
+GRACE = GracePeriods(leave=0.25)
 
 
 class Stage:
@@ -12,7 +15,7 @@ class Stage:
 
     def __init__(self, hears=True):
         self.hears, self.sent, self.killed, self.due = hears, [], [], []
-        self.farewells = Farewells(self, self, lambda seconds, callback: self.due.append((seconds, callback)))
+        self.farewells = Farewells(self, self, lambda *due: self.due.append(due), GRACE)
 
     def send(self, rank, message):
         self.sent.append((rank, message.patience))
@@ -39,7 +42,7 @@ def test_a_rank_that_saves_gets_the_time_that_it_asks_for_and_no_more_than_there
     stage.farewells.linger(1, 1, 3.0)
     stage.farewells.linger(2, 1, 60.0)
     stage.farewells.linger(2, 9, 60.0)  # of another incarnation
-    assert stage.farewells.deadline == 105.0 + POLITE_SECONDS
+    assert stage.farewells.deadline == 105.0 + GRACE.leave
     for _ in range(3):
         now[0] += 3.0
         due, stage.due = stage.due, []
@@ -47,6 +50,6 @@ def test_a_rank_that_saves_gets_the_time_that_it_asks_for_and_no_more_than_there
             callback()
         if now[0] == 103.0:
             assert stage.killed == [(0, 1)]
-            assert [seconds for seconds, _ in stage.due] == [POLITE_SECONDS, 2.0 + POLITE_SECONDS]
+            assert [seconds for seconds, _ in stage.due] == [GRACE.leave, 2.0 + GRACE.leave]
     assert stage.killed == [(0, 1), (1, 1), (2, 1)]
     assert stage.farewells.deadline == 0.0

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.supervisor import GRACE, LOOK_EVERY, WARN_AFTER, Supervisor
+from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.supervisor import LOOK_EVERY, Supervisor
 from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
 from rankbook.coordinator.watch import Told
 from rankbook.messages import Collectives
 from rankbook.telemetry import GroupReport, Launch
 
 CELL = 8
+PERIODS = GracePeriods()
+RAISED = PERIODS.raised
 
 
 class Scene:
     """`busy` ranks run cell 8, the other ranks of it have answered; time goes by `look`."""
 
     def __init__(self, *busy: int, failed: dict[int, str] | None = None, finished: tuple[int, ...] = ()) -> None:
-        self.supervisor = Supervisor()
+        self.supervisor = Supervisor(PERIODS)
         answers = {**(failed or {}), **dict.fromkeys(finished, "")}
         self.ranks = {rank: Rank(rank, RankState.BUSY, 1, CELL) for rank in busy}
         self.ranks |= {rank: Rank(rank, RankState.IDLE, 1) for rank in answers}
@@ -58,7 +61,7 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off_after_the_grace_and_not_bef
     scene.waits(0, 5)
     scene.tells(1, 4)
     assert of(act.SendAbort, scene.look()) == []
-    assert of(act.SendAbort, scene.look(GRACE - 0.1)) == []
+    assert of(act.SendAbort, scene.look(RAISED - 0.1)) == []
     assert not scene.cell.aborted
     assert of(act.SendAbort, scene.look(0.1)) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
     assert scene.cell.aborted
@@ -69,7 +72,7 @@ def test_ranks_that_wait_for_the_same_one_are_broken_off_together_with_all_their
     scene.waits(0, 5)
     scene.waits(2, 3, name="a")
     scene.look()
-    assert of(act.SendAbort, scene.look(GRACE)) == [act.SendAbort((0, 2), ("0", "a"), "rank 1 raised ValueError")]
+    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0, 2), ("0", "a"), "rank 1 raised ValueError")]
 
 
 def test_each_culprit_has_an_abort_of_its_own():
@@ -79,7 +82,7 @@ def test_each_culprit_has_an_abort_of_its_own():
     scene.tells(1, 9, name="a")
     scene.tells(3, 9)
     # rank 1 has not begun #5 of "0", rank 3 has; in "a" it is the other way round
-    aborts = of(act.SendAbort, [*scene.look(), *scene.look(GRACE)])
+    aborts = of(act.SendAbort, [*scene.look(), *scene.look(RAISED)])
     assert {(each.ranks, each.groups, each.cause) for each in aborts} == {
         ((0,), ("0",), "rank 1 raised ValueError"),
         ((2,), ("a",), "rank 3 raised KeyError"),
@@ -92,7 +95,7 @@ def test_a_dead_rank_ends_waits_as_one_that_raised_does():
     scene.cell.running.discard(1)
     scene.waits(0, 5)
     scene.look()
-    assert of(act.SendAbort, scene.look(GRACE)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by signal 9")]
+    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by signal 9")]
 
 
 def test_who_merely_finished_ends_no_wait_but_the_person_is_told_once():
@@ -100,12 +103,12 @@ def test_who_merely_finished_ends_no_wait_but_the_person_is_told_once():
     scene.waits(0, 5)
     scene.tells(1, 4)
     assert of(act.TellPerson, scene.look()) == []
-    assert of(act.TellPerson, scene.look(WARN_AFTER - 0.1)) == []
+    assert of(act.TellPerson, scene.look(PERIODS.finished - 0.1)) == []
     (told,) = of(act.TellPerson, scene.look(0.2))
     assert told.cell == CELL
     assert "rank 0 waits in all_reduce #5 at line 2 for rank 1, which has finished this cell" in told.text
     for _ in range(3):
-        assert of(act.TellPerson, scene.look(WARN_AFTER)) == []
+        assert of(act.TellPerson, scene.look(PERIODS.finished)) == []
     assert not scene.cell.aborted
     assert of(act.SendAbort, scene.look(1000)) == []
 
@@ -117,7 +120,7 @@ def test_ranks_that_wait_for_the_same_one_in_the_same_place_are_told_of_in_one_l
     scene.waits(3, 5, "barrier")
     scene.tells(1, 4)
     scene.look()
-    told = [each.text for each in of(act.TellPerson, scene.look(WARN_AFTER)) if "finished" in each.text]
+    told = [each.text for each in of(act.TellPerson, scene.look(PERIODS.finished)) if "finished" in each.text]
     assert [text.partition(" for rank 1")[0] for text in told] == [
         "ranks 0,2 wait in all_reduce #5 at line 2",
         "rank 3 waits in barrier #5 at line 2",
@@ -140,7 +143,7 @@ def test_what_a_rank_told_of_an_earlier_cell_does_not_count():
     scene = Scene(0, failed={1: "raised ValueError"})
     scene.waits(0, 5, cell=CELL - 1)
     scene.look()
-    assert of(act.SendAbort, scene.look(GRACE)) == []
+    assert of(act.SendAbort, scene.look(RAISED)) == []
 
 
 def test_a_rank_that_runs_another_cell_is_not_out():
@@ -149,7 +152,7 @@ def test_a_rank_that_runs_another_cell_is_not_out():
     scene.cells[CELL + 1] = Cell(CELL + 1, (1,), state=CellState.RUNNING, running={1})
     scene.waits(0, 5)
     scene.look()
-    assert of(act.TellPerson, scene.look(WARN_AFTER)) == []
+    assert of(act.TellPerson, scene.look(PERIODS.finished)) == []
 
 
 def test_the_time_since_an_end_begins_anew_with_the_next_cell():
@@ -161,7 +164,7 @@ def test_the_time_since_an_end_begins_anew_with_the_next_cell():
     scene.ranks[0].cell = CELL + 1
     scene.waits(0, 5)
     assert of(act.TellPerson, scene.look()) == []
-    assert of(act.TellPerson, scene.look(WARN_AFTER)) != []
+    assert of(act.TellPerson, scene.look(PERIODS.finished)) != []
 
 
 def test_while_something_runs_all_living_ranks_are_asked_and_the_next_look_is_set():

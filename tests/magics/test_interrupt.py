@@ -9,6 +9,9 @@ from tests.conftest import Gate, Notebook, Outcome, wait_until
 
 pytestmark = pytest.mark.processes
 
+SET_RELEASE = """import dataclasses, rankbook
+_state = rankbook.current()._state
+_state.grace = dataclasses.replace(_state.grace, interrupt_release={})"""
 HUNG = 10.0  # seconds; what waits here would take a minute
 WAITS = {
     "a loop": "i = 0\nwhile True: i += 1",
@@ -242,7 +245,7 @@ def test_the_ranks_processes_are_the_same_afterwards(notebook):
 
 def test_a_second_press_gives_control_back_whatever_the_ranks_do(notebook, tmp_path):
     gate = Gate(tmp_path / "gate")
-    notebook.ok("from rankbook.coordinator import state\nlong, state.RELEASE_AFTER_INTERRUPT = 5.0, 60.0")
+    notebook.ok(SET_RELEASE.format(60))
     presses = []
 
     def press(outcome):
@@ -261,6 +264,6 @@ while not os.path.exists({str(gate.path)!r}):
     assert outcome.status == "error"
     assert "still runs" in outcome.traceback
     assert outcome.seconds < HUNG, "not only after the patience with one press is over"
-    notebook.ok("state.RELEASE_AFTER_INTERRUPT = long")
+    notebook.ok(SET_RELEASE.format(5))
     gate.open()
     assert notebook.ok("%%distributed\nprint('next')", timeout=20).stdout == "[0-1] next\n"
