@@ -31,10 +31,11 @@ from typing import Literal
 
 from rankbook.checkpoint import owners
 from rankbook.checkpoint.manifest import MANIFEST, METADATA
-from rankbook.checkpoint.owners import PATIENCE, Owner
+from rankbook.checkpoint.owners import Owner
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import ASIDE, NewFiles, Storage, is_link, locked, read_range
 from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.ownership import PATIENCE
 
 LATEST = "latest"
 NEXT = ".latest"

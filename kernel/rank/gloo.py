@@ -100,7 +100,7 @@ class _Attempt:
 
 
 def _connect(listeners: _Listeners, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._devices = listeners.devices
     options._threads = 2 * len(listeners.devices)
     options._timeout = timeout

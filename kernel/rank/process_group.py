@@ -387,11 +387,11 @@ def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any)
     """Lead `init_method="env://"` to the cluster's store, unless the user has set another address."""
     member = _creators[-1]
     if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
-        return (yield from original(url, **options))
+        yield from original(url, **options)
+        return
     told = dict(parse_qsl(urlsplit(url).query))
     rank, world_size = (int(told.get(name.lower(), os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
     yield dist.PrefixStore("env", member.store), rank, world_size
-    raise RuntimeError("unable to perform re-rendezvous using env:// method")
 
 
 def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:

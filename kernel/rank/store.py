@@ -61,7 +61,8 @@ class FolderStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raise `DistStoreError` after `timeout`."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        allowed: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined, unused-ignore]
+        seconds = allowed.total_seconds()
         pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
         while not self.check(keys):
             if self._give_up.wait(pause):

@@ -264,12 +264,16 @@ def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_
 def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
     before = pids(four)
     known = four.processes()
+
+    def joined() -> set[Path]:
+        return {key for folder in own_folders(four) for key in folder.glob("store/key-generation-*%2Fagreement%2F1")}
+
+    earlier = joined()
     os.kill(before[0], signal.SIGSTOP)  # rank 0 will not join, so the others wait for it
     try:
         message = four.send("%distributed restart 1")
         fresh = new_rank(four, known)
-        joining = psutil.Process(fresh)
-        wait_until(lambda: bool(joining.net_connections()), timeout=10, what="rank 1 in the store")
+        wait_until(lambda: bool(joined() - earlier), timeout=10, what="rank 1 in the store")
         os.kill(fresh, signal.SIGKILL)
     finally:
         os.kill(before[0], signal.SIGCONT)
