@@ -5,6 +5,8 @@ Owns: which kind of device gets which, and how each is made. Refuses: to know wh
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -36,3 +38,27 @@ def make_backend(
         made = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
     made._set_sequence_number_for_group()
     return made
+
+
+def host_stores_of_users() -> None:
+    """Have rank 0 host the store of `init_process_group(init_method="tcp://...")`.
+
+    While `TORCHELASTIC_USE_AGENT_STORE` is set, as below torchrun, torch takes a store at any address for the agent's:
+    no rank would host it, and all would wait for it. Only the address that the rank was started with is the cluster's.
+    """
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # `torch.distributed` has a function of that name
+    original = rendezvous._create_c10d_store
+    if original.__module__ == __name__:
+        return
+    cluster = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+
+    def create(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> dist.Store:
+        if (hostname, str(port)) == cluster:
+            store: dist.Store = original(hostname, port, rank, world_size, timeout, use_libuv)
+            return store
+        options: Any = {"multi_tenant": True, "use_libuv": use_libuv}
+        return dist.TCPStore(hostname, port, world_size, rank == 0, timeout, **options)
+
+    rendezvous._create_c10d_store = create

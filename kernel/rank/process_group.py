@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from rankbook.errors import CollectiveAborted
 from rankbook.messages import Abort
 from rankbook.rank import forks, lifeboat, models
-from rankbook.rank.backends import backends_of, make_backend
+from rankbook.rank.backends import backends_of, host_stores_of_users, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import Opened, shut_down, watch_opened
@@ -259,6 +259,7 @@ class GroupMember:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
             forks.make_safe()
+            host_stores_of_users()
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             models.remember_models()
