@@ -12,5 +12,6 @@ payload.py    values to buffers and back
 culprit.py    what in a value cannot be pickled
 tensors.py    torch tensors out of band
 segments.py   shared memory files
+private_folder.py  a cluster's folder, made anew where it was removed
 last_words.py  what a rank sent last, in a file that outlives it
 """

@@ -25,6 +25,7 @@ from os import getpid
 from pathlib import Path
 
 from rankbook.errors import ProtocolError, TransferError
+from rankbook.transport.private_folder import ensure_private_folder
 
 Bytes = bytes | bytearray | memoryview
 
@@ -65,6 +66,7 @@ class SegmentStore:
     def __init__(self, folder: Path, *, least: int = 64 << 10) -> None:
         self.folder = folder
         self.least = least
+        self._was_there = folder.exists()
 
     def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
         """Write one file that holds `buffers`, each given as pieces that are laid end to end.
@@ -80,6 +82,8 @@ class SegmentStore:
         name = f"segment-{getpid()}-{secrets.token_hex(8)}"
         path = self.folder / name
         try:
+            if self._was_there and not self.folder.exists():  # somebody has removed it
+                ensure_private_folder(self.folder)
             if size > _free(self.folder) // 2:
                 return None
             with _removed_unless_done(path):
@@ -87,7 +91,7 @@ class SegmentStore:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 return None
-            raise TransferError(f"cannot write shared memory in {self.folder}: {error.strerror}") from error
+            raise TransferError(f"cannot write shared memory in {self.folder}: {error.strerror or error}") from error
         return Segment(name, offsets, size)
 
     def read(self, name: str, *, unlink: bool = False) -> memoryview:

@@ -21,6 +21,7 @@ import zmq
 from rankbook.errors import StartError, UnreadableMessage
 from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
+from rankbook.transport.private_folder import ensure_private_folder
 from rankbook.transport.quick_send import send_quickly
 from rankbook.transport.watch import Watch
 
@@ -99,6 +100,12 @@ class _Inbox:
                 frames.append(self._socket.recv(copy=False).buffer)  # may be large
             return head, frames
 
+    def bind(self, address: str) -> None:
+        """Listen at another address too."""
+        with self._lock:
+            self._socket.bind(address)
+        self.wake()  # to bind may have taken what the socket's descriptor would have told
+
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._wake_write, b"w")
@@ -154,8 +161,9 @@ class ZmqHub:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
         try:
+            self._renew_folder()
             socket.bind(address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             socket.close(linger=0)
             raise StartError(f"cannot listen at {address}: {error}") from error
         with self._lock:
@@ -165,6 +173,12 @@ class ZmqHub:
                 if old.file != file:
                     old.file.unlink(missing_ok=True)  # zmq leaves it
         return address
+
+    def _renew_folder(self) -> None:
+        """Listen where ranks dial, if somebody has removed the folder; the connections that there are outlive it."""
+        if not Path(self.uplink.removeprefix("ipc://")).exists():
+            ensure_private_folder(self._folder)
+            self._inbox.bind(self.uplink)
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
         """See `HubLink`."""

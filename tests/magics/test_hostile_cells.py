@@ -117,9 +117,10 @@ def test_what_user_code_does_at_the_end_of_its_cell_can_be_interrupted(ranks, co
             ranks.interrupt()
 
     outcome = ranks.finish(message, timeout=30, seen=interrupt_once)
+    ranks.ok("%%distributed -r 1\nsys.stdout = kept")
+    assert interrupted
     assert outcome.status == "error"
     assert outcome.seconds < 20
-    ranks.ok("%%distributed -r 1\nsys.stdout = kept")
 
 
 SILENT = """\
