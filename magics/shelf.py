@@ -54,8 +54,9 @@ class FolderShelf:
                 found = []
                 for step in folders.finished(self._storage):
                     with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
-                        path = folders.folder_of(self._storage, step)
-                        found.append(self._stored(path, step, latest=step == latest))
+                        made = self._stored(folders.folder_of(self._storage, step), step, latest=step == latest)
+                        if made.checked != "damaged" or step in folders.finished(self._storage):
+                            found.append(made)
                 found += [self._stored(name, None, latest=False) for name in self._others(names)]
                 found += [self._rest(name) for name in folders.partials(self._storage)]
             except (OSError, CheckpointingException) as error:

@@ -331,10 +331,11 @@ def _tensor(key: str, values: Mapping[str, Any]) -> DescribedTensor:
 
 
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(isinstance(value, int) and -(2**62) < value < 2**62 for value in found) or len(found) > 64:
+    found: tuple[object, ...] = tuple(values)
+    numbers = tuple(value for value in found if isinstance(value, int) and -(2**62) < value < 2**62)
+    if len(numbers) < len(found) or len(found) > 64:
         raise CheckpointingException("it has an offset, a size or a length that is no number of bytes or elements")
-    return tuple(int(value) for value in found)
+    return numbers
 
 
 def _name(value: object) -> str:

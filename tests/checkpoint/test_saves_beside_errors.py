@@ -91,6 +91,7 @@ def test_save_goes_on_beside_errors_of_cells(two):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_100_saves_with_an_error_in_every_second_cell(two):
     check_saves(two, range(100, 200))
 
