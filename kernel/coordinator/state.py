@@ -38,7 +38,7 @@ class ClusterState:
         self._supervisor = Supervisor(self.grace)
         self._queue: list[int] = []
         self._last_cell = 0
-        self._launches = -1  # the first one starts them all
+        self._launches = 0
         self._journal = Journal()
 
     def new_cell(self) -> int:

@@ -104,7 +104,7 @@ class Rank:
     """One place in the world: its state outlives its processes, which `incarnation` counts.
 
     `empty`: its process was started alone, and neither heal nor a cell has given it variables. `since` orders the ranks
-    by the age of their variables: 0 for those that are there from the start.
+    by the age of their variables: the number of the launch that they are from.
     """
 
     rank: int

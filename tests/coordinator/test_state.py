@@ -567,3 +567,30 @@ def test_looks_end_with_the_last_cell():
     assert only(state.handle(ev.Look(1.0)), act.LookSoon)
     state.handle(ev.CellDone(0, 1, cell))
     assert state.handle(ev.Look(2.0)) == []
+
+
+def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_restores_it():
+    state = started(3)
+    first = state.ranks[0].since
+    for rank in (1, 2):
+        state.handle(ev.RankGone(rank, 1, "died"))
+    state.handle(ev.Launch((1, 2)))
+    for rank in (1, 2):
+        actions = state.handle(ev.SaidHello(rank, 2))
+    (regroup,) = only(actions, act.Regroup)
+    for rank, incarnation in ((0, 1), (1, 2), (2, 2)):
+        state.handle(ev.CellDone(rank, incarnation, regroup.cell))
+    assert [rank.empty for rank in state.ranks.values()] == [False, True, True]
+    pull = state.new_cell()
+    state.handle(ev.Submit(pull, (1,), fills=False))
+    state.handle(ev.CellDone(1, 2, pull))
+    failed, _ = submit(state, 1)
+    state.handle(ev.CellDone(1, 2, failed, failed=True, words="raised"))
+    assert state.ranks[1].empty
+    cell, _ = submit(state, 1)
+    state.handle(ev.CellDone(1, 2, cell))
+    assert not state.ranks[1].empty
+    assert state.ranks[1].since > first
+    state.handle(ev.StateRestored((2,), 0))
+    assert not state.ranks[2].empty
+    assert state.ranks[2].since == first
