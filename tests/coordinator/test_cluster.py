@@ -29,6 +29,7 @@ from rankbook import (
 )
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.launch import local
+from rankbook.ownership import OWNER_FILE
 from tests.conftest import Gate, cluster_folders, wait_until
 
 pytestmark = pytest.mark.processes
@@ -85,10 +86,10 @@ def two(module_two: Cluster) -> Iterator[Cluster]:
 
 
 def segments(cluster: Cluster) -> list[str]:
-    """What lies in the cluster's shared memory, but for the sockets and each rank's last words."""
+    """Return the values in the cluster's shared memory: all but sockets, the store, the owner and last words."""
     files = [file for file in cluster._segments.folder.iterdir() if not file.is_socket()]
     ranks = {f"words-{rank}.{each.incarnation}" for rank, each in cluster._state.ranks.items()}
-    return [file.name for file in files if file.stem not in ranks]
+    return [file.name for file in files if file.stem not in ranks and file.name not in ("store", OWNER_FILE)]
 
 
 # run ----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -266,7 +267,9 @@ def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
     known = four.processes()
 
     def joined() -> set[Path]:
-        return {key for folder in own_folders(four) for key in folder.glob("store/key-generation-*%2Fagreement%2F1")}
+        return {
+            key for folder in cluster_folders(four.pid) for key in folder.glob("store/key-generation-*%2Fagreement%2F1")
+        }
 
     earlier = joined()
     os.kill(before[0], signal.SIGSTOP)  # rank 0 will not join, so the others wait for it
