@@ -130,8 +130,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/coordinator/supervisor.py",
-        "if doom.seconds >= WARN_AFTER and (cell.cell, *what) not in self._said:",
-        "if doom.seconds >= WARN_AFTER:",
+        "if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:",
+        "if doom.seconds >= self._grace.finished:",
         "coordinator/test_supervisor.py",
     ),
     Mutant(

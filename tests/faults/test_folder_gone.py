@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
 FOLDERS = "import rankbook, shutil\nc = rankbook.current()\nf = c._crew._folders"
 REMOVE = "for each in {f.sockets, f.segments}: shutil.rmtree(each, ignore_errors=True)"
 

@@ -6,6 +6,9 @@ import pytest
 
 from tests.runtime.ranks import free_port
 
+pytestmark = pytest.mark.processes
+
+
 ADD = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
 
 
