@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 LIMITS = {
     "save": 1.3,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 LIMITS = {"loader": 1.05, "dispatcher": 3.0}
 """The median of the ratios to the plain loader, Rankbook's."""

@@ -8,7 +8,7 @@ import pytest
 
 from rankbook.checkpoint import agreement
 from rankbook.errors import BadRequest
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 def said(call):

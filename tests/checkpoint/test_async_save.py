@@ -13,8 +13,9 @@ import traceback
 
 import pytest
 
-from tests.checkpoint import crew
-from tests.runtime.ranks import run_ranks
+from tests import rank_processes
+from tests.checkpoint import generations
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -88,7 +89,9 @@ def context(folder):
 def latest(rank, world, folder, step="latest"):
     from rankbook.checkpoint import load
 
-    return crew.generation_of(rank, world, load(crew.state(rank, world, 0, ROWS), folder, step=step), ROWS)
+    return generations.generation_of(
+        rank, world, load(generations.state(rank, world, 0, ROWS), folder, step=step), ROWS
+    )
 
 
 @on_ranks
@@ -99,9 +102,9 @@ def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
     from rankbook.checkpoint import CheckpointingException, save, steps
 
     rank, world, gate = context(folder)
-    held = crew.state(rank, world, 1, ROWS)
+    held = generations.state(rank, world, 1, ROWS)
     handle = save(held, gate, step=1, async_=True)
-    crew.train(held)
+    generations.train(held)
     assert gate.reached.wait(20)
     assert (handle.done, handle.error) == (False, None)
     assert "writing, 0%" in repr(handle)
@@ -112,9 +115,9 @@ def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
         dist.all_reduce(ones)
         assert ones[0] == world
     with pytest.raises(CheckpointingException, match="still under way"):
-        save(crew.state(rank, world, 2, ROWS), folder, step=2, busy="refuse")
+        save(generations.state(rank, world, 2, ROWS), folder, step=2, busy="refuse")
     threading.Timer(0.1, gate.open.set).start()
-    second = save(crew.state(rank, world, 2, ROWS), folder, step=2, async_=True)  # waits for the first
+    second = save(generations.state(rank, world, 2, ROWS), folder, step=2, async_=True)  # waits for the first
     assert handle.done
     assert handle.wait().step == 1
     assert second.wait().step == 2
@@ -132,7 +135,7 @@ def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
     rank, world, _ = context(folder)
     places = []
     for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS):
-        save(crew.state(rank, world, 1, rows), folder, async_=True).wait()
+        save(generations.state(rank, world, 1, rows), folder, async_=True).wait()
         places.append({each.data_ptr(): each.numel() for each in async_save._process.pool})
     assert places[0] == places[1]
     assert places[2] == places[3]
@@ -151,16 +154,16 @@ def test_busy_on_one_rank_is_busy_on_all(folder):
             ended.set()
             assert hold.wait(20)
 
-    handle = save(crew.state(rank, world, 1, ROWS), folder, async_=True, on_progress=told)
+    handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True, on_progress=told)
     if rank == 1:
         assert ended.wait(20)
     else:
         handle.wait(20)
     with pytest.raises(CheckpointingException, match="under way"):
-        save(crew.state(rank, world, 2, ROWS), folder, busy="refuse")
+        save(generations.state(rank, world, 2, ROWS), folder, busy="refuse")
     hold.set()
     handle.wait(20)
-    save(crew.state(rank, world, 3, ROWS), folder, busy="refuse")
+    save(generations.state(rank, world, 3, ROWS), folder, busy="refuse")
     assert latest(rank, world, folder) == 3
 
 
@@ -176,12 +179,12 @@ def test_a_failure_that_nobody_heard_of_is_told_by_the_next_save(folder):
     if rank == 1:
         gate.write = broken
     gate.open.set()
-    handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+    handle = save(generations.state(rank, world, 1, ROWS), gate, async_=True)
     with pytest.raises(CheckpointingException, match=r"failed in the background.*rank 1: OSError.*Input/output error"):
-        save(crew.state(rank, world, 2, ROWS), folder)
+        save(generations.state(rank, world, 2, ROWS), folder)
     assert "Input/output error" in str(handle.error)
     assert "Input/output error" in repr(handle)
-    save(crew.state(rank, world, 3, ROWS), folder)
+    save(generations.state(rank, world, 3, ROWS), folder)
     assert latest(rank, world, folder) == 3
 
 
@@ -199,16 +202,16 @@ def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder)
         async_save._buffer = fails if rank == 1 else whole
         if rank == 1 and isinstance(error, KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
-                save(crew.state(rank, world, 1, ROWS), folder, async_=True)
+                save(generations.state(rank, world, 1, ROWS), folder, async_=True)
         else:
-            handle = save(crew.state(rank, world, 1, ROWS), folder, async_=True)
+            handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True)
             with pytest.raises(CheckpointingException, match=f"rank 1: {type(error).__name__}"):
                 handle.wait(20)
         async_save._buffer = whole
         if isinstance(error, KeyboardInterrupt):
             with pytest.raises(CheckpointingException, match="failed in the background"):
-                save(crew.state(rank, world, 1, ROWS), folder)
-        save(crew.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
+                save(generations.state(rank, world, 1, ROWS), folder)
+        save(generations.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
         assert latest(rank, world, folder) == 2
 
 
@@ -227,7 +230,7 @@ def test_a_listener_that_raises_is_not_the_saves_failure(folder):
             raise ValueError("of the listener")
 
     for background in (False, True):
-        saved = save(crew.state(rank, world, 1, ROWS), folder, async_=background, on_progress=raises)
+        saved = save(generations.state(rank, world, 1, ROWS), folder, async_=background, on_progress=raises)
         if background:
             saved.wait(20)
     assert len(told) == (2 if rank == 1 else 0)
@@ -242,7 +245,7 @@ def test_loaders_workers_are_forked_while_it_writes(folder):
     from rankbook.checkpoint import save
 
     rank, world, gate = context(folder)
-    handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+    handle = save(generations.state(rank, world, 1, ROWS), gate, async_=True)
     assert gate.reached.wait(20)
     loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=8, num_workers=2, multiprocessing_context="fork")
     for _ in range(2):
@@ -259,11 +262,11 @@ def test_the_group_is_made_anew_with_the_default_group(folder):
     from rankbook.checkpoint import save
 
     rank, world, _ = context(folder)
-    save(crew.state(rank, world, 1, ROWS), folder, async_=True).wait(20)
+    save(generations.state(rank, world, 1, ROWS), folder, async_=True).wait(20)
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=world)
-    save(crew.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
+    save(generations.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
     assert latest(rank, world, folder) == 2
 
 
@@ -277,7 +280,7 @@ def deserted(folder):
         from rankbook.checkpoint import save
 
         _, world, gate = context(f"{folder}/run")
-        handle = save(crew.state(rank, world, 1, ROWS), gate, async_=True)
+        handle = save(generations.state(rank, world, 1, ROWS), gate, async_=True)
         assert gate.reached.wait(20)
         if rank == world - 1:
             os.kill(os.getpid(), 9)
@@ -292,7 +295,7 @@ def deserted(folder):
         os._exit(0)
 
     Path(folder).mkdir()
-    ranks = crew.Crew(5, Path(folder), work)  # of whom two have nothing to do with the last one
+    ranks = rank_processes.ForkedRanks(5, Path(folder), work)  # of whom two have nothing to do with the last one
     assert ranks.end() == [0, 0, 0, 0, -9], ranks.said
     return [said[-1] for said in ranks.said[:4]]
 

@@ -12,7 +12,7 @@ from rankbook.checkpoint import folders, load_plain, steps, verify
 from rankbook.checkpoint.describe import describe_folder
 from rankbook.checkpoint.storage import storage_of
 from rankbook.errors import CheckpointingException
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import crew
-from tests.runtime.ranks import run_ranks
+from tests.checkpoint import generations
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -114,8 +114,8 @@ def damaged(root, counts, seed):
 
     rank, world, root = dist.get_rank(), dist.get_world_size(), Path(root)
     for generation, step in enumerate(STEPS):
-        save(crew.state(rank, world, generation, ROWS), root, step=step, metadata={"of": step})
-    own, manifest = crew.state(rank, world, 9, ROWS), load_metadata(root)
+        save(generations.state(rank, world, generation, ROWS), root, step=step, metadata={"of": step})
+    own, manifest = generations.state(rank, world, 9, ROWS), load_metadata(root)
     folder = root / f"step-{STEPS[-1]}"
     files = [*sorted(folder.iterdir()), root / "latest"]
     chance, struck = random.Random(seed), Counter()
@@ -146,7 +146,7 @@ def damaged(root, counts, seed):
         (folder / "__9_0.distcp").write_bytes(b"surplus")
         assert [each.file for each in verify(root).damages] == [f"{folder.name}/__9_0.distcp"]
     dist.barrier()
-    assert crew.generation_of(rank, world, load(own, root), ROWS) == len(STEPS) - 1
+    assert generations.generation_of(rank, world, load(own, root), ROWS) == len(STEPS) - 1
     return struck
 
 

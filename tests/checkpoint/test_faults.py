@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.checkpoint import crew
-from tests.runtime.ranks import run_ranks
+from tests.checkpoint import generations
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -114,11 +114,11 @@ def struck(kind, folder, background):
 
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = storage_of(folder) if kind == "local" else RemoteStorage(f"file://{folder}", fsspec.filesystem("file"))
-    save(crew.state(rank, world, 1, ROWS), plain, step=1)
+    save(generations.state(rank, world, 1, ROWS), plain, step=1)
     generation = 1
     for what, (victim, fault, words) in FAULTS.items():
         broken = Faulty(plain, **(fault if rank == victim else {}))
-        said = attempt(crew.state(rank, world, 7, ROWS), broken, background, step=2)
+        said = attempt(generations.state(rank, world, 7, ROWS), broken, background, step=2)
         told = [None] * world
         dist.all_gather_object(told, said)
         assert said is not None, what
@@ -128,11 +128,14 @@ def struck(kind, folder, background):
         ones = torch.ones(1)
         dist.all_reduce(ones)
         assert ones == world
-        found = crew.generation_of(rank, world, load(crew.state(rank, world, 0, ROWS), plain), ROWS)
+        found = generations.generation_of(rank, world, load(generations.state(rank, world, 0, ROWS), plain), ROWS)
         assert found == generation, what
         generation += 1
-        save(crew.state(rank, world, generation, ROWS), plain, step=2 if generation % 2 else 1)
-        assert crew.generation_of(rank, world, load(crew.state(rank, world, 0, ROWS), plain), ROWS) == generation, what
+        save(generations.state(rank, world, generation, ROWS), plain, step=2 if generation % 2 else 1)
+        assert (
+            generations.generation_of(rank, world, load(generations.state(rank, world, 0, ROWS), plain), ROWS)
+            == generation
+        ), what
         if rank == 0:
             assert folders.partials(plain) == [], what
             assert verify(plain).ok
@@ -158,17 +161,17 @@ def full(folder, limit):
     from rankbook.checkpoint import load, save
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    save(crew.state(rank, world, 1, 64), folder, step=1)
+    save(generations.state(rank, world, 1, 64), folder, step=1)
     if limit and rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
     said = []
     for background in (False, True):
-        said.append(attempt(crew.state(rank, world, 7, 1024), folder, background, step=2))
-        assert crew.generation_of(rank, world, load(crew.state(rank, world, 0, 64), folder), 64) == 1
+        said.append(attempt(generations.state(rank, world, 7, 1024), folder, background, step=2))
+        assert generations.generation_of(rank, world, load(generations.state(rank, world, 0, 64), folder), 64) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    save(crew.state(rank, world, 2, 64), folder, step=2, keep=1)
-    assert crew.generation_of(rank, world, load(crew.state(rank, world, 0, 64), folder), 64) == 2
+    save(generations.state(rank, world, 2, 64), folder, step=2, keep=1)
+    assert generations.generation_of(rank, world, load(generations.state(rank, world, 0, 64), folder), 64) == 2
     return said
 
 
@@ -214,7 +217,7 @@ def test_a_folder_for_reading_only(tmp_path, mounted):
 
         from rankbook.checkpoint import save
 
-        save(crew.state(dist.get_rank(), 2, 1, ROWS), disk, step=1)
+        save(generations.state(dist.get_rank(), 2, 1, ROWS), disk, step=1)
 
     def then():
         import torch.distributed as dist
@@ -222,8 +225,8 @@ def test_a_folder_for_reading_only(tmp_path, mounted):
         from rankbook.checkpoint import load
 
         rank = dist.get_rank()
-        said = [attempt(crew.state(rank, 2, 7, ROWS), disk, background, step=2) for background in (False, True)]
-        return [*said, crew.generation_of(rank, 2, load(crew.state(rank, 2, 0, ROWS), disk), ROWS)]
+        said = [attempt(generations.state(rank, 2, 7, ROWS), disk, background, step=2) for background in (False, True)]
+        return [*said, generations.generation_of(rank, 2, load(generations.state(rank, 2, 0, ROWS), disk), ROWS)]
 
     run_ranks(first, 2)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

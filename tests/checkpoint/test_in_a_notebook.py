@@ -15,17 +15,17 @@ CELLS = """%%distributed
 import os, threading
 from rankbook.checkpoint import load, save, steps
 from rankbook.checkpoint.storage import storage_of
-from tests.checkpoint import crew
+from tests.checkpoint import generations
 from tests.checkpoint.test_async_save import Gate
 folder = {folder!r}
 
 def begin(generation, step, **options):
     global gate
     gate = Gate(storage_of(folder))
-    return save(crew.state(rank, world_size, generation, 64), gate, step=step, **options)
+    return save(generations.state(rank, world_size, generation, 64), gate, step=step, **options)
 
 def loaded():
-    return crew.generation_of(rank, world_size, load(crew.state(rank, world_size, 0, 64), folder), 64)
+    return generations.generation_of(rank, world_size, load(generations.state(rank, world_size, 0, 64), folder), 64)
 print('pid', os.getpid())"""
 
 WAIT = """%%distributed
@@ -55,7 +55,7 @@ def three(kernel, tmp_path):
     """Three ranks that can save, and a folder of the test's own with generation 2 saved as step 2."""
     kernel.folder = str(tmp_path / "run")
     prepare(kernel)
-    kernel.ok("%%distributed\nsave(crew.state(rank, world_size, 2, 64), folder, step=2)")
+    kernel.ok("%%distributed\nsave(generations.state(rank, world_size, 2, 64), folder, step=2)")
     return kernel
 
 
@@ -129,6 +129,6 @@ def test_a_rank_that_dies_in_a_save_of_its_cell(three):
     three.ok("%distributed heal", timeout=40)
     prepare(three)
     assert "[0-2] loaded 2" in three.ok("%%distributed\nprint('loaded', loaded())").stdout
-    three.ok("%%distributed\nsave(crew.state(rank, world_size, 3, 64), folder, step=6)")
+    three.ok("%%distributed\nsave(generations.state(rank, world_size, 3, 64), folder, step=6)")
     assert "[0-2] loaded 3 [2, 6]" in three.ok("%%distributed\nprint('loaded', loaded(), steps(folder))").stdout
     assert not [each for each in Path(three.folder).iterdir() if "partial" in each.name]

@@ -20,7 +20,7 @@ from rankbook.checkpoint.storage import storage_of
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.simulated import save_ranks
 from tests.checkpoint.test_reshard import DTYPES, bits, grid, numbered
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

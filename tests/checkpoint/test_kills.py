@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import crew
-from tests.runtime.ranks import run_ranks
+from tests import rank_processes
+from tests.checkpoint import generations
+from tests.rank_processes import run_ranks
 
 OLD, NEW = 1, 2
 WORLD = 2
@@ -47,7 +48,7 @@ def saving(root, kill):
         from rankbook.checkpoint import async_save, save
 
         async_save.MEETING = timedelta(seconds=3)
-        held = crew.state(rank, WORLD, NEW)
+        held = generations.state(rank, WORLD, NEW)
         dist.barrier()
         say("go")
         count = 0
@@ -66,7 +67,7 @@ def saving(root, kill):
         began = time.monotonic()
         saved = save(held, root, step=kill.step, async_=kill.background)
         if kill.background:
-            crew.train(held)
+            generations.train(held)
             saved.wait()
         say(("saved", time.monotonic() - began, count))
 
@@ -77,7 +78,7 @@ def strike(folder, template, kill):
     """One save that is broken off. Which generation is loaded, whether something was left, what survivors said."""
     root = folder / "run"
     shutil.copytree(template, root)
-    ranks = crew.Crew(WORLD, folder, saving(root, kill))
+    ranks = rank_processes.ForkedRanks(WORLD, folder, saving(root, kill))
     if kill.after is not None:
         assert ranks.hear(lambda: all(ranks.said))
         ranks.hear(lambda: False, timeout=kill.after)
@@ -94,7 +95,7 @@ def strike(folder, template, kill):
 def loaded(rank, root):
     from rankbook.checkpoint import load
 
-    return crew.generation_of(rank, WORLD, load(crew.state(rank, WORLD, 0), root))
+    return generations.generation_of(rank, WORLD, load(generations.state(rank, WORLD, 0), root))
 
 
 def check(folder, root, kill, saved):
@@ -103,7 +104,7 @@ def check(folder, root, kill, saved):
     from rankbook.checkpoint import folders, save, steps, verify
     from rankbook.checkpoint.storage import storage_of
 
-    found = crew.run(WORLD, folder, lambda rank: loaded(rank, root))
+    found = rank_processes.run_forked(WORLD, folder, lambda rank: loaded(rank, root))
     assert found in ([OLD, OLD], [NEW, NEW]), (kill, found)
     assert not saved or found == [NEW, NEW], (kill, "a rank was told that it is saved")
     storage = storage_of(root)
@@ -116,10 +117,10 @@ def check(folder, root, kill, saved):
         assert f"{rest}: a save that was broken off" in said.getvalue(), (kill, said.getvalue())
 
     def again(rank):
-        save(crew.state(rank, WORLD, 3), root, step=60)
+        save(generations.state(rank, WORLD, 3), root, step=60)
         return loaded(rank, root)
 
-    assert crew.run(WORLD, folder, again) == [3, 3]
+    assert rank_processes.run_forked(WORLD, folder, again) == [3, 3]
     assert folders.partials(storage) == []
     leftover = set(storage.list()) - {"latest", "step-40", "step-50", "step-60"}
     assert not leftover, (kill, leftover)
@@ -141,7 +142,9 @@ def many(count, seed):
     with tempfile.TemporaryDirectory(prefix="kills-") as place:
         base = Path(place)
         template = base / "template"
-        crew.run(WORLD, base, lambda rank: save(crew.state(rank, WORLD, OLD), template, step=40).step)
+        rank_processes.run_forked(
+            WORLD, base, lambda rank: save(generations.state(rank, WORLD, OLD), template, step=40).step
+        )
         known = {}
         for background in (False, True):
             for step in (40, 50):
@@ -150,7 +153,7 @@ def many(count, seed):
                     folder.mkdir()
                     calm = Kill(background, step, [rank], operation=-1)
                     shutil.copytree(template, folder / "run")
-                    ranks = crew.Crew(WORLD, folder, saving(folder / "run", calm))
+                    ranks = rank_processes.ForkedRanks(WORLD, folder, saving(folder / "run", calm))
                     assert ranks.end() == [0] * WORLD, ranks.said
                     known[background, step, rank] = ranks.said[rank][-1][1:]
                     shutil.rmtree(folder)

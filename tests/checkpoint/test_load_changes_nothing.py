@@ -10,7 +10,7 @@ import torch
 
 from rankbook.checkpoint import CheckpointingException, ShardedObject, ShardedTensor, load, load_metadata, save
 from rankbook.checkpoint.storage import LocalStorage
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 KEYS = [f"t{number}" for number in range(4)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 MB = 1_000_000
 ROWS, COLUMNS = 4096, 8192  # of float32: 134 MB

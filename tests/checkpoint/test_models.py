@@ -14,7 +14,7 @@ from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_di
 from rankbook.checkpoint.replicas import gather_objects
 from rankbook.checkpoint.state_dicts import map_leaves, split
 from rankbook.errors import CheckpointingException
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp"], 4: ["tp", "hsdp", "ddp of tp", "ddp"]}
 

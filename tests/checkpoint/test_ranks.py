@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 

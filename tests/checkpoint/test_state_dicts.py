@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rankbook.checkpoint.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.checkpoint.state_dicts import Expecting, flatten, map_leaves, split, unflatten
 from rankbook.errors import CheckpointingException
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 F = ShardedTensor.from_rank_offsets
 

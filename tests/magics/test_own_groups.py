@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.ranks import free_port
+from tests.rank_processes import free_port
 
 pytestmark = pytest.mark.processes
 

@@ -19,7 +19,7 @@ from rankbook.runtime.collectives import (
     reduce,
 )
 from rankbook.runtime.process_state import PartialState
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 

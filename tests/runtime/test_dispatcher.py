@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from rankbook.errors import PeerFailed
 from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
 from rankbook.runtime.parcels import FIRST_CAPACITY, LARGE, Unpacking, pack
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 class Point(NamedTuple):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rankbook.runtime.logs import get_logger
 from rankbook.runtime.process_state import PartialState
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 def test_a_record_names_its_rank_and_the_line_that_made_it(caplog):

@@ -11,7 +11,7 @@ import torch
 from rankbook.errors import BadRequest, PeerFailed
 from rankbook.runtime.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
 from rankbook.runtime.process_state import PartialState
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 def fits_up_to(most: int, tried: list[int]):

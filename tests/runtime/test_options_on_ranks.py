@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.full
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rankbook.errors import CheckpointingException
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
 

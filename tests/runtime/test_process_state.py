@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rankbook.errors import BadRequest, PeerFailed
 from rankbook.runtime.process_state import DistributedType, PartialState
-from tests.runtime.ranks import free_port, run_ranks
+from tests.rank_processes import free_port, run_ranks
 
 # Alone
 

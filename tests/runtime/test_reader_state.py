@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from rankbook.runtime import Accelerator, DataLoaderConfiguration, prepare_data_loader
 from rankbook.runtime.position import Position
 from rankbook.runtime.reader_state import put_back
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 pytest.importorskip("torchdata", reason="it is the person's to install")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

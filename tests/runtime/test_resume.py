@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from rankbook.errors import BadRequest
 from rankbook.runtime import PartialState, prepare_data_loader, seeding, set_seed, synchronize_rng_states
 from rankbook.runtime.position import Position
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.state import AcceleratorState, DistributedType, PartialState
-from tests.runtime.ranks import run_ranks
+from tests.rank_processes import run_ranks
 
 
 def test_settings_are_shared_and_a_plain_instance_keeps_them(caplog):

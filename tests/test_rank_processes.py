@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.runtime.ranks import RankFailed, run_ranks
+from tests.rank_processes import RankFailed, run_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,8 @@
-"""Runs a function on several real processes with a gloo group, and checks that nothing is left of them.
+"""Real processes with a gloo group and no notebook, and the check that nothing is left of them.
 
-The processes are forked from a server that has imported torch: the first call takes a second, each later one some
-hundredths. The function travels by value (cloudpickle), so it may be a closure or stand in the test's module.
+`run_ranks` runs a function on several processes and returns the results. They are forked from a server that has
+imported torch: the first call takes a second, later ones some hundredths. The function travels by value (cloudpickle),
+so it may be a closure or stand in the test's module. `ForkedRanks` start within a moment, to be killed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import cloudpickle
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a child executes; `exec` itself is the process's target, for it can be imported by every child.
 _CHILD = "import sys; sys.path.append(root); import cloudpickle; cloudpickle.loads(payload)(connection)"
-_ROOT = str(Path(__file__).parents[2])  # `pytest`, other than `python -m pytest`, has it in no path
+_ROOT = str(Path(__file__).parents[1])  # `pytest`, other than `python -m pytest`, has it in no path
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch._dynamo, 1.3 s in each process; FSDP2 and DTensor another second.
 _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "rankbook.runtime.state",
@@ -160,8 +163,7 @@ class _Child:
             torch.set_num_threads(1)
             try:
                 if self.store:
-                    dist.init_process_group("gloo", init_method=self.store, rank=self.rank, world_size=self.world_size)
-                    dist.barrier()  # one that is done at once must not leave while others still connect to it
+                    _form_group(self.store, self.rank, self.world_size)
                 answer = (True, cloudpickle.dumps(self.function(*self.args)))
             except BaseException:  # noqa: BLE001 - the test fails with all of it
                 answer = (False, traceback.format_exc())
@@ -170,3 +172,86 @@ class _Child:
                 dist.destroy_process_group()
             connection.close()
             os._exit(0)
+
+
+def _form_group(store: str, rank: int, world_size: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    dist.barrier()  # one that is done at once must not leave while others still connect to it
+
+
+HUNG = 20.0
+"""Seconds after which a rank that should have ended is taken for hung."""
+
+
+class ForkedRanks:
+    """`world` forks that run `work(rank, say)` in a process group of theirs; `say` sends what the test gets.
+
+    They start within a moment, to be killed. The process that forks them must have no other threads: `run_ranks` starts
+    such a one.
+    """
+
+    def __init__(self, world: int, folder: Path, work: Callable[[int, Callable[[Any], None]], Any]) -> None:
+        self.said: list[list[Any]] = [[] for _ in range(world)]
+        self._pipes: dict[Any, int] = {}
+        self.pids: list[int] = []
+        store = folder / f"store-{time.monotonic_ns()}"
+        for rank in range(world):
+            ours, theirs = Pipe()
+            pid = os.fork()
+            leader = self.pids[0] if self.pids else pid
+            os.setpgid(pid, leader)  # a group of theirs, which one of them may kill; whoever comes first makes it
+            if not pid:
+                _run_fork(rank, world, store, work, theirs)
+            theirs.close()
+            self.pids.append(pid)
+            self._pipes[ours] = rank
+
+    def hear(self, until: Callable[[], bool], timeout: float = HUNG) -> bool:
+        """Listen until something is so, all have ended, or `timeout` s have passed. Whether it is so."""
+        deadline = time.monotonic() + timeout
+        while not until() and self._pipes and (left := deadline - time.monotonic()) > 0:
+            for each in multiprocessing.connection.wait(list(self._pipes), timeout=left):
+                try:
+                    self.said[self._pipes[each]].append(each.recv())
+                except (EOFError, ConnectionError):
+                    del self._pipes[each]
+        return until()
+
+    def kill(self, ranks: list[int]) -> None:
+        """Now, with SIGKILL."""
+        for rank in ranks:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def end(self) -> list[int]:
+        """Wait until all have ended, and reap them. Raises AssertionError where one hangs. The exit codes."""
+        hung = not self.hear(lambda: not self._pipes)
+        if hung:
+            self.kill(list(set(self._pipes.values())))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+        assert not hung, f"ranks {sorted(self._pipes.values())} hung; all have said {self.said}"
+        return codes
+
+
+def run_forked(world: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
+    """Return what `work(rank)` gives on each of `world` fresh ranks; a text where it raised."""
+    forked = ForkedRanks(world, folder, lambda rank, say: say(work(rank)))
+    forked.end()
+    return [said[-1] if said else "said nothing" for said in forked.said]
+
+
+def _run_fork(rank: int, world: int, store: Path, work: Callable[..., Any], pipe: Any) -> None:
+    import torch.distributed as dist
+
+    code = 1
+    try:
+        _form_group(f"file://{store}", rank, world)
+        work(rank, pipe.send)
+        dist.barrier()
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the test hears of it
+        pipe.send(f"{type(error).__name__}: {error}")
+    finally:
+        pipe.close()
+        os._exit(code)
