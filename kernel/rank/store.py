@@ -40,12 +40,9 @@ class FolderStore(dist.Store):
 
     def __init__(self, folder: Path, give_up: threading.Event) -> None:
         super().__init__()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._path = folder
+        self._opened = _open_private(folder)
         self._give_up = give_up
-        status = os.fstat(self._folder)
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(f"the rendezvous store {folder} is open to other users")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
@@ -136,6 +133,15 @@ class FolderStore(dist.Store):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
 
+    @property
+    def _folder(self) -> int:
+        """Return a descriptor of the folder: of a new one where it was removed, as by a cleaner of temporary files."""
+        if os.fstat(self._opened).st_nlink == 0:
+            fresh = _open_private(self._path)
+            os.dup2(fresh, self._opened, inheritable=False)
+            os.close(fresh)
+        return self._opened
+
     def _names(self) -> list[str]:
         return os.listdir(self._folder)  # noqa: PTH208 - a pathlib.Path cannot be of a descriptor
 
@@ -176,6 +182,16 @@ class FolderStore(dist.Store):
             yield
         finally:
             os.close(descriptor)
+
+
+def _open_private(folder: Path) -> int:
+    """Open a folder, made with its parent where it is missing. Raise `PermissionError` where others may enter it."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+        status = each.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(f"{each} is open to other users: expected a folder of this user with mode 0700")
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _name(key: str) -> str:
