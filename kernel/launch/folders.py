@@ -58,7 +58,11 @@ def make_folders(owner: int | None = None) -> Folders:
         _sweep(each)
     locks: list[int] = []
     sockets = _make(base, owner, locks)
-    segments = sockets if shared == base else _make(shared, owner, locks)
+    try:
+        segments = sockets if shared == base else _make(shared, owner, locks)
+    except StartError:
+        Folders(sockets, sockets, sockets, locks).remove()
+        raise
     logs = Path(os.environ.get("RANKBOOK_LOG_DIR") or platformdirs.user_log_path("rankbook"))
     _sweep_logs(logs)
     return Folders(sockets, segments, logs / sockets.name, locks)
@@ -83,10 +87,13 @@ def _segment_base(sockets: Path) -> Path:
 
 
 def _make(base: Path, owner: int, locks: list[int]) -> Path:
+    folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"rankbook-{os.getuid()}-{owner}-", dir=base))
         locks.append(claim_folder(folder, owner))
     except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise StartError(
             f"cannot make a folder in {base}: {error.strerror}; set RANKBOOK_RUNTIME_DIR to a folder of yours with room"
         ) from error

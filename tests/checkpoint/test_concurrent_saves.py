@@ -74,7 +74,7 @@ def test_same_step_saved_by_two_processes_is_whole_or_refused(tmp_path):
     assert check_same_steps(tmp_path, 20)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_200_steps_saved_by_two_processes_at_the_same_moment(tmp_path):
     assert check_same_steps(tmp_path, 200)

@@ -90,7 +90,7 @@ def test_save_goes_on_beside_errors_of_cells(two):
     check_saves(two, range(12))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_100_saves_with_an_error_in_every_second_cell(two):
     check_saves(two, range(100, 200))

@@ -162,7 +162,7 @@ def sockets(pid: int) -> list[Path]:
     found: list[Path] = []
     for folder in cluster_folders(pid):
         with contextlib.suppress(FileNotFoundError):  # a folder that goes while one looks has nothing in it any more
-            found += folder.iterdir()
+            found += [file for file in folder.iterdir() if file.is_socket()]
     return found
 
 

@@ -29,7 +29,9 @@ HELLO = "%%distributed\nprint('hello')"
 
 @pytest.fixture(scope="module")
 def one_kernel(kernel: Kernel) -> Notebook:
-    return kernel()
+    notebook = kernel()
+    notebook.ok("import os, sys")
+    return notebook
 
 
 @pytest.fixture
