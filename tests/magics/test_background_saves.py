@@ -79,9 +79,10 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
 
 def test_it_is_finished_when_the_kernel_ends(tmp_path):
     with running_kernel(ranks=2) as notebook:
+        notebook.manager.shutdown_wait_time = 30.0  # half of it until the kernel is ended by a signal
         notebook.ok(
             "import dataclasses, rankbook\ncrew = rankbook.current()._crew\n"
-            "crew.grace = dataclasses.replace(crew.grace, last_save=4.0)  # for a slow machine"
+            "crew.grace = dataclasses.replace(crew.grace, last_save=10.0)  # for a slow machine"
         )
         notebook.ok(SAVE.format(folder=str(tmp_path), seconds=0.1, step=1))
     assert steps(tmp_path) == [1]

@@ -327,9 +327,10 @@ def test_memory_of_the_rank_that_prints_stays_bounded(notebook):
     cut_line(outcome.text)[1].unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_ten_million_single_prints_do_not_hurt(notebook):
-    outcome = notebook.ok("%%distributed --ranks 1\nfor i in range(10_000_000): print(i)", timeout=110)
+    outcome = notebook.ok("%%distributed --ranks 1\nfor i in range(10_000_000): print(i)", timeout=280)
     left_out, log = cut_line(outcome.text)
     shown = [line for line in by_rank(outcome.stdout)[1] if line.isdigit()]
     assert left_out + len(shown) == 10_000_000
