@@ -8,49 +8,36 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 import uuid
 from dataclasses import asdict, dataclass
 
 from rankbook.checkpoint.stores import Storage, read_all
-from rankbook.ownership import PATIENCE
-from rankbook.ownership import machine as _machine
-from rankbook.ownership import started as _started
+from rankbook.ownership import PATIENCE, ProcessIdentity, identify, machine, started
 
 _under_way: dict[str, str] = {}  # the tokens of this process's own saves, by where they claim
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """A process that writes a step. `since` is in seconds of the Unix epoch, `started` tells it from a later namesake.
+class Owner(ProcessIdentity):
+    """A process that writes a step. `token` tells its save from another one of the same process."""
 
-    `machine` differs between containers that number their processes apart, also on one host.
-    """
-
-    host: str
-    machine: str
-    pid: int
-    started: str
     token: str
-    since: float
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.since))
         return f"process {self.pid} on {self.host}, since {when} UTC"
 
     def lives(self, patience: float = PATIENCE) -> bool:
-        """Whether its save may still be under way. On other machines: whether it began less than `patience` s ago."""
-        if self.machine != _machine():
-            return time.time() - self.since < patience
-        if self.pid == os.getpid() and self.started == _started(self.pid):
+        """Return whether its save may be under way. On other machines: whether it began less than `patience` s ago."""
+        if self.machine == machine() and self.pid == os.getpid() and self.started == started(self.pid):
             return self.token in _under_way.values()
-        return bool(self.started) and self.started == _started(self.pid)
+        return ProcessIdentity.lives(self, patience)
 
 
 def claim(storage: Storage, path: str) -> Owner:
     """Writes into the file `path` that this process is at work from now on, until `release`."""
-    own = Owner(platform.node(), _machine(), os.getpid(), _started(os.getpid()), uuid.uuid4().hex, time.time())
+    own = Owner(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
     _under_way[f"{storage}/{path}"] = own.token
     try:
         storage.write(path, [json.dumps(asdict(own)).encode()])
