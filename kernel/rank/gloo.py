@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import struct
@@ -76,6 +77,24 @@ def make_gloo(
     attempt.forget()
     with _closed_after(_guarded_listeners()) as listeners, listeners.admit_own():
         return _connect(listeners, dist.PrefixStore("guarded", store), rank, size, timeout)
+
+
+def make_unconnected() -> Any:  # noqa: ANN401
+    """Return a `ProcessGroupGloo` of one rank that shares its listener with all others of this process.
+
+    A group must have a backend registered for the life of the group, and torch offers no way to replace it. A call
+    never reaches this one. It has no thread of its own, so a call that did would wait, and never return a wrong value.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
+    options._devices = _shared_devices()
+    options._threads = 0
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+
+
+@functools.cache
+def _shared_devices() -> list[Any]:
+    with _closed_after(_Listeners()) as listeners:
+        return listeners.devices
 
 
 class _Attempt:

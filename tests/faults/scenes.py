@@ -316,12 +316,15 @@ class Stage:
         assert sorted(self.pids) == list(range(self.world)), said
         self.holdings = holdings
 
-    def strike(self, case: Case) -> Times:
-        """Let the fault happen, check that all is as it should be afterwards, and give the times."""
+    def strike(self, case: Case, *, way_back: str = "restart") -> Times:
+        """Let the fault happen, check that all is as it should be afterwards, and give the times.
+
+        `way_back`: what brings a killed rank back, "restart" or "heal".
+        """
         self.hold(case.holdings)
         assert sorted(self.pids.values()) == sorted(set(self.pids.values()))
         known = set(self.notebook.processes())
-        times = self._kill(case) if case.fault.kind == "kill" else self._survive(case)
+        times = self._kill(case, way_back) if case.fault.kind == "kill" else self._survive(case)
         self.check_processes(known, workers=case.fault.workers)
         return times
 
@@ -340,7 +343,7 @@ class Stage:
         self.check_whole()
         return Times(case, control, works)
 
-    def _kill(self, case: Case) -> Times:
+    def _kill(self, case: Case, way_back: str) -> Times:
         victim = (case.culprit + 1) % self.world if case.fault.victim == "another" else case.culprit
         process = psutil.Process(self.pids[victim])
         if case.fault.victim == "idle":
@@ -354,7 +357,7 @@ class Stage:
         assert f"rank {victim} was killed by signal 9" in outcome.text + outcome.evalue + outcome.traceback
         others = ",".join(str(rank) for rank in self.pids if rank != victim)
         before = time.time()
-        self.notebook.ok(f"%distributed restart {victim}", timeout=HUNG / 2)  # a hang shows its stacks
+        self.notebook.ok(f"%distributed {way_back} {victim}", timeout=HUNG / 2)  # a hang shows its stacks
         self.check_works()
         works = control + time.time() - before
         if others:
