@@ -405,6 +405,18 @@ def running_kernel(
 Kernel = Callable[..., Notebook]
 
 
+@pytest.fixture
+def no_safe_globals() -> Iterator[None]:
+    """Take back what a library of another test on this worker, such as accelerate, told torch to be safe."""
+    import torch
+
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     """Return a function that starts a kernel for the rest of the module: `kernel(ranks=3)`, see `running_kernel`."""

@@ -121,7 +121,8 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
     printed = run(EXAMPLES / "checkpoints.ipynb", tmp_path / "out.ipynb")
     (first, last) = re.findall(r"^\[0-1\] 37 batches, loss ([\d.]+) to ([\d.]+)$", printed, re.MULTILINE)[0]
     assert float(last) < float(first) / 5
-    assert re.search(r"^\[0-1\] batch 25: <save of state to ", printed, re.MULTILINE), printed
+    # One line of both ranks or, where one of them was late, a line of each.
+    assert re.search(r"^\[(0-1|0)\] batch 25: <save of state to ", printed, re.MULTILINE), printed
     assert re.search(r"^1 +dead .*was killed by signal 9", printed, re.MULTILINE)
     assert "state: whole (" in printed
     resumed = re.search(r"^\[0-2\] 22 batches were left, loss [\d.]+ to ([\d.]+)$", printed, re.MULTILINE)
@@ -138,7 +139,7 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("launcher", "world_size"),
     [
-        pytest.param((), 1, id="alone", marks=pytest.mark.slow),
+        pytest.param((), 1, id="alone", marks=pytest.mark.full),
         pytest.param(
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             2,

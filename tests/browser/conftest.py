@@ -21,24 +21,37 @@ def without(what: str) -> None:
     pytest.skip(what)
 
 
-@pytest.fixture(scope="package")
-def browser():
-    """Chromium, for this folder's tests only: playwright keeps an event loop running in this thread meanwhile, which
-    pytest-playwright's own fixture would do to all tests after these."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError)
-    from tests.browser.jupyter import chromium, launch
+@pytest.fixture(scope="session")
+def has_browser() -> None:
+    """Skip, or in CI fail, where playwright or Chromium is missing."""
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError)
+    from tests.browser.jupyter import chromium
 
     if chromium() is None:
         without("there is no Chromium on PATH: apt-get install chromium")
-    playwright.expect.set_options(timeout=30_000)  # what is there sooner costs nothing
-    with playwright.sync_playwright() as started:
+
+
+@pytest.fixture(scope="module")
+def browser(has_browser):
+    """Start Chromium for one file's tests.
+
+    Not for longer: playwright keeps an event loop running in this thread meanwhile, and a test of another file on the
+    same worker could not call `asyncio.run`.
+    """
+    from playwright import sync_api
+
+    from tests.browser.jupyter import launch
+
+    sync_api.expect.set_options(timeout=30_000)  # what is there sooner costs nothing
+    with sync_api.sync_playwright() as started:
         running = launch(started)
         yield running
         running.close()
 
 
-@pytest.fixture(scope="package")
-def server(browser, tmp_path_factory):
+@pytest.fixture(scope="session")
+def server(has_browser, tmp_path_factory):
+    """Start one Jupyter server for all browser tests of a worker."""
     from tests.browser.jupyter import Server
 
     started = Server(tmp_path_factory.mktemp("jupyter"))

@@ -114,7 +114,7 @@ def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
         rc.load({"common": 0}, tmp_path, allow=[deque])  # torch cannot fill it, allowed or not
 
 
-def test_what_a_load_asks_about_is_told_as_it_is_saved_and_all_at_once(tmp_path, caplog, monkeypatch):
+def test_what_a_load_asks_about_is_told_as_it_is_saved_and_all_at_once(tmp_path, caplog, monkeypatch, no_safe_globals):
     monkeypatch.setattr(writing, "_told_unsafe", set())
 
     def held(value):

