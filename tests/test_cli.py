@@ -144,7 +144,7 @@ def stored_text(path: Path, index: int) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_output_of_a_plain_cell_is_printed_under_its_header(run: Run) -> None:
     command = run(
         [
@@ -165,6 +165,7 @@ def test_every_output_of_a_plain_cell_is_printed_under_its_header(run: Run) -> N
     assert command.err == "to stderr\n"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_output_is_printed_while_the_cell_still_runs(run: Run, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
@@ -193,7 +194,7 @@ def test_a_failing_cell_ends_the_run_with_its_traceback(run: Run, tmp_path: Path
     assert cells[2].outputs == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cell_that_is_tagged_may_fail(run: Run) -> None:
     command = run([new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]}), "print('on')"])
     assert command.wait_end() == 0
@@ -219,7 +220,7 @@ def test_the_executed_notebook_is_written(run: Run, tmp_path: Path) -> None:
     assert nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells[0].outputs == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tmp_path: Path) -> None:
     background = "publish = publisher()\nprint('started')"
     foreground = "print('mine ', end='', flush=True)\npublish('late '); publish('line\\n')\nprint('still mine')"
@@ -230,7 +231,7 @@ def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tm
     assert stored_text(tmp_path / "out.ipynb", 2) == "mine still mine\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Run) -> None:
     bar = "bar = display('0', display_id=True)\nfor step in range(1, 2000):\n    bar.update(str(step))"
     frames = (
@@ -246,21 +247,21 @@ def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Ru
     assert len(shown) < 40
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_number_of_ranks_reaches_the_kernel(run: Run) -> None:
     command = run(["import os; print(os.environ['RANKBOOK_RANKS'])"], "-n", "3")
     assert command.wait_end() == 0
     assert command.out.endswith("\n3\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_kernel_is_this_interpreter_in_the_notebooks_folder(run: Run, tmp_path: Path) -> None:
     command = run(["import os, sys; print(sys.executable, os.getcwd())"])
     assert command.wait_end() == 0
     assert command.out.endswith(f"\n{sys.executable} {tmp_path}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_temporary_folder_too_long_for_sockets_does_no_harm(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -269,7 +270,7 @@ def test_a_temporary_folder_too_long_for_sockets_does_no_harm(run: Run, tmp_path
     assert command.out.endswith("ran\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cell_that_takes_too_long_is_interrupted_and_fails(run: Run) -> None:
     command = run(["import time\ntime.sleep(600)", "print('never')"], "--timeout", "1")
     assert command.wait_end() == 1
@@ -296,7 +297,7 @@ def test_an_interrupt_ends_the_cell_and_the_run(run: Run, tmp_path: Path) -> Non
     assert stored_text(tmp_path / "out.ipynb", 0) == "go\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_run(run: Run) -> None:
     again = "except KeyboardInterrupt:\n    print('caught')\n    time.sleep(600)"
     caught = f"try:\n    print('go')\n    time.sleep(600)\n{again}"
@@ -310,7 +311,7 @@ def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_ru
     assert "never" not in command.out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 @pytest.mark.slow
 def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -> None:
     command = run(["import time\nprint('go')\ntime.sleep(600)"])
@@ -320,7 +321,7 @@ def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -
     assert command.wait_end(timeout=10) == 128 + number
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stop_signal_while_the_kernel_starts_leaves_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +337,7 @@ def test_a_stop_signal_while_the_kernel_starts_leaves_nothing(
     assert command.out == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kernel_that_ignores_every_request_is_killed(run: Run) -> None:
     deaf = (
         "import signal, time\nfor number in (signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, signal.SIG_IGN)"
@@ -347,7 +348,7 @@ def test_a_kernel_that_ignores_every_request_is_killed(run: Run) -> None:
     assert command.wait_end(timeout=20) == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reader_that_goes_away_ends_the_run(run: Run) -> None:
     command = run(["import time\nprint('go')", "for _ in range(100_000):\n    print('on and on')\ntime.sleep(600)"])
     command.wait_output("go\n")
@@ -358,7 +359,7 @@ def test_a_reader_that_goes_away_ends_the_run(run: Run) -> None:
 LOAD = "%load_ext rankbook"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_print_behind_their_numbers_also_when_their_cell_is_over(run: Run, tmp_path: Path) -> None:
     background = "%%distributed --background\nprint('from all')\nprint('from', rank)"
     command = run([LOAD, background, "%%distributed\nprint('next')"], "--output", "out.ipynb", "-n", "3")
@@ -377,7 +378,10 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(run: Run) -> None:
     assert "never" not in command.out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [*(pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
+)
 @pytest.mark.slow
 def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
     command = run([LOAD, "%%distributed\nimport time\nprint('go', flush=True)\ntime.sleep(600)"])
@@ -441,7 +445,7 @@ def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
     assert capsys.readouterr().err.startswith(f"rankbook: {complaint}")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_notebook_without_cell_ids_is_run_as_it_is(run: Run, tmp_path: Path) -> None:
     cell = '{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": [], "execution_count": null}'
     (tmp_path / "old.ipynb").write_text(

@@ -188,6 +188,7 @@ def test_a_script_that_crashes_leaves_nothing_and_keeps_its_error(run):
     assert "raise ValueError('on rank ' + str(rank))" in script.text
 
 
+@pytest.mark.full
 def test_a_script_whose_own_error_nobody_catches_leaves_nothing(run):
     script = run("import rankbook\ncluster = rankbook.start(2)\n1 / 0")
     assert script.wait_end() == 1
@@ -202,7 +203,10 @@ cluster.run("import subprocess, time; subprocess.Popen(['sleep', '600']); time.s
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_a_script_that_is_killed_leaves_nothing(run, number):
     script = run(SLEEPS)
     script.wait_text("begun")
@@ -232,6 +236,7 @@ def test_ctrl_c_interrupts_the_ranks_and_then_the_script(run, tmp_path):
     assert "KeyboardInterrupt" in script.text
 
 
+@pytest.mark.full
 def test_ctrl_c_while_ranks_start_leaves_nothing(run):
     script = run("import rankbook\nprint('begun')\nrankbook.start(8)\nprint('never')")
     script.wait_text("begun")

@@ -93,6 +93,7 @@ def test_it_gives_the_numbers_that_accelerate_gives(tmp_path, monkeypatch):
     assert EPOCH.findall(run(ours, tmp_path, monkeypatch)["launch"]) == wanted
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_notebook_written_for_nbdistributed(tmp_path, monkeypatch):
     said = run(changed("nbdistributed"), tmp_path, monkeypatch)

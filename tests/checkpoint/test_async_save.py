@@ -315,6 +315,7 @@ print("the script has ended")
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow  # two interpreters that import torch
 def test_at_the_end_of_a_script_it_is_finished_or_said_to_be_lost(tmp_path):
     def run(folder):

@@ -316,6 +316,7 @@ for _ in range({}):
     assert settled(), f"(descriptors, threads, processes, files, folders): {before} before, {after[0]} after"
 
 
+@pytest.mark.full
 def test_the_end_of_the_forkserver_is_told_and_a_new_start_works(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 2")
     (forkserver,) = psutil.Process(fresh_notebook.pid).children()

@@ -98,6 +98,7 @@ def ranks_of(notebook: Notebook) -> list[int]:
     ]
 
 
+@pytest.mark.full
 def test_the_start_line_says_how_long_the_ranks_stay(open_notebook):
     notebook = open_notebook()
     assert "they stay for 10 minutes: %distributed attach" in notebook.ok("%distributed start --keep").stdout
@@ -106,6 +107,7 @@ def test_the_start_line_says_how_long_the_ranks_stay(open_notebook):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_after_a_restart_everything_works_as_before_and_after_a_second_one_too(notebook):
     notebook.ok("%%distributed\nx = rank + 10")
     pids = ranks_of(notebook)
@@ -150,6 +152,7 @@ def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool
     settle(notebook)
 
 
+@pytest.mark.full
 def test_what_a_cell_printed_meanwhile_is_shown_with_its_error_once(notebook, place):
     away(
         notebook,
@@ -227,6 +230,7 @@ def test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel(notebook, pla
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook, place):
     message = begin_in_foreground(notebook, place)
     began = time.monotonic()
@@ -237,6 +241,7 @@ def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook,
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(notebook, place):
     notebook.ok(
         "from rankbook.coordinator import interrupts\ninterrupts._is_ending.clear()"
@@ -272,6 +277,7 @@ def test_a_plain_attach_takes_the_ranks_of_this_notebook(open_notebook):
     last.ok("%distributed attach\n%distributed stop")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cell", ["%distributed start -n 1", "%%distributed --ranks 0\nprint('hello')"])
 def test_a_start_says_once_that_kept_ranks_wait(open_notebook, cell):
     notebook = open_notebook("work/train.ipynb")
@@ -328,6 +334,7 @@ def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, place):
     pids = ranks_of(notebook)
     notebook.ok("%%distributed\nx = 5")
@@ -354,6 +361,7 @@ def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_no
     other.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook, place):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2 --keep 5")
@@ -368,6 +376,7 @@ def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook,
     assert not list(place.iterdir())
 
 
+@pytest.mark.full
 def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
     other = open_notebook()
     assert f"the kernel {notebook.pid} still has the ranks" in refusal(other, "%distributed attach")

@@ -92,11 +92,13 @@ def test_a_kernel_that_is_killed_while_its_ranks_are_busy_leaves_nothing(noteboo
     os.kill(notebook.pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_shut_down_while_its_ranks_are_busy_leaves_nothing(notebook):
     make_busy(notebook)
     notebook.manager.shutdown_kernel(now=False)
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_shut_down_at_once_leaves_nothing(notebook):
     notebook.ok("%distributed start -n 2")
     notebook.send("%%distributed\nimport time\ntime.sleep(600)")
@@ -116,7 +118,7 @@ def stop_at(words: str, outcome: Outcome) -> None:
         raise StopIteration
 
 
-@pytest.mark.parametrize("now", [True, False])
+@pytest.mark.parametrize("now", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_kernel_that_is_restarted_starts_clean(notebook, now):
     notebook.ok("%distributed start -n 2")
     notebook.ok("%%distributed --background\nimport time\nx = 1\ntime.sleep(600)")
@@ -131,6 +133,7 @@ def test_a_kernel_that_is_restarted_starts_clean(notebook, now):
     notebook.close()
 
 
+@pytest.mark.full
 def test_a_cell_that_quits_the_kernel_leaves_nothing(notebook):
     notebook.ok("%distributed start -n 2")
     notebook.send("%%distributed --background\nimport time\ntime.sleep(600)")
@@ -138,6 +141,7 @@ def test_a_cell_that_quits_the_kernel_leaves_nothing(notebook):
     wait_until(lambda: not notebook.manager.is_alive(), timeout=10, what="the kernel's end")
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(notebook):
     known = set(notebook.processes())
     notebook.send("%distributed start -n 8")
@@ -166,6 +170,7 @@ def sockets(pid: int) -> list[Path]:
     return found
 
 
+@pytest.mark.full
 def test_a_child_that_the_kernel_forked_does_not_keep_its_ranks_alive(notebook):
     notebook.ok("%distributed start -n 2")
     ours = set(notebook.processes()) - {notebook.pid}

@@ -22,7 +22,7 @@ print("sum", total.item())"""
 BACKWARD = "DDP(torch.nn.Linear(64, 64))(torch.ones(1, 64)).sum().backward()"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3)])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3])
 def ranks(request) -> Iterator[Notebook]:
     with running_kernel(ranks=request.param) as notebook:
         notebook.ok("%%distributed\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nkept = rank * 10")

@@ -69,6 +69,7 @@ def _removed(group: Path) -> bool:
     return not group.exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_the_oom_killer_ends_is_told_as_that(small):
     failed = small.run(EAT, timeout=60)
     assert "rank 1 was killed by the kernel because memory ran out (signal 9)" in told(failed)

@@ -50,6 +50,7 @@ def one_line(outcome: Outcome) -> str:
     return said
 
 
+@pytest.mark.full
 def test_a_second_start_finds_the_ranks_and_a_different_one_says_what_to_do(loaded):
     assert "2 ranks are ready" in loaded.ok("%distributed start -n 2").stdout
     loaded.ok("%%distributed\nx = 5")
@@ -303,6 +304,7 @@ def test_an_interrupt_while_torch_is_imported_is_heeded_at_once(loaded, tmp_path
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
 
 
+@pytest.mark.full
 def test_the_extension_can_be_loaded_twice_and_unloaded_with_its_ranks(loaded):
     loaded.ok("%distributed start -n 2")
     loaded.ok("%load_ext rankbook\n%reload_ext rankbook")

@@ -85,6 +85,7 @@ def test_an_idle_rank_that_is_stopped_is_told_and_the_other_goes_on(two):
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_the_cell_that_waits_for_a_stopped_rank_says_so_and_is_interrupted(two):
     pid = pids(two)[1]
     pressed = []
@@ -138,6 +139,7 @@ def test_a_rank_whose_c_code_holds_the_interpreter_is_told_with_its_cpu_time(two
     assert "idle" in status(two)[1]
 
 
+@pytest.mark.full
 def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restarted(two, tmp_path):
     pressed = []
     held = tmp_path / "held"
@@ -155,8 +157,15 @@ def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restar
     assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=20).stdout
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
-@pytest.mark.parametrize("end", ["stop", "shutdown"])
+@pytest.mark.parametrize(
+    ("busy", "end"),
+    [
+        pytest.param(True, "stop", id="stop-busy"),
+        pytest.param(False, "stop", id="stop-idle", marks=pytest.mark.full),
+        pytest.param(True, "shutdown", id="shutdown-busy", marks=pytest.mark.full),
+        pytest.param(False, "shutdown", id="shutdown-idle", marks=pytest.mark.full),
+    ],
+)
 def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
     fresh_notebook.ok("%distributed start -n 2")
     if busy:

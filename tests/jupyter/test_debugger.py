@@ -118,7 +118,7 @@ def test_status_and_stacks_tell_of_the_pause_and_an_interrupt_ends_it(kernel, fr
     assert "paused" not in kernel.ok("%distributed status").text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks(kernel, front_end):
     code = "%%distributed --timeout 1.5\nhere = torch.ones(2)\nname = 'seen'\nimport time; time.sleep(1)"
     front_end.breakpoints(code, 3)
@@ -158,7 +158,7 @@ def test_a_kernel_that_ends_while_its_ranks_are_paused_leaves_nothing(kernel):
         debugger.wait_paused(2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kept_ranks_that_a_kernel_left_paused_go_on_for_the_next_one(kernel):
     folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # pytest's are too long for a socket
     code = "%%distributed --background\nbefore = 1\nafter = 2\nprint('after the pause')"

@@ -150,7 +150,7 @@ def test_ranks_that_cannot_start_are_told_of_in_the_first_cell_that_wants_them(i
         assert kernel.ok("x = 1\nprint(world_size)").text.endswith(" 1\n"), "the next cell is another try"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_start_with_another_number_takes_the_place_of_ranks_that_nobody_has_used(install):
     assert install("-n", "2").returncode == 0
     with started("rankbook-2") as kernel:
@@ -159,7 +159,7 @@ def test_a_start_with_another_number_takes_the_place_of_ranks_that_nobody_has_us
         assert "are running already" in kernel.run("%distributed start -n 2").stderr, "these are used"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interrupt_of_a_cell_that_waits_for_the_ranks_leaves_them_on_their_way(install):
     assert install("-n", "2").returncode == 0
     with started("rankbook-2") as kernel:
@@ -171,7 +171,7 @@ def test_an_interrupt_of_a_cell_that_waits_for_the_ranks_leaves_them_on_their_wa
         assert kernel.ok("print(rank)").stdout == "[0] 0\n[1] 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_that_an_earlier_kernel_has_kept_are_attached_in_the_place_of_new_ones(install):
     assert install("-n", "2").returncode == 0
     folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # pytest's are too long for a socket

@@ -72,7 +72,9 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    "runner", [runner if runner == "nbconvert" else pytest.param(runner, marks=pytest.mark.full) for runner in RUNNERS]
+)
 def test_a_notebook_gives_the_same_outputs(runner, install, tmp_path):
     package = _PACKAGE.get(runner, runner)
     if importlib.util.find_spec(package) is None:

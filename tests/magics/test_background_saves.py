@@ -77,6 +77,7 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
     assert steps(tmp_path) == []
 
 
+@pytest.mark.full
 def test_it_is_finished_when_the_kernel_ends(tmp_path):
     with running_kernel(ranks=2) as notebook:
         notebook.manager.shutdown_wait_time = 30.0  # half of it until the kernel is ended by a signal

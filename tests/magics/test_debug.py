@@ -63,6 +63,7 @@ def test_the_notebooks_own_cells_are_debugged_as_ever(notebook, front_end):
     assert notebook.ok("there").displays == [{"text/plain": "2"}]
 
 
+@pytest.mark.full
 def test_breakpoints_go_where_plain_cells_run(notebook, front_end):
     code = "first = 1\nsecond = 2"
     front_end.breakpoints(code, 2)
@@ -194,6 +195,7 @@ queue.get(), process.exitcode"""
     assert notebook.ok(code, timeout=20).text == "[0] (10, 0)\n"
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_paused_no_more_and_its_successor_stops_too(notebook, front_end):
     front_end.breakpoints(CELL, 5)
     cell = notebook.send(CELL)

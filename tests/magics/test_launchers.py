@@ -68,7 +68,7 @@ def test_the_ranks_and_their_variables_stay_through_a_hundred_calls(ranks):
     assert "[0, 10]" in ranks.ok("rankbook.current().pull('kept')").text
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)])
 def test_loaders_of_classes_from_cells_have_workers_of_any_start_method(ranks, method):
     ranks.ok(
         "import torch\nclass Squares(torch.utils.data.Dataset):\n    def __len__(self): return 6\n"
@@ -157,6 +157,7 @@ def test_without_ranks_it_starts_them_and_they_stay(fresh_notebook):
     assert str(pids) in fresh_notebook.ok("rankbook.notebook_launcher(os.getpid)").text
 
 
+@pytest.mark.full
 def test_the_debug_launcher_has_ranks_of_its_own_on_the_cpu(ranks):
     before = set(ranks.processes())
     called = ranks.ok(

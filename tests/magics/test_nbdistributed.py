@@ -30,6 +30,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_way_to_have_it(loaded):
     assert "no ranks are running" in loaded.ok("%dist_status").stdout, "nothing was started"
 
 
+@pytest.mark.full
 def test_each_is_one_of_ours_and_they_go_with_the_extension(loaded):
     told = loaded.ok('%dist_init -g "0,1" -t 60.0').stdout
     assert told.startswith("2 ranks are ready: ") and "--timeout is left out" in told

@@ -130,6 +130,7 @@ def test_ipython_with_the_extension(opened):
     assert "[0-1] 7" in terminal.run("unique_name_on_ranks")
 
 
+@pytest.mark.full
 def test_jupyter_console_on_our_kernel(opened, install):
     pytest.importorskip("jupyter_console")
     assert install("-n", "2").returncode == 0

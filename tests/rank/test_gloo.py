@@ -106,7 +106,7 @@ def results(group: list[Process]) -> list[dict[str, object]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
     for answer in results(ranks(stack, tmp_path, size, awaited=0)):
         assert answer["sum"] == [size * (size + 1) / 2] * 3
@@ -116,7 +116,7 @@ def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
 
 @pytest.mark.processes
 @as_root
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stack, tmp_path, size):
     group = ranks(stack, tmp_path, size, awaited=1)
     ports = [port for process in group for port in json.loads(read(process))]

@@ -23,11 +23,11 @@ WORKERS = [
     pytest.param({"num_workers": 0}, id="no-workers"),
     pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="fork"),
     pytest.param({"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}, id="fork-stay"),
-    pytest.param({"num_workers": 2, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
+    pytest.param({"num_workers": 2, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.full),
     pytest.param(
         {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
         id="spawn-stay",
-        marks=pytest.mark.slow,
+        marks=pytest.mark.full,
     ),
 ]
 EPOCHS = 2

@@ -257,7 +257,7 @@ KINDS = [Stream, StartingPoint, Iterated, Itself, Late, Stateless]
     [
         *[(each, 0) for each in KINDS],
         (Stream, 2),
-        *[pytest.param(each, 2, marks=pytest.mark.slow) for each in KINDS[1:]],
+        *[pytest.param(each, 2, marks=pytest.mark.full) for each in KINDS[1:]],
     ],
 )
 def test_a_stream_goes_on_where_it_was(kind, workers):
@@ -347,6 +347,7 @@ def a_stream_over_a_checkpoint(folder, workers, save):
     return whole
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_checkpoint_has_the_stream_s_state_for_as_many_ranks_and_for_others(tmp_path, workers):

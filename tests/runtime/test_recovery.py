@@ -89,7 +89,9 @@ PREPARE = {
 }
 
 
-@pytest.mark.parametrize("moments", [SOME, EVERY], ids=["some", "every"])
+@pytest.mark.parametrize(
+    "moments", [pytest.param(SOME, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_prepared_objects_go_on_after_an_error_at_any_moment_of_a_step(cluster, strategy, moments):
     cluster.run(PREPARE[strategy] + "\ncheck()")
@@ -175,7 +177,7 @@ assert turns.rank == rank
 """
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_dispatched_loop_that_was_broken_off_begins_anew(cluster, culprit):
     cluster.run("import sys\n" + PREPARE["ddp"])
     cluster.run(DEAL, timeout=30)
@@ -191,7 +193,7 @@ def test_a_dispatched_loop_that_was_broken_off_begins_anew(cluster, culprit):
             cluster.run(f"assert dealt({name!r}) == before[{name!r}]", timeout=30)
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.full), 0])
 def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(cluster, victim):
     cluster.run("import sys\n" + PREPARE["ddp"] + "\ncheck()")
     cluster.run(DEAL, timeout=30)
