@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import socket
 import struct
@@ -32,6 +31,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from rankbook.rank.sockets import (
     Address,
@@ -80,21 +80,12 @@ def make_gloo(
 
 
 def make_unconnected() -> Any:  # noqa: ANN401
-    """Return a `ProcessGroupGloo` of one rank that shares its listener with all others of this process.
+    """Return a backend that is connected to nobody and holds no descriptor or thread.
 
-    A group must have a backend registered for the life of the group, and torch offers no way to replace it. A call
-    never reaches this one. It has no thread of its own, so a call that did would wait, and never return a wrong value.
+    torch wants a backend registered for the life of a group and offers no way to replace it. A `RecoverableGroup`
+    overrides every method through which a call would reach the registered one.
     """
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
-    options._devices = _shared_devices()
-    options._threads = 0
-    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
-
-
-@functools.cache
-def _shared_devices() -> list[Any]:
-    with _closed_after(_Listeners()) as listeners:
-        return listeners.devices
+    return FakeProcessGroup._create_internal(0, 1)
 
 
 class _Attempt:
