@@ -42,11 +42,10 @@ contents.py       what one rank holds or asks for
 blobs.py          a chunk as the bytes that torch.load reads
 place.py          where a checkpoint comes to be, and under which name
 telling.py        how far a save is, for whoever looks
-writing.py        one save: its planner, its files, their description
-agreement.py      what all ranks must have given alike
-driving.py        one call of torch.distributed.checkpoint, and the one error of all ranks
+writing.py        one rank's part in a save: declaration, file, and on rank 0 plan and description
+agreement.py      collectives that propagate errors, and the check that arguments agree
 async_save.py     saving while training goes on
-saving.py         save
+saving.py         save: plan, write, commit
 found.py          the checkpoint that a step or a folder means
 transfer.py       bytes of stored chunks into tensors, checked
 fetch.py          what a rank has planned to read: verified, then read
@@ -60,7 +59,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
-    from rankbook.checkpoint.driving import Saved
     from rankbook.checkpoint.folders import remove, steps
     from rankbook.checkpoint.loading import load, load_metadata, load_plain
     from rankbook.checkpoint.mapping import (
@@ -73,14 +71,13 @@ if TYPE_CHECKING:
         is_main_replica,
     )
     from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_dict
-    from rankbook.checkpoint.saving import save
+    from rankbook.checkpoint.saving import Saved, save
     from rankbook.checkpoint.strictness import StrictHandling
     from rankbook.checkpoint.verifying import Report, verify
     from rankbook.errors import CheckpointingException
 
 _NAMES = {
     "rankbook.checkpoint.async_save": ("SaveHandle",),
-    "rankbook.checkpoint.driving": ("Saved",),
     "rankbook.checkpoint.folders": ("remove", "steps"),
     "rankbook.checkpoint.loading": (
         "load",
@@ -100,7 +97,7 @@ _NAMES = {
         "load_sharded_state_dict",
         "sharded_state_dict",
     ),
-    "rankbook.checkpoint.saving": ("save",),
+    "rankbook.checkpoint.saving": ("Saved", "save"),
     "rankbook.checkpoint.strictness": ("StrictHandling",),
     "rankbook.checkpoint.verifying": (
         "Report",

@@ -1,7 +1,7 @@
 """Saving while training goes on.
 
 Owns: the copies that training cannot change, the thread that writes them, the process group that this thread has for
-itself, and the handle. Refuses: what a save does (`driving.py`).
+itself, and the handle. Refuses: what a save does (`saving.py`).
 
 The thread talks to the other ranks' threads through a gloo group of its own: in the training's group its collectives
 would meet the training's. A group lives as long as all ranks have it; where one has not (its process is new), all make
@@ -26,17 +26,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rankbook.checkpoint.contents import Contents, HeldTensor, Unstaged
-from rankbook.checkpoint.driving import Saved
 from rankbook.checkpoint.replicas import control_device
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from rankbook.checkpoint.saving import Saved
 
 NICENESS = 8
 """Of the thread that saves, above the process's own: a tenth of a processor that training wants all of."""

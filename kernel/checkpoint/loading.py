@@ -1,34 +1,29 @@
 """Loading: every rank calls it with the map of what it wants, however many ranks have saved.
 
-Owns: `load`, `load_plain`, `load_metadata`, and the planner and the reader that `torch.distributed.checkpoint` drives.
-Refuses: which bytes go where (`reading.py`, `transfer.py`), and which checkpoint it is (`found.py`).
+In three phases, between which no rank raises alone (`agreement.RankGroup`). Plan: every rank plans its reads, and
+rank 0 decides about keys that do not match. Verify: every rank reads its objects and compares the bytes of its tensors
+with their checksums, and writes nothing. Fill: every rank reads into its tensors.
+
+Which bytes go where is decided in `reading.py` and `transfer.py`, and which checkpoint it is in `found.py`.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from rankbook.checkpoint.agreement import agreed, spelt
+from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
 from rankbook.checkpoint.contents import Wishes, everything
-from rankbook.checkpoint.driving import quiet, raise_own, words
+from rankbook.checkpoint.coverage import said
 from rankbook.checkpoint.fetch import Fetch
 from rankbook.checkpoint.folders import asked_for
 from rankbook.checkpoint.found import Found, Step, find
 from rankbook.checkpoint.manifest import Manifest
-from rankbook.checkpoint.reading import ReadPlan, plan_read
+from rankbook.checkpoint.reading import plan_read
 from rankbook.checkpoint.saving import Folder
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.strictness import Decision, StrictHandling, decide
@@ -64,7 +59,7 @@ def load(
     storage, and without `verify`, they are read once, and the error names the tensors that are neither old nor new.
     """
     prepared = prepare_load(sharded_state_dict, folder, step=step, strict=strict, verify=verify, cast=cast, allow=allow)
-    state, decision = prepared.fill(), prepared.planner.decision
+    state, decision = prepared.fill(), prepared.decision
     if prepared.mode.returns_keys:
         return state, set(decision.missing), set(decision.unexpected)
     return state
@@ -79,8 +74,8 @@ def prepare_load(
     verify: bool = True,
     cast: bool = False,
     allow: Sequence[type | str] = (),
-) -> Prepared:
-    """`load` up to the first tensor that is written; `fill` of what is returned does the rest."""
+) -> Loader:
+    """Load up to the first tensor that is written; `fill` of the loader that is returned does the rest."""
     mode, storage, _ = agreed(
         "load",
         lambda: (StrictHandling.of(strict), storage_of(folder), asked_for(step)),
@@ -91,207 +86,119 @@ def prepare_load(
         cast=cast,
     )
     found = find(storage, step)
-    return prepare(
+    loader = Loader(
         found,
         lambda: Wishes(sharded_state_dict, found.manifest),
         mode=mode,
         verify=verify,
         cast=cast,
         allow=allow,
+        ranks=RankGroup(),
     )
+    return loader.prepare()
 
 
-_NOTHING_TO_DECIDE = Decision("", "", frozenset(), frozenset(), frozenset())
+class Request(NamedTuple):
+    """What rank 0 needs of a rank's plan. `keys`: all that the rank asks for, or those of them that are not stored."""
+
+    keys: set[str]
+    mismatches: list[str]
 
 
-class Prepared:
-    """A load of which all ranks have planned and verified their parts, and nobody has written anything."""
+class Loader:
+    """One rank's part in a load. Called in this order: `plan`, `decide` on rank 0, `verify`, `read`, `assemble`."""
 
-    def __init__(self, planner: Planner, fetch: Fetch, mode: StrictHandling, *, alone: bool) -> None:
-        self.planner, self.mode = planner, mode
-        self._fetch = fetch
-        self._alone = alone
-        self._objects: dict[str, Any] = {}
-        self._common: Any = None
+    def __init__(
+        self,
+        found: Found,
+        wishes: Callable[[], Wishes],
+        *,
+        mode: StrictHandling,
+        verify: bool,
+        cast: bool = False,
+        allow: Sequence[type | str] = (),
+        ranks: RankGroup,
+    ) -> None:
+        self.mode = mode
+        self.decision = Decision("", "", frozenset(), frozenset(), frozenset())
+        self._found = found
+        self._make_wishes = wishes
+        self._cast = cast
+        self._fetch = Fetch(found, verify=verify, allow=allow)
+        self._ranks = ranks
 
-    def verify(self) -> None:
-        """Read all but the tensors, and verify those."""
-        fetch, own = self._fetch, self.planner
-        assert own.wishes is not None
-        self._objects = fetch.objects([each.unique_key for each in own.wishes.objects])
-        self._common = fetch.common(own.wishes)
-        if own.is_coordinator:
-            fetch.small_files()
-        fetch.verify(own.plan, own.wishes.fresh, ranks=1 if self._alone else _ranks_here())
-        fetch.conclude()
+    def prepare(self) -> Self:
+        """Plan and verify, on all ranks, and write nothing. A collective; raises as `load`."""
+        try:
+            self.decision = self._ranks.exchange(self.plan, self.decide)
+            self._ranks.run(self.verify)
+        except RanksFailed as failure:
+            failure.reraise("load")
+        if self.decision.warning and self._ranks.rank == 0:
+            logger.warning(self.decision.warning)
+        return self
 
     def fill(self) -> Any:  # noqa: ANN401 - nested as the given one
         """Read the tensors, and return the state dict that the wishes make. A collective; raises as `load`."""
-        wishes = self.planner.wishes
-        assert wishes is not None
+        try:
+            self._ranks.run(self.read)
+        except RanksFailed as failure:
+            failure.reraise("load")
+        return self.assemble()
 
-        def tensors() -> None:
-            self._fetch.tensors(self.planner.plan, wishes.tensors, wishes.fresh)
-            self._fetch.conclude()
-
-        _run(Reader(tensors), NoPlan(), alone=self._alone)
-        return wishes.assembled(self._objects, self._common, self.planner.decision.skipped)
-
-
-def prepare(
-    found: Found,
-    wishes: Callable[[], Wishes],
-    *,
-    mode: StrictHandling,
-    verify: bool,
-    cast: bool = False,
-    allow: Sequence[type | str] = (),
-    together: bool = True,
-) -> Prepared:
-    """Plan and verify what `wishes` asks for. A collective with `together`. Raises as `load`."""
-    alone = not (together and dist.is_initialized())
-    planner = Planner(found, wishes, mode, cast=cast)
-    prepared = Prepared(planner, Fetch(found, verify=verify, allow=allow), mode, alone=alone)
-    _run(Reader(prepared.verify), planner, alone=alone)
-    if planner.decision.warning and (alone or dist.get_rank() == 0):
-        logger.warning(planner.decision.warning)
-    return prepared
-
-
-def _run(reader: Reader, planner: LoadPlanner, *, alone: bool) -> None:
-    """Have all ranks plan and read. Raises, the same on every rank, what went wrong on one."""
-    try:
-        with quiet(alone):
-            dcp.load({}, storage_reader=reader, planner=planner, no_dist=alone)
-    except CheckpointException as failure:
-        raise_own(failure, 0 if alone else dist.get_rank(), words(failure, "load"))
-
-
-def _ranks_here() -> int:
-    """Return how many ranks of this machine load at the same time."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() and int(told) else dist.get_world_size()
-
-
-class NoPlan(LoadPlanner):
-    """Stands where torch wants a plan, once the ranks have one."""
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
-        """Called by torch."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return an empty one."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return them as they are."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return it as it is."""
-        return central_plan
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:  # noqa: ANN401
-        """Not called: the reader's work fills the tensors itself."""
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:  # noqa: ANN401
-        """Not called: the reader's work fills the tensors itself."""
-        raise NotImplementedError
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:  # noqa: ANN401
-        """Not called: the reader's work fills the tensors itself."""
-        raise NotImplementedError
-
-
-class Planner(NoPlan):
-    """Has each rank plan what it reads, and rank 0 decide about keys that do not match."""
-
-    def __init__(self, found: Found, ask: Callable[[], Wishes], mode: StrictHandling, *, cast: bool) -> None:
-        self._found = found
-        self._ask = ask
-        self._mode = mode
-        self._cast = cast
-        self.wishes: Wishes | None = None
-        self.plan = ReadPlan()
-        self.decision = _NOTHING_TO_DECIDE
-        self.is_coordinator = True
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
-        """Called by torch; the state dict is not needed."""
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """This rank's reads."""
-        wishes = self.wishes = self._ask()
-        self.plan = plan_read([each.wanted() for each in wishes.tensors], self._found.manifest, cast=self._cast)
-        asked = {each.key for each in wishes.tensors} | {each.unique_key for each in wishes.objects}
+    def plan(self) -> Request:
+        """Plan this rank's reads."""
+        self._wishes = self._make_wishes()
         stored = self._found.manifest
-        unknown = {key for key in asked if key not in stored.tensors and key not in stored.objects}
-        told = (asked if self._mode.asks_all_ranks else unknown, [each.what for each in self.plan.mismatches])
-        return LoadPlan([], planner_data=told)
+        self._read_plan = plan_read([tensor.wanted() for tensor in self._wishes.tensors], stored, cast=self._cast)
+        keys = {tensor.key for tensor in self._wishes.tensors} | {each.unique_key for each in self._wishes.objects}
+        if not self.mode.asks_all_ranks:
+            keys = {key for key in keys if key not in stored.tensors and key not in stored.objects}
+        return Request(keys, [mismatch.what for mismatch in self._read_plan.mismatches])
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0: raise about mismatches and, as the mode says, about keys."""
-        complaints: dict[str, list[int]] = {}
-        for rank, each in enumerate(global_plan):
-            for what in each.planner_data[1]:
-                complaints.setdefault(what, []).append(rank)
-        if complaints:
-            lines = [f"{what} (rank{'s' * (len(r) > 1)} {', '.join(map(str, r))})" for what, r in complaints.items()]
+    def decide(self, requests: list[Request]) -> list[Decision]:
+        """Raise `CheckpointingException` about mismatches and, as the mode says, about keys. Return one for all."""
+        mismatches: dict[str, list[int]] = {}
+        for rank, request in enumerate(requests):
+            for mismatch in request.mismatches:
+                mismatches.setdefault(mismatch, []).append(rank)
+        if mismatches:
+            lines = [f"{mismatch} ({said(ranks)})" for mismatch, ranks in mismatches.items()]
             more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
             raise CheckpointingException(
                 f"the checkpoint {self._found} does not have what was asked for:\n  " + "\n  ".join([*lines[:8], *more])
             )
         manifest = self._found.manifest
-        asked = [each.planner_data[0] for each in global_plan]
         sharded = [*manifest.tensors, *(key for key in manifest.objects if key not in manifest.values)]
-        decision = decide(asked, sharded, self._mode, str(self._found))
+        decision = decide([request.keys for request in requests], sharded, self.mode, str(self._found))
         if decision.error:
             raise CheckpointingException(decision.error)
-        return [LoadPlan([], planner_data=decision) for _ in global_plan]
+        return [decision] * len(requests)
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As rank 0 decided."""
-        self.decision = central_plan.planner_data
-        return central_plan
+    def verify(self) -> None:
+        """Read the objects and the common part, and compare the tensors' bytes with their checksums."""
+        fetch = self._fetch
+        self._objects = fetch.objects([each.unique_key for each in self._wishes.objects])
+        self._common = fetch.common(self._wishes)
+        if self._ranks.rank == 0:
+            fetch.small_files()
+        fetch.verify(self._read_plan, self._wishes.fresh, ranks=1 if self._ranks.alone else _ranks_of_this_machine())
+        fetch.conclude()
+
+    def read(self) -> None:
+        """Read into the tensors."""
+        self._fetch.tensors(self._read_plan, self._wishes.tensors, self._wishes.fresh)
+        self._fetch.conclude()
+
+    def assemble(self) -> Any:  # noqa: ANN401 - nested as the given one
+        """Return the state dict that the wishes make."""
+        return self._wishes.assembled(self._objects, self._common, self.decision.skipped)
 
 
-class Reader(StorageReader):
-    """Does a rank's `work` once all ranks have their plans."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def reset(self, checkpoint_id: Any = None) -> None:  # noqa: ANN401
-        """Called by torch; there is a reader for each load."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ANN401
-        """Whether torch may choose this reader by itself: no."""
-        return False
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401
-        """The planner has the manifest."""
-        return Metadata({})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Called by torch."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Do the work. Raises `CheckpointingException` where something is damaged."""
-        self._work()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+def _ranks_of_this_machine() -> int:
+    """Return how many ranks of this machine load at the same time."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() and int(count) else dist.get_world_size()
 
 
 def load_plain(
@@ -303,15 +210,15 @@ def load_plain(
     """
     found = find(storage_of(folder), step, together=False)
     found.check_sizes()  # before memory is taken for what the manifest says
-    prepared = prepare(
+    loader = Loader(
         found,
         lambda: Wishes(everything(found.manifest), found.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
-        together=False,
+        ranks=RankGroup(alone=True),
     )
-    return prepared.fill()
+    return loader.prepare().fill()
 
 
 def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:

@@ -1,31 +1,117 @@
-"""Saving: every rank calls it with its part; afterwards all of it is there, or what was there before.
+"""Saving, and the checkpoint's commit: either the whole of a step becomes visible, or what was there before stays.
 
-Owns: `save`, its options and their checks. Refuses: the work (`driving.py`, `writing.py`, `async_save.py`).
+Theory of operation: the commit
+===============================
+
+A step is written into `step-N.partial` and becomes visible by one rename to `step-N`. Readers look at `step-N` alone,
+so until that rename a save can stop anywhere without anybody loading half a checkpoint. What a process leaves behind
+when it is killed depends on how far it came; nothing of it is cleaned up by the process that dies, only by the next
+save into the same folder.
+
+1. All ranks agree on the arguments (`agreed`), and the asynchronous save before this one has ended. On disk: nothing.
+
+2. **Plan.** Every rank declares which chunks it holds (`Writer.declare`); rank 0 gathers the declarations, checks that
+   they make up every tensor exactly once, decides who writes what, and scatters a task to every rank (`Writer.plan`).
+   A rank whose declaration is that of the save before sends its digests alone; if rank 0 does not know them (it is a
+   new process), it answers None and all declare once more. Before rank 0 answers, it takes the folder's lock, sweeps
+   what killed saves have left (see below), chooses the step, and claims it: the file `step-N.partial.owner` names this
+   process and is created only where there is none, so of two jobs that save the same step one gets an error. Then it
+   removes the rest of an earlier attempt.
+   *A crash here leaves* the owner file.
+
+3. **Write.** Every rank writes its one file, `step-N.partial/__R_0.distcp`, and syncs the file and its folder.
+   *A crash here leaves* the owner file and a partial folder, with files cut off anywhere.
+
+4. **Describe.** Rank 0 gathers what the ranks have written, and checks that it sees every file with its whole size.
+   It writes `common.pt`, `metadata.json` and `.metadata`, which other programs read, and last `manifest.json`, which
+   has every chunk's place and checksum. Each file is synced before the next one is begun, so a folder with a manifest
+   is complete.
+   *A crash here leaves* a partial folder; even with a manifest no step is loaded from it, since it has the wrong name.
+
+5. **Rename.** Under the folder's lock rank 0 checks that the claim is still its own, writes the next `latest` to
+   `step-N.latest` (the last operation that needs room on the disk), renames `step-N.partial` to `step-N`, and renames
+   `step-N.latest` to `latest`. Where step N was there before, Linux exchanges the two folders in one system call, and
+   the old one is removed afterwards. Where folders cannot be exchanged, the old one is put aside as `step-N.old`, which
+   readers take in the place of `step-N` while that is missing.
+   *A crash before the rename leaves* what it left in 4, and `step-N.latest`. *After it* step N is complete and can be
+   loaded by its number; `latest` names the step before until the second rename. The old folder may be left, under the
+   partial or the `.old` name, and the owner file.
+
+6. Rank 0 removes the owner file, then old steps as `keep` says, and tells every rank. A failure to remove old steps is
+   no failure of the save: the next one tries again. Where only `latest` cannot be replaced, the save fails and says
+   that the step is complete.
+
+**Who cleans up.** A save that fails while its processes live is cleaned up by rank 0 at once (`Place.abandon`): the
+partial folder, the next `latest` and the claim go, and every rank raises the same error. What a killed process has left
+is swept by the next save into the folder (`folders.sweep`, in step 2). The owner file tells the two apart: a partial
+folder is swept only if its owner is dead (its process is gone, or another one has its number now; on another machine,
+if its claim is a day old). A step that was put aside and has no successor gets its name back.
+
+A checkpoint with a name of its own, as `Accelerator.save_state` makes them, goes the same way as `NAME.partial`,
+without `latest` and without a sweep: the next save of that name removes what is left, and so does the Accelerator for
+its numbered folders.
+
+**Errors.** No rank raises between two collectives. What a rank's work raises travels in the place of its result
+(`agreement.RankGroup`), so all ranks end the phase together and raise one error that names every rank that failed with
+its reason. A rank that dies breaks the group's connections; the others get torch's error, with a note. Only rank 0
+changes anything outside of the partial folder, and only in steps 2, 5 and 6.
+
+An asynchronous save copies the data first, and does all from step 2 in a thread, over a process group of its own
+(`async_save.py`).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from rankbook.checkpoint import async_save
-from rankbook.checkpoint.agreement import agreed, spelt
+from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
-from rankbook.checkpoint.driving import Saved, perform
 from rankbook.checkpoint.folders import whole_number
 from rankbook.checkpoint.manifest import check_json
 from rankbook.checkpoint.place import Place, Retention
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.telling import Telling
+from rankbook.checkpoint.writing import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.telemetry import CheckpointSave
 
 Folder = str | os.PathLike[str] | Storage
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint: its `step` and `name` in the `folder`, this rank's bytes, the seconds that it took."""
+
+    folder: str
+    name: str
+    step: int | None
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class _Process:
+    """What this process keeps from one save to the next."""
+
+    history: PlanHistory = field(default_factory=PlanHistory)
+    last: Saved | None = None
+
+
+_process = _Process()
+
+
+def last_saved() -> Saved | None:
+    """Return the last checkpoint that this process has saved with the others; None if there is none."""
+    return _process.last
 
 
 def save(
@@ -98,16 +184,58 @@ def save_contents(
     fully_parallel: bool = False,
     busy: str = "wait",
 ) -> Saved | SaveHandle:
-    """`save`, of what has been taken apart, in a place of any name."""
+    """Save what has been taken apart, in a place of any name. See `save`."""
     async_save.settle(refuse=busy == "refuse")
     telling = Telling(place.folder, background=async_, on_progress=on_progress)
 
-    def work(held: Contents, group: Any) -> Saved:  # noqa: ANN401 - a process group
-        return perform(held, place, telling, metadata=metadata, fully_parallel=fully_parallel, group=group)
+    def run(held: Contents, group: Any) -> Saved:  # noqa: ANN401 - a process group
+        return run_save(held, place, telling, metadata=metadata, fully_parallel=fully_parallel, group=group)
 
     if not async_:
-        return work(contents, None)
-    return async_save.start(contents, telling, work, everything=fully_parallel)
+        return run(contents, None)
+    return async_save.start(contents, telling, run, everything=fully_parallel)
+
+
+def run_save(
+    contents: Contents,
+    place: Place,
+    telling: Telling,
+    *,
+    metadata: dict[str, Any],
+    fully_parallel: bool = False,
+    group: Any = None,  # noqa: ANN401 - a process group
+) -> Saved:
+    """Save on the calling thread, with every rank of `group`: plan, write and commit, as described above.
+
+    Raises `CheckpointingException`, the same on every rank.
+    """
+    began = time.monotonic()
+    ranks = RankGroup(group)
+    writer = Writer(
+        ranks.rank, contents, place, telling, _process.history, metadata=metadata, fully_parallel=fully_parallel
+    )
+    try:
+        task = ranks.exchange(lambda: writer.declare(whole=False), writer.plan)
+        if task is None:
+            task = ranks.exchange(lambda: writer.declare(whole=True), writer.plan)
+        assert task is not None
+        own = task
+        ranks.exchange(lambda: writer.write(own), writer.commit)
+    except BaseException as error:
+        _process.history.clear()
+        if ranks.rank == 0:
+            place.abandon()
+        if isinstance(error, RanksFailed):
+            telling.failed(error.message("save"))
+            error.reraise("save")
+        telling.failed(f"{type(error).__name__}: {error}")  # the ranks have lost each other
+        error.add_note(f"The save to {place.folder} was broken off; what was saved before is untouched.")
+        raise
+    saved = Saved(place.folder, telling.name, telling.step, telling.written, time.monotonic() - began)
+    _process.last = saved
+    telling.enter("done")
+    telling.check()  # the checkpoint is complete; what the listener raised is raised all the same
+    return saved
 
 
 def _metadata(given: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,18 +1,16 @@
-"""One save, as `torch.distributed.checkpoint` drives it: the plan that all ranks agree on, and the files they write.
+"""One rank's part in one save: what it declares, the file it writes, and on rank 0 the plan and the description.
 
-Owns: the planner and the writer of a save, what each rank's file holds, and the order in which a checkpoint comes to be
-complete. Refuses: to choose the step and the folder (`saving.py`), and threads (`async_save.py`).
+`saving.py` calls a `Writer`'s methods in turn on all ranks, and has the theory of how a checkpoint is committed.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,9 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from rankbook.checkpoint import blobs
 from rankbook.checkpoint.checksums import crc32, whole
@@ -46,8 +41,7 @@ from rankbook.checkpoint.manifest import (
     now,
 )
 from rankbook.checkpoint.place import Place
-from rankbook.checkpoint.plan import Assignment, PlanCache, plan_save
-from rankbook.checkpoint.plan import SavePlan as Plan
+from rankbook.checkpoint.plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import CheckpointingException
 
@@ -69,12 +63,21 @@ COMMON = "common.pt"
 OF_MEGATRON = "metadata.json"
 
 
-class PlanAgain(Exception):
-    """Rank 0 does not know the plan that another rank referred to; it is to be sent whole."""
+Signature = tuple[str, str]
+"""The two digests of a `Declared`."""
+
+
+class WriteTask(NamedTuple):
+    """What rank 0 has planned for a rank: what it writes, in which partial folder, of which checkpoint and step."""
+
+    assignment: Assignment
+    partial: str
+    name: str
+    step: int | None
 
 
 @dataclass
-class RankFile:
+class WrittenFile:
     """What one rank has written: its file, and where in it each chunk and each object lies."""
 
     rank: int
@@ -84,127 +87,98 @@ class RankFile:
     objects: list[tuple[str, StoredObject]] = field(default_factory=list)
 
 
-class Plans:
-    """What this process remembers of the save before: rank 0 the plan, each rank what it has told rank 0."""
+class PlanHistory:
+    """What this process keeps of the save before: rank 0 its plan, every rank the signature that it sent to rank 0."""
 
     def __init__(self) -> None:
-        self.kept = PlanCache()
-        self.told: tuple[str, str] | None = None
+        self.cache = PlanCache()
+        self.sent: Signature | None = None
 
-    def forget(self) -> None:
-        """The save has failed: the next one begins anew."""
+    def clear(self) -> None:
+        """Forget all of it, after a save that failed."""
         self.__init__()  # type: ignore[misc]
 
 
-class Planner(SavePlanner):
-    """Has rank 0 plan for all ranks. A rank whose part is what it was the last time sends its digests alone."""
-
-    def __init__(self, contents: Contents, plans: Plans, *, fully_parallel: bool, whole: bool) -> None:
-        self._contents = contents
-        self._plans = plans
-        self._fully_parallel = fully_parallel
-        self._whole = whole
-        self.plan: Plan | None = None
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
-        """Called by torch; the state dict is not needed."""
-
-    def create_local_plan(self) -> SavePlan:
-        """This rank's part."""
-        declared = self._contents.declared()
-        signature = declared.signature()
-        known = not self._whole and self._plans.told == signature
-        self._plans.told = signature
-        return SavePlan([], planner_data=signature if known else declared.packed())
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On rank 0: who writes what. Raises `CheckpointingException` where the ranks' parts do not fit."""
-        told = [each.planner_data for each in all_plans]
-        parts = [Declared.unpacked(each) if isinstance(each, bytes) else each for each in told]
-        signatures = [each.signature() if isinstance(each, Declared) else each for each in parts]
-        kept, parallel = self._plans.kept, self._fully_parallel
-        plan = kept.recall(signatures, fully_parallel=parallel)
-        if plan is None:
-            if not all(isinstance(each, Declared) for each in parts):
-                raise PlanAgain
-            plan = plan_save(parts, fully_parallel=parallel)
-            kept.keep(plan, signatures, fully_parallel=parallel)
-        self.plan = plan
-        return [SavePlan([], planner_data=plan.of_rank(rank)) for rank in range(len(parts))], Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As rank 0 said."""
-        return new_plan
-
-    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:  # noqa: ANN401
-        """Not asked for: `Writer` knows the contents."""
-        raise NotImplementedError
-
-
-class Writer(StorageWriter):
-    """Writes a rank's part to `partial`, a folder of `storage`; rank 0 completes it there, and `commit` moves it."""
+class Writer:
+    """One rank's part in a save. Called in this order: `declare`, `plan` on rank 0, `write`, `commit` on rank 0."""
 
     def __init__(
-        self, place: Place, contents: Contents, planner: Planner, telling: Telling, metadata: dict[str, Any]
+        self,
+        rank: int,
+        contents: Contents,
+        place: Place,
+        telling: Telling,
+        history: PlanHistory,
+        *,
+        metadata: dict[str, Any],
+        fully_parallel: bool,
     ) -> None:
-        self._place = place
+        self._rank = rank
         self._contents = contents
-        self._planner = planner
+        self._place = place
         self._telling = telling
+        self._history = history
         self._metadata = metadata
-        self.rank = 0
-        self.is_coordinator = True
+        self._fully_parallel = fully_parallel
+        self._plan: SavePlan | None = None
         self._partial = ""
 
-    def reset(self, checkpoint_id: Any = None) -> None:  # noqa: ANN401
-        """Called by torch; there is a writer for each save."""
+    def declare(self, *, whole: bool) -> Signature | bytes:
+        """Return what this rank holds, for rank 0 to plan; the signature alone where it is that of the save before.
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ANN401
-        """Whether torch may choose this writer by itself: no."""
-        return False
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Called by torch with this process's `rank`."""
-        self.rank, self.is_coordinator = kwargs.get("rank", 0), is_coordinator
+        With `whole` all of it in any case.
+        """
         self._telling.check()
+        declared = self._contents.declared()
+        signature = declared.signature()
+        known = not whole and self._history.sent == signature
+        self._history.sent = signature
+        return signature if known else declared.packed()
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
+    def plan(self, declarations: list[Signature | bytes]) -> list[WriteTask | None]:
+        """Plan the save, and make the partial folder. Returns a task for every rank.
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: make the partial folder, and tell all ranks its name."""
+        None for every rank where one has sent a signature that this process does not know: all are to declare anew.
+        Raises `CheckpointingException` where the ranks' parts do not fit together.
+        """
+        parts = [Declared.unpacked(part) if isinstance(part, bytes) else part for part in declarations]
+        signatures = [part.signature() if isinstance(part, Declared) else part for part in parts]
+        cache, parallel = self._history.cache, self._fully_parallel
+        plan = cache.recall(signatures, fully_parallel=parallel)
+        if plan is None:
+            declared = [part for part in parts if isinstance(part, Declared)]
+            if len(declared) < len(parts):
+                return [None] * len(parts)
+            plan = plan_save(declared, fully_parallel=parallel)
+            cache.keep(plan, signatures, fully_parallel=parallel)
+        self._plan = plan
         partial = self._place.begin()
-        told = (partial, self._place.shown, self._place.step)
-        return [replace(each, storage_data=told) for each in plans]
+        name, step = self._place.shown, self._place.step
+        return [WriteTask(plan.of_rank(rank), partial, name, step) for rank in range(len(parts))]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write(self, task: WriteTask) -> WrittenFile:
         """Write this rank's file. Raises OSError."""
-        own: Assignment = plan.planner_data
-        telling = self._telling
-        self._partial, telling.name, telling.step = plan.storage_data
-        telling.total = sum(self._contents.tensors[number].nbytes for number in own.tensors)
+        telling, assignment = self._telling, task.assignment
+        self._partial, telling.name, telling.step = task.partial, task.name, task.step
+        telling.total = sum(self._contents.tensors[number].nbytes for number in assignment.tensors)
         telling.enter("writing")
         telling.check()
-        for number in own.tensors:
+        for number in assignment.tensors:
             if (tensor := self._contents.tensors[number]).data.is_meta:
                 raise CheckpointingException(
-                    f"tensor {tensor.key!r}, the chunk at {tensor.global_offset}: rank {self.rank} is to store it and "
-                    "has no data for it"
+                    f"tensor {tensor.key!r}, the chunk at {tensor.global_offset}: rank {self._rank} is to store it "
+                    "and has no data for it"
                 )
-        file = RankFile(self.rank, f"__{self.rank}_0.distcp")
-        if len(own.tensors) or len(own.objects):
-            file.size = self._place.storage.write(f"{self._partial}/{file.name}", self._parts(file, own))
+        file = WrittenFile(self._rank, f"__{self._rank}_0.distcp")
+        if len(assignment.tensors) or len(assignment.objects):
+            file.size = self._place.storage.write(f"{self._partial}/{file.name}", self._parts(file, assignment))
         telling.enter("committing")
         telling.check()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(file.name), file.size, file)])
-        return done
+        return file
 
-    def _parts(self, file: RankFile, own: Assignment) -> Iterator[memoryview | bytes]:
+    def _parts(self, file: WrittenFile, assignment: Assignment) -> Iterator[memoryview | bytes]:
         at = 0
-        for number in own.tensors:
+        for number in assignment.tensors:
             tensor = self._contents.tensors[number]
             envelope = blobs.envelope(tensor.data.dtype, tensor.local_shape)
             yield envelope.before
@@ -233,7 +207,7 @@ class Writer(StorageWriter):
             )
             file.tensors.append((tensor.key, chunk))
             at = begin + after
-        for number in own.objects:
+        for number in assignment.objects:
             stored = self._contents.objects[number]
             blob = stored.blob()
             _tell_unsafe(f"object {stored.unique_key!r}", blob)
@@ -241,52 +215,54 @@ class Writer(StorageWriter):
             file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
 
-    def _find(self, written: list[RankFile]) -> None:
-        """Raises `CheckpointingException` where rank 0 does not see what a rank has written."""
-        there = self._place.storage.list(self._partial)
-        for each in written:
-            if each.size and there.get(each.name) != each.size:
-                path, found = f"{self._place.folder}/{self._partial}/{each.name}", there.get(each.name, "no such file")
+    def _check_visible(self, written: list[WrittenFile]) -> None:
+        sizes = self._place.storage.list(self._partial)
+        for file in written:
+            if file.size and sizes.get(file.name) != file.size:
+                path = f"{self._place.folder}/{self._partial}/{file.name}"
                 raise CheckpointingException(
-                    f"rank {each.rank} wrote {each.size} bytes to {path}, and rank {self.rank} finds {found} there: "
-                    "all ranks must write to the same place, a file system that they share"
+                    f"rank {file.rank} wrote {file.size} bytes to {path}, and rank {self._rank} finds "
+                    f"{sizes.get(file.name, 'no such file')} there: all ranks must write to the same place, a file "
+                    "system that they share"
                 )
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, once all files are there: describe them, and make the checkpoint the newest one."""
-        written: list[RankFile] = [each.storage_data for result in results for each in result]
-        plan = self._planner.plan
-        assert plan is not None
-        self._find(written)
-        files = [StoredFile(each.name, each.size, None, each.rank) for each in written if each.size]
-        places = {each.rank: number for number, each in enumerate(each for each in written if each.size)}
+    def commit(self, written: list[WrittenFile]) -> list[None]:
+        """Describe the files of all ranks, and make the checkpoint the newest one. Returns a None for every rank.
+
+        Raises `CheckpointingException` where this rank does not see what another one has written.
+        """
+        assert self._plan is not None
+        self._check_visible(written)
+        nonempty = [file for file in written if file.size]
+        files = [StoredFile(file.name, file.size, None, file.rank) for file in nonempty]
+        numbers = {file.rank: number for number, file in enumerate(nonempty)}
         tensors: dict[str, StoredTensor] = {}
         chunks: dict[str, list[Chunk]] = {}
-        for each in written:
-            for key, chunk in each.tensors:
-                chunks.setdefault(key, []).append(msgspec.structs.replace(chunk, file=places[each.rank]))
-        for key, planned in plan.tensors().items():
+        for file in nonempty:
+            for key, chunk in file.tensors:
+                chunks.setdefault(key, []).append(msgspec.structs.replace(chunk, file=numbers[file.rank]))
+        for key, planned in self._plan.tensors().items():
             tensors[key] = StoredTensor(
-                planned.dtype, planned.shape, tuple(sorted(chunks.get(key, ()), key=lambda each: each.offset))
+                planned.dtype, planned.shape, tuple(sorted(chunks.get(key, ()), key=lambda chunk: chunk.offset))
             )
         objects = {
-            key: msgspec.structs.replace(stored, file=places[each.rank])
-            for each in written
-            for key, stored in each.objects
+            key: msgspec.structs.replace(stored, file=numbers[file.rank])
+            for file in nonempty
+            for key, stored in file.objects
         }
         common = self._contents.common_file()
         _tell_unsafe("the common part", common)
         small = {
             COMMON: common,
             OF_MEGATRON: msgspec.json.encode(MEGATRON),
-            METADATA: pickle.dumps(for_torch(tensors, objects, [each.name for each in files])),
+            METADATA: pickle.dumps(for_torch(tensors, objects, [file.name for file in files])),
         }
         for name, content in small.items():
             self._place.storage.write(f"{self._partial}/{name}", [content])
-            files.append(StoredFile(name, len(content), crc32(content), self.rank))
+            files.append(StoredFile(name, len(content), crc32(content), self._rank))
         manifest = Manifest(
             created=now(),
-            world_size=len(results),
+            world_size=len(written),
             tensors=tensors,
             objects=objects,
             files=tuple(files),
@@ -297,6 +273,7 @@ class Writer(StorageWriter):
         )
         self._place.storage.write(f"{self._partial}/{MANIFEST}", [encode(manifest)])
         self._place.commit()
+        return [None] * len(written)
 
 
 def _tell_unsafe(what: str, blob: bytes) -> None:

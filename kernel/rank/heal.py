@@ -30,7 +30,7 @@ from rankbook.rank.recoverable import RecoverableGroup
 from rankbook.transport.payload import Packed, pack
 from rankbook.transport.segments import SegmentStore
 
-_SAVES = "rankbook.checkpoint.driving"
+_SAVES = "rankbook.checkpoint.saving"
 _namespaces: list[dict[str, Any]] = []
 """The namespace of this rank's cells, which functions that arrive from a peer see."""
 
@@ -164,8 +164,8 @@ class _Reducer:
 
 def _last_saved() -> str:
     """Where a sharded variable may lie still."""
-    driving = sys.modules.get(_SAVES)  # without it no cell has saved anything
-    saved = driving.last_saved() if driving is not None else None
+    saving = sys.modules.get(_SAVES)  # without it no cell has saved anything
+    saved = saving.last_saved() if saving is not None else None
     if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
         return ""
     return f"; the last checkpoint is {saved.folder}/{saved.name}"

@@ -143,7 +143,7 @@ class Saving(Core):
         copies of everything are written in the background. Raises on every rank when one cannot write, and when an
         earlier save in the background has failed of which nobody was told; the folder is left as it was then.
         """
-        from rankbook.checkpoint.driving import Saved
+        from rankbook.checkpoint.saving import Saved
         from rankbook.runtime import checkpoints
 
         with self._told_to_all("save_state"):

@@ -1,22 +1,19 @@
-"""Many ranks in one process: the real planner, writer, read plan and fetch, driven rank by rank as torch would."""
+"""Many ranks in one process: the real writer, load plan and fetch, called rank by rank in a save's order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
+from rankbook.checkpoint.agreement import RankGroup
 from rankbook.checkpoint.checksums import as_bytes
-from rankbook.checkpoint.contents import Contents, Wishes, contents_of
-from rankbook.checkpoint.driving import Plans
-from rankbook.checkpoint.fetch import Fetch
+from rankbook.checkpoint.contents import Wishes, contents_of
 from rankbook.checkpoint.found import find
-from rankbook.checkpoint.loading import Planner as LoadPlanner
+from rankbook.checkpoint.loading import Loader
 from rankbook.checkpoint.place import Place
 from rankbook.checkpoint.strictness import StrictHandling
 from rankbook.checkpoint.telling import Telling
-from rankbook.checkpoint.writing import Planner, Writer
+from rankbook.checkpoint.writing import PlanHistory, Writer
 
 
 class InMemory:
@@ -59,25 +56,22 @@ class InMemory:
 
 def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_parallel: bool = False) -> None:
     """What each rank holds, saved as these many ranks would."""
-    contents: list[Contents] = [contents_of(each) for each in ranks]
-    place, plans = Place(storage, "memory", step), Plans()
-    writers, local = [], []
-    for rank, each in enumerate(contents):
-        planner = Planner(each, plans if rank == 0 else Plans(), fully_parallel=fully_parallel, whole=True)
-        writer = Writer(place, each, planner, Telling("memory"), {})
-        planner.set_up_planner({}, None, rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank)
-        local.append(writer.prepare_local_plan(planner.create_local_plan()))
-        writers.append((planner, writer))
-    first_planner, first_writer = writers[0]
+    place = Place(storage, "memory", step)
+    writers = [
+        Writer(
+            rank,
+            contents_of(held),
+            place,
+            Telling("memory"),
+            PlanHistory(),
+            metadata={},
+            fully_parallel=fully_parallel,
+        )
+        for rank, held in enumerate(ranks)
+    ]
     try:
-        whole, _ = first_planner.create_global_plan(local)
-        whole = first_writer.prepare_global_plan(whole)
-        results = [
-            writer.write_data(planner.finish_plan(plan), planner).wait()
-            for (planner, writer), plan in zip(writers, whole, strict=True)
-        ]
-        first_writer.finish(Metadata({}), results)
+        tasks = writers[0].plan([writer.declare(whole=True) for writer in writers])
+        writers[0].commit([writer.write(task) for writer, task in zip(writers, tasks, strict=True)])
     except BaseException:
         place.abandon()
         raise
@@ -86,18 +80,19 @@ def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_paral
 def load_ranks(ranks: Sequence[Any], storage: Any, *, verify: bool = True, cast: bool = False) -> list[Any]:
     """What each rank asks for, loaded as these many ranks would."""
     found = find(storage, "latest")
-    planners = [
-        LoadPlanner(found, lambda asked=each: Wishes(asked, found.manifest), StrictHandling.RAISE_ALL, cast=cast)
-        for each in ranks
+    loaders = [
+        Loader(
+            found,
+            lambda asked=asked: Wishes(asked, found.manifest),
+            mode=StrictHandling.RAISE_ALL,
+            verify=verify,
+            cast=cast,
+            ranks=RankGroup(alone=True),
+        )
+        for asked in ranks
     ]
-    plans = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
-    loaded = []
-    for planner, plan in zip(planners, plans, strict=True):
-        planner.finish_plan(plan)
-        fetch, wishes = Fetch(found, verify=verify), planner.wishes
-        fetch.tensors(planner.plan, wishes.tensors)
-        objects = fetch.objects([each.unique_key for each in wishes.objects])
-        common = fetch.common(wishes)
-        fetch.conclude()
-        loaded.append(wishes.assembled(objects, common, planner.decision.skipped))
-    return loaded
+    loaders[0].decide([loader.plan() for loader in loaders])
+    for loader in loaders:
+        loader.verify()
+        loader.read()
+    return [loader.assemble() for loader in loaders]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankbook.checkpoint import agreement
-from rankbook.errors import BadRequest
+from rankbook.checkpoint.agreement import Failure, RankGroup, RanksFailed
+from rankbook.errors import BadRequest, CheckpointingException
 from tests.rank_processes import run_ranks
 
 
@@ -58,6 +59,9 @@ def attempts(folder):
         def __reduce__(self):
             raise TypeError("no pickle of this")
 
+    class UnpicklableError(Unpicklable, Exception):
+        pass
+
     rc.save(state, folder, step=1)
     attempt("step", lambda: rc.save(state, folder, step=5 + rank))
     attempt("folder", lambda: rc.save(state, other))
@@ -77,6 +81,7 @@ def attempts(folder):
     )
     attempt("listener", lambda: rc.save(state, folder, step=5, on_progress=broken))
     attempt("disk", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(28, "No space left"))))
+    attempt("error", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", UnpicklableError("odd"))))
     attempt("interrupt", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", KeyboardInterrupt())))
     attempt("rank 0", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(5, "I/O error"), on=0)))
     attempt("commit", lambda: rc.save(state, Fails("move", OSError(5, "I/O error"), on=0), step=5))
@@ -112,6 +117,7 @@ ALIKE = {
     "no dict": r"CheckpointingException: .*rank 1: a sharded state dict is a dict, not a list",
     "no data": r"CheckpointingException: .*'w', the chunk at \(2,\): rank 1 is to store it and has no data",
     "disk": r"CheckpointingException: the save failed, and nothing was changed: rank 1: OSError: .*No space left",
+    "error": r"CheckpointingException: the save failed, and nothing was changed: rank 1: UnpicklableError: odd",
     "rank 0": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
     "commit": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
     "load step": r"BadRequest: the load has not begun.*step is 1 on rank 0, 2 on rank 1",
@@ -148,3 +154,89 @@ def test_alone_an_argument_that_is_wrong_is_told_as_it_is():
     with pytest.raises(OSError, match="disk"):
         agreement.agreed("save", lambda: (_ for _ in ()).throw(OSError("disk")))
     assert agreement.agreed("save", lambda: 7, step=1) == 7
+
+
+def failed(errors, rank=0):
+    """What the rank raises where the ranks have these errors."""
+    return RanksFailed({which: Failure.of(error) for which, error in errors.items()}, errors.get(rank))
+
+
+def test_one_complaint_is_said_once_whoever_makes_it():
+    own = CheckpointingException("tensor 'w' has a hole")
+    assert failed({0: own}).message("save") == "tensor 'w' has a hole"
+    assert failed({0: own, 3: own}).message("save") == "tensor 'w' has a hole"
+
+
+def test_what_others_raise_is_said_with_its_ranks():
+    disk, other = OSError(28, "No space left"), CheckpointingException("a damaged chunk")
+    assert failed({1: disk, 2: disk}).message("save") == (
+        "the save failed, and nothing was changed: ranks 1-2: OSError: [Errno 28] No space left"
+    )
+    assert failed({0: other, 5: disk}).message("load") == (
+        "the load failed: rank 0: a damaged chunk; rank 5: OSError: [Errno 28] No space left"
+    )
+
+
+def test_an_interrupt_is_raised_where_it_came_and_names_the_others():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        failed({1: KeyboardInterrupt()}, rank=1).reraise("load")
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        failed({1: KeyboardInterrupt(), 2: OSError(5, "I/O error")}, rank=1).reraise("load")
+    assert caught.value.__notes__ == [
+        "the load failed: rank 1: KeyboardInterrupt: ; rank 2: OSError: [Errno 5] I/O error"
+    ]
+    with pytest.raises(CheckpointingException, match=r"^the load failed: rank 1: KeyboardInterrupt: $"):
+        failed({1: KeyboardInterrupt()}).reraise("load")
+
+
+def test_the_cause_is_kept_where_it_happened():
+    disk = OSError(28, "No space left")
+    with pytest.raises(CheckpointingException) as caught:
+        failed({0: disk}).reraise("save")
+    assert caught.value.__cause__ is disk
+    with pytest.raises(CheckpointingException) as caught:
+        failed({1: disk}).reraise("save")
+    assert caught.value.__cause__ is None
+
+
+def exchange():
+    """Each rank's results, and what it raises where another one fails."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    ranks = RankGroup(dist.new_group())
+    found = [ranks.exchange(lambda: rank + 1, lambda told: [10 * each for each in told])]
+
+    def fail(on):
+        if rank == on:
+            raise MemoryError(f"on {rank}")
+        return rank
+
+    for work, combine in (
+        (lambda: fail(2), list),
+        (lambda: rank, lambda told: [fail(0) for _ in told]),
+        (lambda: fail(1), lambda _: fail(0)),  # rank 0 does not combine what is not all there
+    ):
+        try:
+            ranks.exchange(work, combine)
+        except RanksFailed as failure:
+            found.append((failure.failures, repr(failure.own)))
+    try:
+        ranks.run(lambda: fail(1))
+    except RanksFailed as failure:
+        found.append((failure.failures, repr(failure.own)))
+    ranks.run(lambda: None)
+    return found
+
+
+@pytest.mark.processes
+def test_a_failure_of_one_rank_reaches_all_of_them_and_the_group_is_good_for_more():
+    def failure(rank):
+        return {rank: Failure(f"MemoryError: on {rank}", expected=False)}
+
+    for rank, (result, *failures) in enumerate(run_ranks(exchange, 3)):
+        assert result == 10 * (rank + 1)
+        assert failures == [
+            (failure(which), f"MemoryError('on {which}')" if which == rank else "None") for which in (2, 0, 1, 1)
+        ]

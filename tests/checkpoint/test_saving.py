@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint import driving
+from rankbook.checkpoint import agreement, saving
 from rankbook.checkpoint.manifest import PIECE
 from rankbook.checkpoint.plan import PlanCache
+from rankbook.checkpoint.writing import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 
@@ -153,14 +154,15 @@ def test_a_listener_that_breaks_is_told_of_and_costs_no_checkpoint(tmp_path, cap
 def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
     told = []
 
-    class Spied(driving.Planner):
-        def create_local_plan(self):
-            plan = super().create_local_plan()
-            told.append("digests" if isinstance(plan.planner_data, tuple) else "all")
-            return plan
+    declare = Writer.declare
 
-    monkeypatch.setattr(driving, "Planner", Spied)
-    monkeypatch.setattr(driving, "_plans", driving.Plans())
+    def spied(self, *, whole):
+        declared = declare(self, whole=whole)
+        told.append("digests" if isinstance(declared, tuple) else "all")
+        return declared
+
+    monkeypatch.setattr(Writer, "declare", spied)
+    monkeypatch.setattr(saving._process, "history", PlanHistory())
     rc.save({"w": torch.zeros(3), "lr": 0.1}, tmp_path)
     rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)  # another common part: it alone is told anew
     rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)
@@ -170,7 +172,7 @@ def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
     rc.save({"w": torch.ones(4), "lr": 0.2}, tmp_path)
     assert told == ["all"]
     told.clear()
-    driving._plans.kept = PlanCache()  # rank 0 is a new process
+    saving._process.history.cache = PlanCache()  # rank 0 is a new process
     rc.save({"w": torch.full((4,), 2.0), "lr": 0.2}, tmp_path)
     assert told == ["digests", "all"]
     assert rc.load_plain(tmp_path)["w"].tolist() == [2, 2, 2, 2]
@@ -178,17 +180,17 @@ def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
 
 def test_an_interrupt_anywhere_leaves_nothing_and_the_step_can_be_saved(tmp_path, monkeypatch):
     rc.save(STATE, tmp_path, step=1)
-    real = driving.dcp.save
 
-    def interrupted(*args, storage_writer, **kwargs):
-        storage_writer.prepare_global_plan([])
-        raise KeyboardInterrupt  # between two of its calls, where nobody catches it
+    class Interrupting(agreement.RankGroup):
+        def exchange(self, work, combine):
+            super().exchange(work, combine)
+            raise KeyboardInterrupt  # between two collectives, where nobody catches it
 
-    monkeypatch.setattr(driving.dcp, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rc.save(STATE, tmp_path, step=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "RankGroup", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            rc.save(STATE, tmp_path, step=2)
     assert names(tmp_path) == ["latest", "step-1"]
-    monkeypatch.setattr(driving.dcp, "save", real)
 
     class Interrupted(InMemory):
         def write(self, path, parts):
