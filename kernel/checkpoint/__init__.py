@@ -35,7 +35,7 @@ pickles.py        checkpoints that other programs wrote, read without running wh
 checking.py       the bytes of one chunk or object against their checksums
 verifying.py      every byte of a checkpoint, checked
 describe.py       what a checkpoint has, in words
-safetensors.py    files of safetensors, with an index
+safetensors.py    files of safetensors: the header of written ones, the tensors of read ones
 convert.py        a checkpoint to and from safetensors
 Saving and loading:
 contents.py       what one rank holds or asks for

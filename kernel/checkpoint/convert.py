@@ -1,15 +1,13 @@
 """A checkpoint to safetensors and back, one tensor at a time.
 
-Owns: which tensor goes into which file, and the whole of a tensor from its chunks. Refuses: more memory than the
-largest tensor needs, objects and the common part, which safetensors cannot hold.
+No more memory is needed than the largest tensor takes. Objects and the common part stay behind: safetensors cannot hold
+them.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +15,13 @@ from typing import Any
 import numpy as np
 
 from rankbook.checkpoint import folders, safetensors, verifying
-from rankbook.checkpoint.checksums import Buffer, crc32, pieces
-from rankbook.checkpoint.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
-    METADATA,
-    Chunk,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    encode,
-    now,
-    piece_bytes,
-)
+from rankbook.checkpoint.checksums import Buffer
+from rankbook.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, piece_bytes
 from rankbook.checkpoint.pickles import foreign
 from rankbook.checkpoint.reading import unsound
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.structure import MOST_SAID, decode, sizes_hold
-from rankbook.checkpoint.zips import tensor_in
 from rankbook.errors import CheckpointingException
 
 MOST_BYTES = 5_000_000_000
@@ -160,108 +146,28 @@ def _file_name(number: int, count: int) -> str:
 def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int = 0) -> Converted:
     """Write the tensors of a safetensors file, or of a folder with an index, as step `step` of a checkpoint folder.
 
-    The step is what one rank would have saved; any number of ranks loads it. At any time one tensor is in memory, and
-    once more as its blob. Raises `CheckpointingException` where a file is damaged.
+    The step is what one rank would have saved; any number of ranks loads it. The files are mapped into memory and
+    written from there, so they may be larger than it. Raises `CheckpointingException` where a file is damaged.
     """
+    from rankbook.checkpoint.contents import Contents, HeldTensor
+    from rankbook.checkpoint.mapping import ShardedTensor
+    from rankbook.checkpoint.place import Place
+    from rankbook.checkpoint.telling import Telling
+    from rankbook.checkpoint.writing import PlanHistory, Writer
+
     given = os.fspath(source)
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
-    origin, goal = storage_of(parent or "."), storage_of(folder)
-    found = safetensors.entries(origin, name)
-    partial = folders.begin(goal, step)
+    tensors = safetensors.read_tensors(storage_of(parent or "."), name)
+    held = [HeldTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
+    place, telling = Place(storage_of(folder), str(folder), step), Telling(str(folder))
+    writer = Writer(0, Contents(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
     try:
-        _write_step(origin, found, goal, partial, step)
-        folders.commit(goal, step)
+        (task,) = writer.plan([writer.declare(whole=True)])
+        assert task is not None
+        writer.commit([writer.write(task)])
     except BaseException:
-        folders.abandon(goal, step)
+        place.abandon()
         raise
-    total = sum(entry.nbytes for entry in found)
-    return Converted((folders.step_name(step),), len(found), total)
-
-
-_DATA = "__RANK_0.distcp"
-
-
-def _write_step(origin: Storage, found: Sequence[safetensors.Entry], goal: Storage, partial: str, step: int) -> None:
-    import torch
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    tensors: dict[str, StoredTensor] = {}
-
-    def blobs() -> Iterator[Buffer]:
-        start = 0
-        for entry in found:
-            blob = _blob(origin, entry)
-            tensors[entry.key] = _stored(entry, blob, start)
-            start += len(blob)
-            yield blob
-
-    size = goal.write(f"{partial}/{_DATA}", blobs())
-    described: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for key, tensor in tensors.items():
-        (chunk,) = tensor.chunks
-        whole = dcp.ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
-        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
-        described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
-        places[dcp.MetadataIndex(key, chunk.offset, 0)] = _StorageInfo(_DATA, chunk.start, chunk.length)
-    metadata = dcp.Metadata(described, {key: (key,) for key in tensors}, places, dcp.StorageMeta(), "1.0.0")
-    common = io.BytesIO()
-    torch.save({}, common)
-    small = {
-        METADATA: pickle.dumps(metadata),
-        "common.pt": common.getvalue(),
-        "metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
-        b'"common_backend": "torch", "common_backend_version": 1}',
-    }
-    for name, data in small.items():
-        goal.write(f"{partial}/{name}", [data])
-    files = (
-        StoredFile(_DATA, size, None, 0),
-        *(StoredFile(name, len(data), crc32(data), 0) for name, data in small.items()),
-    )
-    manifest = Manifest(
-        step=step, world_size=1, tensors=tensors, objects={}, files=files, created=now(), torch=str(torch.__version__)
-    )
-    goal.write(f"{partial}/{MANIFEST}", [encode(manifest)])
-
-
-def _blob(origin: Storage, entry: safetensors.Entry) -> bytes:
-    """What `torch.save` makes of the tensor."""
-    import torch
-
-    data = torch.empty(entry.nbytes, dtype=torch.uint8)
-    if origin.read(entry.file, entry.start, data.numpy().data) < entry.nbytes:
-        raise CheckpointingException(f"{origin}/{entry.file}: it was cut off within {entry.key}")
-    file = io.BytesIO()
-    torch.save(data.view(getattr(torch, entry.dtype)).reshape(entry.shape), file)
-    return file.getvalue()
-
-
-def _stored(entry: safetensors.Entry, blob: bytes, start: int) -> StoredTensor:
-    view = tensor_in(_InMemory(blob), "", 0, len(blob))
-    bytes_of = memoryview(blob)
-    end = view.data + view.nbytes
-    chunk = Chunk(
-        offset=(0,) * len(entry.shape),
-        shape=entry.shape,
-        file=0,
-        start=start,
-        length=len(blob),
-        data=start + view.data,
-        nbytes=view.nbytes,
-        pieces=pieces(bytes_of[view.data : end]),
-        envelope=crc32(bytes_of[end:], crc32(bytes_of[: view.data])),
-        rank=0,
-    )
-    return StoredTensor(entry.dtype, entry.shape, (chunk,))
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    data: bytes
-
-    def read(self, _path: str, start: int, into: memoryview) -> int:
-        part = self.data[start : start + len(into)]
-        into[: len(part)] = part
-        return len(part)
+    finally:
+        telling.withdraw()
+    return Converted((place.shown,), len(tensors), sum(tensor.nbytes for tensor in tensors.values()))

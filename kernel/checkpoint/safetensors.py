@@ -1,29 +1,32 @@
-"""The safetensors format: its header, and its index over several files.
+"""Files of safetensors: the header of a file that is written, and the tensors of files that are read.
 
-Owns: the bytes of such files, as https://huggingface.co/docs/safetensors describes them. Refuses: tensors; what goes
-in and comes out are bytes, with torch's names for their types.
-
-A file is 8 bytes with the header's length, the header in JSON, and the data of all tensors without gaps. An index is
-JSON too: which tensor lies in which file.
+The `safetensors` library reads. It does not write here, because its `save_file` takes all tensors of a file at once,
+while a checkpoint's chunks, or a model's shards, are put together to one whole tensor at a time. A writer needs the
+header alone (https://huggingface.co/docs/safetensors): 8 bytes with its length, and in JSON which bytes of what follows
+are which tensor. An index is JSON too: which tensor lies in which file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rankbook.checkpoint.manifest import ITEM_BYTES
+from rankbook.checkpoint.storage import LocalStorage
 from rankbook.checkpoint.stores import Storage, read_all
-from rankbook.errors import CheckpointingException
+from rankbook.errors import BadRequest, CheckpointingException
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-_MOST_HEADER = 100_000_000  # bytes; the format's own limit
+_BUFFER = 16 * 1024 * 1024
 
 NAMES = {
     "bool": "BOOL",
@@ -46,28 +49,14 @@ NAMES = {
 }
 """torch's names of types to those of the format."""
 
-_TYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file: its data are `nbytes` bytes from `start`, counted from the file's start, row-major."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    nbytes: int
-
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """The bytes of a tensor's data."""
+    """Return the bytes of a tensor's data."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file that holds these tensors (dtype, shape), one after the other.
+    """Return the beginning of a file that holds these tensors (dtype, shape), one after the other.
 
     Raises `CheckpointingException` for a type that the format does not have.
     """
@@ -85,78 +74,87 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
 
 
 def index(weight_map: Mapping[str, str], total: int) -> bytes:
-    """The index file: `weight_map` is the file of each tensor, `total` the bytes of all data."""
+    """Return the index file: `weight_map` is the file of each tensor, `total` the bytes of all data."""
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
-def entries(storage: Storage, path: str) -> list[Entry]:
-    """All tensors of a file, or of a folder of them, in the order of their bytes.
+def read_tensors(storage: Storage, path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file, or of a folder of them: of the files that its index names, where it has one.
 
-    A folder's index is followed where there is one. Raises `CheckpointingException`, naming the file, where a header
-    is damaged, a file is shorter than its header says, or the index names what is not there.
+    The files are mapped into memory, so a tensor takes none before its data is used. From a storage that is not local
+    they are copied to the temporary folder first.
+
+    Raises `CheckpointingException`, naming the file, where one is damaged or cut off, and where the index and the files
+    do not fit together; `BadRequest` where the library is not installed.
     """
     if path.endswith(SUFFIX):
-        return _in_file(storage, path)
+        return _read_file(storage, path)
     names = storage.list(path)
     base = f"{path}/" if path else ""
     indexes = sorted(name for name in names if name.endswith(SUFFIX + ".index.json"))
     files = sorted(name for name in names if name.endswith(SUFFIX))
-    wanted: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     if indexes:
-        try:
-            wanted = dict(json.loads(read_all(storage, base + indexes[0]))["weight_map"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointingException(f"{storage}/{base}{indexes[0]}: not an index: {error!r}") from error
-        if not all(isinstance(name, str) for name in wanted.values()):
-            raise CheckpointingException(f"{storage}/{base}{indexes[0]}: not an index: a file's name is no text")
-        files = sorted(set(wanted.values()))
+        weight_map = _read_index(storage, base + indexes[0])
+        files = sorted(set(weight_map.values()))
     if not files:
         raise CheckpointingException(f"{storage}/{path}: there is no {SUFFIX} file")
     if missing := [name for name in files if name not in names]:
         raise CheckpointingException(f"{storage}/{base}{indexes[0]} names {', '.join(missing)}: missing")
-    found = [entry for name in files for entry in _in_file(storage, base + name)]
-    there = {(entry.key, PurePosixPath(entry.file).name) for entry in found}
-    if lost := sorted(set(wanted.items()) - there):
-        raise CheckpointingException(f"{storage}/{base}{lost[0][1]}: {lost[0][0]} is missing, which the index names")
-    if twice := sorted(key for key, count in Counter(entry.key for entry in found).items() if count > 1):
-        raise CheckpointingException(f"{storage}/{path}: {', '.join(twice[:3])} is there more than once")
-    return found
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files:
+        held = _read_file(storage, base + name)
+        if lost := sorted(key for key, file in weight_map.items() if file == name and key not in held):
+            raise CheckpointingException(f"{storage}/{base}{name}: {lost[0]} is missing, which the index names")
+        if twice := sorted(tensors.keys() & held.keys()):
+            raise CheckpointingException(f"{storage}/{path}: {', '.join(twice[:3])} is there more than once")
+        tensors |= held
+    return tensors
 
 
-def _in_file(storage: Storage, path: str) -> list[Entry]:
-    where = f"{storage}/{path}"
-    size = storage.list(str(PurePosixPath(path).parent).removeprefix(".")).get(PurePosixPath(path).name)
-    if size is None:
-        raise CheckpointingException(f"{where}: there is no such file")
-    first = bytearray(8)
-    storage.read(path, 0, memoryview(first))
-    length = int.from_bytes(first, "little")
-    if size < 8 or length > min(_MOST_HEADER, size - 8):
-        raise CheckpointingException(
-            f"{where}: no safetensors file, or one that was cut off: its header has {length} bytes"
-        )
-    text = bytearray(length)
-    storage.read(path, 8, memoryview(text))
+def _read_index(storage: Storage, path: str) -> dict[str, str]:
     try:
-        fields = json.loads(text)
-        found = [_entry(key, field, path, 8 + length) for key, field in fields.items() if key != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointingException(f"{where}: its header is damaged: {error!r}") from error
-    at = 8 + length
-    for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes)):
-        if entry.start != at:
-            raise CheckpointingException(f"{where}: {entry.key} begins at byte {entry.start} instead of {at}")
-        at += entry.nbytes
-    if at != size:
-        raise CheckpointingException(f"{where}: it has {size} bytes, and its header says {at}")
-    return sorted(found, key=lambda entry: (entry.start, entry.nbytes))
+        weight_map = dict(json.loads(read_all(storage, path))["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointingException(f"{storage}/{path}: not an index: {error!r}") from error
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointingException(f"{storage}/{path}: not an index: a file's name is no text")
+    return weight_map
 
 
-def _entry(key: str, field: Mapping[str, Any], path: str, base: int) -> Entry:
-    dtype, shape = _TYPES[field["dtype"]], tuple(int(size) for size in field["shape"])
-    start, end = field["data_offsets"]
-    if not all(type(number) is int and 0 <= number < 2**62 for number in (start, end, *shape)):
-        raise ValueError(f"{key} has a shape or offsets that no tensor has")
-    if end - start != nbytes_of(dtype, shape) or min(shape, default=0) < 0:
-        raise ValueError(f"{key} has {end - start} bytes, and {dtype} of shape {shape} has {nbytes_of(dtype, shape)}")
-    return Entry(key, dtype, shape, path, base + start, end - start)
+def _read_file(storage: Storage, path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in the order of their bytes."""
+    try:
+        library = import_module("safetensors")
+    except ImportError as error:
+        raise BadRequest(
+            'reading safetensors files needs the package safetensors: pip install "rankbook[safetensors]"'
+        ) from error
+    where = f"{storage}/{path}"
+    try:
+        with _local_file(storage, path) as file, library.safe_open(file, framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+    except (library.SafetensorError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointingException(f"{where}: {error}") from error
+    for key, tensor in tensors.items():
+        if (dtype := str(tensor.dtype).removeprefix("torch.")) not in NAMES:
+            raise CheckpointingException(f"{where}: {key} is of type {dtype}, which a checkpoint cannot hold")
+    return tensors
+
+
+@contextmanager
+def _local_file(storage: Storage, path: str) -> Iterator[str]:
+    """Yield the name of a file that can be mapped. What is mapped outlives a copy's name."""
+    if isinstance(storage, LocalStorage):
+        file = storage.root / path
+        if not file.is_file():  # to open a pipe would wait for whoever writes to it
+            raise CheckpointingException(f"{file}: there is no such file")
+        yield str(file)
+        return
+    with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
+        buffer = memoryview(bytearray(_BUFFER))
+        while (count := storage.read(path, copy.tell(), buffer)) == len(buffer):
+            copy.write(buffer)
+        copy.write(buffer[:count])
+        copy.flush()
+        yield copy.name
