@@ -40,7 +40,6 @@ convert.py        a checkpoint to and from safetensors
 Saving and loading:
 contents.py       what one rank holds or asks for
 blobs.py          a chunk as the bytes that torch.load reads
-place.py          where a checkpoint comes to be, and under which name
 telling.py        how far a save is, for whoever looks
 writing.py        one rank's part in a save: declaration, file, and on rank 0 plan and description
 agreement.py      collectives that propagate errors, and the check that arguments agree

@@ -150,8 +150,8 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     written from there, so they may be larger than it. Raises `CheckpointingException` where a file is damaged.
     """
     from rankbook.checkpoint.contents import Contents, HeldTensor
+    from rankbook.checkpoint.folders import Place
     from rankbook.checkpoint.mapping import ShardedTensor
-    from rankbook.checkpoint.place import Place
     from rankbook.checkpoint.telling import Telling
     from rankbook.checkpoint.writing import PlanHistory, Writer
 

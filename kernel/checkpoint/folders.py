@@ -1,7 +1,6 @@
 """A folder of steps: which one is the latest, what is finished, what was broken off.
 
-Owns: the names in such a folder, `latest`, the moment a step becomes one, retention. Refuses: what a step holds,
-except that a finished one has a manifest.
+A `Place` is where one save goes: a step of such a folder, or a folder of another name.
 
     step-40/                a finished step: manifest.json is in it
     step-50.partial/        a save that is under way, or was broken off
@@ -27,6 +26,7 @@ import os
 import re
 import zlib
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rankbook.checkpoint import owners
@@ -399,3 +399,76 @@ def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
     if wanted is not None and (name := step_name(wanted)) in rests:
         there += f"; {name}/{MANIFEST} is missing"
     return there
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which finished steps stay: the newest `keep`, and those that `keep_every` divides; None: all."""
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if value is not None:
+                whole_number(name, value, 1)
+
+
+@dataclass
+class Place:
+    """A step of `folder`, the next one if `step` is None; or, with a `name`, a folder in it that is no step.
+
+    Its methods are for rank 0 alone.
+    """
+
+    storage: Storage
+    folder: str
+    step: int | None = None
+    name: str | None = None
+    retention: Retention = field(default_factory=Retention)
+    _begun: bool = False
+
+    def begin(self) -> str:
+        """Choose the step, sweep what killed saves have left, and claim the partial folder; return its name."""
+        if self.name is not None:
+            claim(self.storage, self._partial, self.name)
+            self._begun = True
+            return self._partial
+        with locked(self.storage):
+            sweep(self.storage)
+            if self.step is None:
+                self.step = max(finished(self.storage), default=-1) + 1
+            partial = begin(self.storage, self.step)
+        self._begun = True
+        return partial
+
+    @property
+    def shown(self) -> str:
+        """The name of the finished checkpoint; "" before the step is chosen."""
+        if self.name is not None:
+            return self.name
+        return "" if self.step is None else step_name(self.step)
+
+    def commit(self) -> None:
+        """Give the complete partial folder its final name, and remove old steps."""
+        if self.name is not None:
+            commit_as(self.storage, self._partial, self.name)
+            return
+        assert self.step is not None
+        commit(self.storage, self.step)
+        with contextlib.suppress(OSError, CheckpointingException):  # this step is safe; the next save tries again
+            retain(self.storage, self.retention.keep, self.retention.keep_every)
+
+    def abandon(self) -> None:
+        """Remove the partial folder after a failure."""
+        if not self._begun:
+            return
+        with contextlib.suppress(OSError, CheckpointingException):  # what is left is swept by the next save
+            if self.name is not None:
+                give_up(self.storage, self._partial)
+            elif self.step is not None:
+                abandon(self.storage, self.step)
+
+    @property
+    def _partial(self) -> str:
+        return f"{self.name}{PARTIAL}"

@@ -74,9 +74,8 @@ from rankbook.checkpoint import async_save
 from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import Contents, contents_of
-from rankbook.checkpoint.folders import whole_number
+from rankbook.checkpoint.folders import Place, Retention, whole_number
 from rankbook.checkpoint.manifest import check_json
-from rankbook.checkpoint.place import Place, Retention
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.telling import Telling

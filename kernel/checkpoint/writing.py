@@ -28,6 +28,7 @@ from rankbook.checkpoint import blobs
 from rankbook.checkpoint.checksums import crc32, whole
 from rankbook.checkpoint.contents import Contents
 from rankbook.checkpoint.declared import Declared
+from rankbook.checkpoint.folders import Place
 from rankbook.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -40,7 +41,6 @@ from rankbook.checkpoint.manifest import (
     encode,
     now,
 )
-from rankbook.checkpoint.place import Place
 from rankbook.checkpoint.plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.telling import Telling
 from rankbook.errors import CheckpointingException

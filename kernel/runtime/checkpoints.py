@@ -23,11 +23,10 @@ from torch import nn
 
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.contents import contents_of
-from rankbook.checkpoint.folders import PARTIAL, is_checkpoint
+from rankbook.checkpoint.folders import PARTIAL, Place, is_checkpoint
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.mapping import ShardedObject
-from rankbook.checkpoint.place import Place
 from rankbook.checkpoint.saving import Saved, save_contents
 from rankbook.checkpoint.several import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.storage import LocalStorage, storage_of

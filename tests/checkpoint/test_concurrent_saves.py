@@ -106,7 +106,7 @@ def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
 
 
 def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
-    from rankbook.checkpoint.place import Place
+    from rankbook.checkpoint.folders import Place
 
     storage = storage_of(tmp_path)
     one, other = Place(storage, "f", name="best"), Place(storage, "f", name="best")

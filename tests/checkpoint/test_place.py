@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.checkpoint import folders
-from rankbook.checkpoint.place import Place, Retention
+from rankbook.checkpoint.folders import Place, Retention
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 
