@@ -45,7 +45,6 @@ writing.py        one rank's part in a save: declaration, file, and on rank 0 pl
 agreement.py      collectives that propagate errors, and the check that arguments agree
 async_save.py     saving while training goes on
 saving.py         save: plan, write, commit
-found.py          the checkpoint that a step or a folder means
 transfer.py       bytes of stored chunks into tensors, checked
 fetch.py          what a rank has planned to read: verified, then read
 loading.py        load, load_plain, load_metadata

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,13 +27,15 @@ import torch
 from rankbook.checkpoint import blobs
 from rankbook.checkpoint.checksums import crc32
 from rankbook.checkpoint.contents import HeldTensor, Wishes
-from rankbook.checkpoint.found import Found
 from rankbook.checkpoint.manifest import PIECE, StoredObject
 from rankbook.checkpoint.reading import ChunkRead, ReadPlan
 from rankbook.checkpoint.stores import read_all, read_range
 from rankbook.checkpoint.transfer import Damage, data_holds, envelope_holds, fill, verify
 from rankbook.checkpoint.zips import is_plain, zip_holds
 from rankbook.errors import BadRequest, CheckpointingException
+
+if TYPE_CHECKING:
+    from rankbook.checkpoint.loading import Found
 
 COMMON = "common.pt"
 MOST_SAID = 8

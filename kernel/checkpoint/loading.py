@@ -4,7 +4,7 @@ In three phases, between which no rank raises alone (`agreement.RankGroup`). Pla
 rank 0 decides about keys that do not match. Verify: every rank reads its objects and compares the bytes of its tensors
 with their checksums, and writes nothing. Fill: every rank reads into its tensors.
 
-Which bytes go where is decided in `reading.py` and `transfer.py`, and which checkpoint it is in `found.py`.
+Which checkpoint it is, rank 0 decides first (`find`); which bytes go where, `reading.py` and `transfer.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
 
 import torch.distributed as dist
 
+from rankbook.checkpoint import folders, pickles
 from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
 from rankbook.checkpoint.contents import Wishes, everything
 from rankbook.checkpoint.coverage import said
 from rankbook.checkpoint.fetch import Fetch
-from rankbook.checkpoint.folders import asked_for
-from rankbook.checkpoint.found import Found, Step, find
-from rankbook.checkpoint.manifest import Manifest
+from rankbook.checkpoint.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.reading import plan_read
 from rankbook.checkpoint.saving import Folder
 from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 from rankbook.checkpoint.strictness import Decision, StrictHandling, decide
+from rankbook.checkpoint.structure import decode, sizes_hold
 from rankbook.errors import CheckpointingException
+
+Step = int | Literal["latest"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def prepare_load(
     """Load up to the first tensor that is written; `fill` of the loader that is returned does the rest."""
     mode, storage, _ = agreed(
         "load",
-        lambda: (StrictHandling.of(strict), storage_of(folder), asked_for(step)),
+        lambda: (StrictHandling.of(strict), storage_of(folder), folders.asked_for(step)),
         folder=spelt(folder),
         step=step,
         strict=str(getattr(strict, "value", strict)).lower(),
@@ -227,3 +231,76 @@ def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
     Raises `CheckpointingException` where there is none, or where that is damaged.
     """
     return find(storage_of(folder), step, together=False).manifest
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that can be read: its `folder` within the storage ("" for the storage's own), and its manifest."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    def path(self, file: int | str) -> str:
+        """Return the path, within the storage, of a file by its number in the manifest or its name."""
+        name = self.manifest.files[file].name if isinstance(file, int) else file
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def check_sizes(self) -> None:
+        """Raise `CheckpointingException` where a file has fewer bytes than the manifest says."""
+        sizes_hold(self.manifest, self.storage.list(self.folder), str(self))
+
+    def __str__(self) -> str:
+        return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
+
+
+def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found:
+    """Return the checkpoint that `step` means in `storage`. A collective with `together`: rank 0 chooses.
+
+    Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
+    """
+    if not (together and dist.is_initialized()):
+        try:
+            return _choose(storage, step)
+        except OSError as error:
+            raise CheckpointingException(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
+    told: list[Any] = [None]
+    found: Found | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = _choose(storage, step)
+            told = [(found.folder, found.manifest, None)]
+        except CheckpointingException as error:
+            told = [("", None, f"{error}")]
+        except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait to be told
+            told = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(told, src=0)
+    folder, manifest, complaint = told[0]
+    if complaint is not None:
+        raise CheckpointingException(complaint)
+    return found or Found(storage, folder, manifest)
+
+
+def _choose(storage: Storage, step: Step | None) -> Found:
+    while True:
+        folder = folders.locate(storage, step)
+        try:
+            return _read(storage, folder)
+        except (CheckpointingException, FileNotFoundError):
+            if folders.asked_for(step) is not None or folders.locate(storage, step) == folder:
+                raise
+            # another process has saved the next step meanwhile, and removed this one
+
+
+def _read(storage: Storage, folder: str) -> Found:
+    prefix = f"{folder}/" if folder else ""
+    if MANIFEST in storage.list(folder):
+        where = f"{storage}/{prefix}{MANIFEST}"
+        manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
+        step = folders.step_of(folder.removesuffix(ASIDE))
+        if folder and manifest.step != step:
+            raise CheckpointingException(
+                f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
+            )
+        return Found(storage, folder, manifest)
+    return Found(storage, folder, pickles.foreign(storage, folder))

@@ -9,8 +9,7 @@ from rankbook.checkpoint.agreement import RankGroup
 from rankbook.checkpoint.checksums import as_bytes
 from rankbook.checkpoint.contents import Wishes, contents_of
 from rankbook.checkpoint.folders import Place
-from rankbook.checkpoint.found import find
-from rankbook.checkpoint.loading import Loader
+from rankbook.checkpoint.loading import Loader, find
 from rankbook.checkpoint.strictness import StrictHandling
 from rankbook.checkpoint.telling import Telling
 from rankbook.checkpoint.writing import PlanHistory, Writer

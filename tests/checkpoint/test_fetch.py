@@ -7,7 +7,7 @@ import torch
 
 from rankbook.checkpoint.contents import HeldTensor, Wishes
 from rankbook.checkpoint.fetch import MOST_SAID, Fetch
-from rankbook.checkpoint.found import find
+from rankbook.checkpoint.loading import find
 from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor
 from rankbook.checkpoint.reading import plan_read
 from rankbook.errors import CheckpointingException

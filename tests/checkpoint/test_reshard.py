@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rankbook.checkpoint.contents import HeldTensor
 from rankbook.checkpoint.fetch import Fetch
-from rankbook.checkpoint.found import find
+from rankbook.checkpoint.loading import find
 from rankbook.checkpoint.manifest import PIECE
 from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.checkpoint.reading import plan_read

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint.found import find
+from rankbook.checkpoint.loading import find
 from rankbook.checkpoint.storage import storage_of
 from rankbook.errors import CheckpointingException
 
