@@ -16,7 +16,6 @@ The plan:
 declared.py       what one rank holds, as compact arrays
 coverage.py       whether boxes fill a tensor exactly once, and where not
 catalog.py        every chunk that is stored, and by which rank
-sharing.py        which of a chunk's replicas is stored
 plan.py           which rank stores which chunk
 reading.py        which bytes of which file go where
 strictness.py     what becomes of keys that only one side knows

@@ -1,7 +1,6 @@
 """A save, planned as data: which rank stores which chunk, once all ranks' shards have been found to fit together.
 
-Owns: the checks over all ranks, the choice of the replica that is stored, the catalog of what will be there. Refuses:
-torch, files, communication. What is planned depends on the declarations and on nothing else, so every rank that plans
+Pure: no torch, files or communication. A plan depends on the declarations and on nothing else, so every rank that plans
 from the same ones gets the same plan, or the same error.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import count
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from rankbook.checkpoint.catalog import Catalog, PlannedChunk, PlannedTensor, padded
 from rankbook.checkpoint.coverage import Boxes, faults, fills_exactly_once, said
 from rankbook.checkpoint.declared import Declared, Integers, Shard, Table
-from rankbook.checkpoint.sharing import share_out
 from rankbook.errors import CheckpointingException
 
 __all__ = ["Assignment", "Declared", "PlanCache", "PlannedChunk", "PlannedTensor", "SavePlan", "Shard", "plan_save"]
@@ -119,7 +118,7 @@ def _plan_kind(kind: str, tables: Sequence[Table], fully_parallel: bool) -> tupl
         shared = keys.held_more_than_once(held.key)
         if not shared.any():
             return held, wrong
-        rank, position = share_out(tables, keys.rows, held, held.nbytes(), shared)
+        rank, position = balance_replicas(tables, keys.rows, held, held.nbytes(), shared)
         order = np.lexsort((position, rank))
         held = Catalog(
             held.keys,
@@ -252,3 +251,91 @@ def _say_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> str:
         return f"{what} is on {there[0]}, {absent}"
     differs = " differs from that on ".join([f"{what}: that on {there[0]}", *there[1:]])
     return f"{differs}{f'; it is {absent}' if absent else ''}. Make it the same, or a ShardedObject"
+
+
+def balance_replicas(
+    tables: Sequence[Table],
+    rows: Mapping[bytes, Integers],
+    mains: Catalog,
+    nbytes: Integers,
+    shared: npt.NDArray[np.bool_],
+) -> tuple[Integers, Integers]:
+    """Return, for each main replica, the rank that is to store it and the chunk's position there.
+
+    `rows` tells by a table's head the key of each of its chunks, `shared` by key whether it has replicas. `mains` fill
+    their tensors exactly once. Chunks go by bytes, the largest first, to the candidate that stores least so far, the
+    lowest of equals; those without replicas count beforehand.
+    """
+    rank, position = mains.rank.copy(), mains.position.copy()
+    many = shared[mains.key] if len(mains.key) else np.zeros(0, np.bool_)
+    loads = np.bincount(rank[~many], weights=nbytes[~many], minlength=len(tables)).astype(np.int64).tolist()
+    alike: dict[bytes, list[int]] = {}  # ranks with the same chunks in the same order have the same candidates
+    for number, table in enumerate(tables):
+        alike.setdefault(table.layout, []).append(number)
+    rank_sets = list(alike.values())
+    chunks = np.flatnonzero(many)
+    group, rank_set, place = _find_replicas(tables, rows, mains, chunks, [ranks[0] for ranks in rank_sets], shared)
+    starts = np.searchsorted(group, np.arange(len(chunks) + 1)).tolist()
+    set_of, place_of = rank_set.tolist(), place.tolist()
+    heaps: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    sizes = nbytes[chunks]
+    order = np.argsort(-sizes, kind="stable")
+    new_rank, new_position = np.empty(len(chunks), np.int64), np.empty(len(chunks), np.int64)
+    for chunk, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        start, stop = starts[chunk], starts[chunk + 1]
+        members = tuple(set_of[start:stop])
+        heap = heaps.get(members)
+        if heap is None:
+            heap = heaps[members] = sorted(
+                (loads[each], each, which) for which, number in enumerate(members) for each in rank_sets[number]
+            )
+        load, chosen, which = heap[0]
+        while load != loads[chosen]:  # it was given something as a candidate of another group
+            heapreplace(heap, (loads[chosen], chosen, which))
+            load, chosen, which = heap[0]
+        loads[chosen] += size
+        heapreplace(heap, (loads[chosen], chosen, which))
+        new_rank[chunk], new_position[chunk] = chosen, place_of[start + which]
+    rank[chunks], position[chunks] = new_rank, new_position
+    return rank, position
+
+
+def _find_replicas(
+    tables: Sequence[Table],
+    rows: Mapping[bytes, Integers],
+    mains: Catalog,
+    chunks: Integers,
+    firsts: Sequence[int],
+    shared: npt.NDArray[np.bool_],
+) -> tuple[Integers, Integers, Integers]:
+    """Return, for each replica of a main chunk, in the order of chunks: the chunk, the rank set, the position there.
+
+    `chunks` are rows of `mains`, `firsts` the first rank of each rank set.
+    """
+    width = mains.offset.shape[1]
+    keys, offsets, shapes = [mains.key[chunks]], [mains.offset[chunks]], [mains.shape[chunks]]
+    rank_sets, places = [np.full(len(chunks), -1)], [chunks]
+    for number, first in enumerate(firsts):
+        table = tables[first]
+        if not len(table):
+            continue
+        mine = np.flatnonzero(shared[rows[table.head]] & (table.shape > 0).all(axis=1))
+        more = ((0, 0), (0, width - table.width))
+        keys.append(rows[table.head][mine])
+        offsets.append(np.pad(table.offset[mine], more))
+        shapes.append(np.pad(table.shape[mine], more, constant_values=1))
+        rank_sets.append(np.full(len(mine), number))
+        places.append(mine)
+    key, offset, shape = np.concatenate(keys), np.concatenate(offsets), np.concatenate(shapes)
+    rank_set, place = np.concatenate(rank_sets), np.concatenate(places)
+    at = np.zeros(len(key), np.int64)  # row-major place of the offset in the whole tensor
+    for axis in range(width):
+        at = at * mains.whole[key, axis] + offset[:, axis]
+    order = np.lexsort((place, rank_set, at, key))  # a main chunk, of rank set -1, comes before all replicas of it
+    main = np.maximum.accumulate(np.where(rank_set[order] < 0, np.arange(len(order)), 0))
+    head = order[main]
+    same = (rank_set[order] >= 0) & (key[head] == key[order]) & (at[head] == at[order])
+    same &= (shape[head] == shape[order]).all(axis=1)
+    found, chunk = order[same], np.searchsorted(chunks, place[head[same]])
+    by_chunk = np.argsort(chunk, kind="stable")
+    return chunk[by_chunk], rank_set[found][by_chunk], place[found][by_chunk]
