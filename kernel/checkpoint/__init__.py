@@ -4,8 +4,6 @@ Owns: its public names, imported when they are used. Refuses: to know notebooks,
 
 The map:
 layout.py         where a shard lies in its global tensor; pure integers
-sharded_base.py   what all entries of a sharded state dict have in common
-factories.py      entries that are built before saving and merged after loading
 mapping.py        the sharding map: which part of which global tensor a local one is
 dtensors.py       a tensor or DTensor as an entry of the map, and back
 replicas.py       which of several copies is the main one

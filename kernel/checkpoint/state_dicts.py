@@ -16,7 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.dtensors import copy_of, like
-from rankbook.checkpoint.factories import apply_factories, apply_factory_merges, factories_of
 from rankbook.checkpoint.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -24,6 +23,9 @@ from rankbook.checkpoint.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    apply_factories,
+    apply_factory_merges,
+    factories_of,
     is_main_replica,
 )
 from rankbook.checkpoint.replicas import Copy, Gather, gather_objects, settle

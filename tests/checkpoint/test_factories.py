@@ -7,8 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rankbook.checkpoint.factories import ShardedTensorFactory, apply_factories, apply_factory_merges, factories_of
-from rankbook.checkpoint.mapping import ShardedTensor
+from rankbook.checkpoint.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+    factories_of,
+)
 from rankbook.errors import CheckpointingException
 
 F = ShardedTensor.from_rank_offsets
