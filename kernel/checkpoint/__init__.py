@@ -8,8 +8,7 @@ mapping.py        the sharding map: which part of which global tensor a local on
 dtensors.py       a tensor or DTensor as an entry of the map, and back
 replicas.py       which of several copies is the main one
 state_dicts.py    sharded state dicts, taken apart and put together again
-models.py         the map of a model and its optimizer
-several.py        the map of several models and optimizers
+models.py         the map of models and their optimizers
 The plan:
 declared.py       what one rank holds, as compact arrays
 coverage.py       whether boxes fill a tensor exactly once, and where not

@@ -1,7 +1,8 @@
-"""The map of a model and its optimizer, however they are spread over the ranks, and what was loaded put back.
+"""Sharded state dicts of models and optimizers, however they are spread over the ranks, and loading them back.
 
-Owns: names without wrappers, optimizer state by parameter name. Refuses: files, and wrappers other than torch's own:
-DistributedDataParallel, `fully_shard`, tensor parallelism, compiled and activation-checkpointed modules.
+Names are without the wrappers' parts, for torch's own wrappers: DistributedDataParallel, `fully_shard`, tensor
+parallelism, compiled and activation-checkpointed modules. Optimizer state goes by parameter name; with several models
+(`sharded_state_dicts`) an optimizer may step the parameters of any model, and parameters that are no model's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from rankbook.errors import CheckpointingException
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Attributes under which torch's wrappers keep the module that they wrap, beside DistributedDataParallel's `module`."""
+
+Models = Mapping[str, nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def sharded_state_dict(
@@ -283,3 +287,60 @@ def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: A
         return value
     sharded = value.dim() and value.shape == local_part(parameter).shape
     return _laid_out(name, value, parameter.detach()) if sharded else value
+
+
+def sharded_state_dicts(
+    models: Models,
+    optimizers: Optimizers,
+    *,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+    gather: Gather = gather_objects,
+) -> ShardedStateDict:
+    """Map several models and optimizers: `{"models": {name: ...}, "optimizers": {name: ...}}`. A collective.
+
+    A tensor of a model is stored as `<model's name>.<its name>`, an optimizer's state as
+    `<optimizer's name>.state.<model's name>.<parameter's name>.<its name>`. A parameter that is no model's is called
+    `<optimizer's name>.<its group>.<its position>`; its values are not stored. `states`: state dicts of models that
+    stand for what the models have now; a model without one is left out.
+
+    Raises as `sharded_state_dict` does.
+    """
+    found: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}}
+    copies: list[Copy] = []
+    error = None
+    try:
+        for name, model in models.items():
+            state = model.state_dict() if states is None else states.get(name)
+            if state is not None:
+                found["models"][name] = model_map(model, f"{name}.", copies, state=state, together=f"{name}.")
+        names = _names_of_all(models, optimizers)
+        for name, optimizer in optimizers.items():
+            found["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
+    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+        error = raised
+    settle(copies, gather, error=error)
+    return found
+
+
+def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict) -> None:
+    """Put back what was loaded for a map of `sharded_state_dicts`. Raises as `load_sharded_state_dict` does."""
+    for name, model in models.items():
+        if name in loaded.get("models", {}):
+            load_model(model, loaded["models"][name])
+    names = _names_of_all(models, optimizers)
+    for name, optimizer in optimizers.items():
+        if name in loaded.get("optimizers", {}):
+            load_optimizer(optimizer, names, loaded["optimizers"][name])
+
+
+def _names_of_all(models: Models, optimizers: Optimizers) -> dict[int, str]:
+    """Return the names of all parameters by their identities; of a parameter that has several names the first."""
+    names: dict[int, str] = {}
+    for name, model in models.items():
+        for raw, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{name}.{clean_name(model, raw)}")
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                names.setdefault(id(parameter), f"{name}.{index}.{position}")
+    return names

@@ -27,8 +27,8 @@ from rankbook.checkpoint.folders import PARTIAL, Place, is_checkpoint
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.manifest import Manifest
 from rankbook.checkpoint.mapping import ShardedObject
+from rankbook.checkpoint.models import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.saving import Saved, save_contents
-from rankbook.checkpoint.several import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.storage import LocalStorage, storage_of
 from rankbook.checkpoint.stores import ASIDE
 from rankbook.errors import BadRequest, CheckpointingException
