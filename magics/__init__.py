@@ -26,7 +26,6 @@ failures.py  how a cell's failure looks
 hints.py     Tab, Shift-Tab and `x?` for cells of the ranks
 cursor.py    whom the code at a cursor is for, and what may stand on a magic's line
 auto.py      plain cells that run on the ranks
-nbdistributed.py  nbdistributed's magics, in terms of ours
 views.py     the live views of the notebook's ranks
 shelf.py     a folder of checkpoints, as the views see it
 """

@@ -38,10 +38,19 @@ def test_every_drawn_page_is_compared():
     assert set(load_draw().PAGES) == {"wire.md", "states.md"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])
 def test_every_link_within_the_repository_leads_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
-    assert [each for each in targets if "://" not in each and not (ROOT / each).exists()] == []
+    folder = (ROOT / page).parent
+    assert [each for each in targets if "://" not in each and not (folder / each).exists()] == []
+
+
+def test_the_magics_that_replace_those_of_nbdistributed_exist():
+    page = (ROOT / "docs" / "nbdistributed.md").read_text()
+    lines = re.findall(r"`(%{1,2})distributed ([^`]+)`", page)
+    assert len(lines) >= 8
+    for marks, line in lines:
+        (options.parse_line if marks == "%" else options.parse_cell_line)(line)  # raises on an unknown one
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])

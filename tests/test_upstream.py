@@ -1,4 +1,4 @@
-"""Notebooks written for Accelerate and nbdistributed run, with the lines changed that docs/coming-from.md names."""
+"""Notebooks written for Accelerate run, with the lines changed that docs/coming-from.md names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def changed(tool: str) -> NotebookNode:
                         used.add(old)
             cell.source = "\n".join(lines)
     assert used == set(changes(tool)), "the page names a line that the notebook has not"
-    assert not any(re.search(rf"\b{tool.lower()}\b(?<!magics\.nbdistributed)", c.source) for c in notebook.cells[1:])
+    assert not any(re.search(rf"\b{tool.lower()}\b", c.source) for c in notebook.cells[1:])
     return notebook
 
 
@@ -91,21 +91,3 @@ def test_it_gives_the_numbers_that_accelerate_gives(tmp_path, monkeypatch):
     wanted = EPOCH.findall(run(theirs, tmp_path, monkeypatch)["launch"])
     assert len(wanted) == 5
     assert EPOCH.findall(run(ours, tmp_path, monkeypatch)["launch"]) == wanted
-
-
-@pytest.mark.full
-@pytest.mark.timeout(200)
-def test_a_notebook_written_for_nbdistributed(tmp_path, monkeypatch):
-    said = run(changed("nbdistributed"), tmp_path, monkeypatch)
-    assert said["init"].startswith("2 ranks are ready: ")
-    assert said["hello"] == "[0] Rank 0 of 2 on cpu, GPU None\n[1] Rank 1 of 2 on cpu, GPU None\n"
-    assert re.search(r"^0 +idle", said["status"], re.MULTILINE)
-    assert said["one-rank"] == "[0] only rank 0 knows the shape: (1797, 64)\n"
-    assert said["both-ranks"] == "[0] rank 0 has the shape: True\n[1] rank 1 has the shape: False\n"
-    assert said["sync"] == "all 2 ranks are at the same point\n"
-    assert "Rank 1 after all-reduce: [3.0, 3.0, 3.0]" in said["all-reduce"]
-    assert said["broadcast"] == "[0-1] tensor([0., 1., 2.])\n"
-    assert float(re.findall(r"\[0-1\] accuracy ([\d.]+)", said["evaluate"])[0]) > 95
-    assert said["local"] == "in the notebook: False\n"
-    assert said["again"] == "[0] Rank 0 is back\n[1] Rank 1 is back\n"
-    assert said["after"] == "workers left: False\n"
