@@ -3,7 +3,7 @@
 Owns: parsing, submitting, and wiring coordinator, results and front end together; the only place that does. Refuses:
 work of its own on the ranks.
 
-options.py   the grammar: what may stand on the two lines, and their help
+arguments.py  arguments of the two lines: parsers, help and completion
 magic.py     the magics themselves
 attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
@@ -24,7 +24,6 @@ variables.py  the ranks' variables side by side
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
 hints.py     Tab, Shift-Tab and `x?` for cells of the ranks
-cursor.py    whom the code at a cursor is for, and what may stand on a magic's line
 auto.py      plain cells that run on the ranks
 views.py     the live views of the notebook's ranks
 shelf.py     a folder of checkpoints, as the views see it

@@ -1,22 +1,24 @@
-"""Tab, Shift-Tab and `x?` in cells of the ranks, in any Jupyter kernel, and Tab in IPython's own terminal.
+"""Completion (Tab) and inspection (Shift-Tab, `x?`) for cells of the ranks, in Jupyter kernels and IPython's terminal.
 
-Owns: the methods that answer a front end or the terminal, for cells of the ranks; the stock ones stay for the rest.
-Refuses: to be late, and to look into the notebook's process for what the ranks have.
+The methods here take the place of the kernel's or the terminal's own ones, and call those for code of the notebook.
 """
 
 from __future__ import annotations
 
+import builtins
+import keyword
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from IPython.core import completer, page
 
 from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cluster import Cluster
-from rankbook.errors import RankbookError
+from rankbook.errors import BadRequest, RankbookError
 from rankbook.looking import Completion
-from rankbook.magics import auto, cursor
-from rankbook.magics.cursor import OnLine, OnRanks
+from rankbook.magics import arguments, auto
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -26,43 +28,137 @@ _TYPES = "_jupyter_types_experimental"
 _PAGE_SECONDS = 2.0
 """For `x?`, which nobody types ahead of; a long source has to be read from its file."""
 
+_CODE_BEHIND = re.compile(r"[ \t]*%(?:time|timeit|prun)\b")
+_QUESTION = re.compile(r"(\?{0,2})[ \t]*([^\W\d]\w*(?:\.\w+|\[[\w'\"-]+\])*)[ \t]*(\?{0,2})")
+_LINE_MAGIC = re.compile(r"[ \t]*(?:\w+[ \t]*=[ \t]*)?%distributed[ \t]+")
+
+
+@dataclass(frozen=True)
+class RankCode:
+    """Code that runs on `ranks`: `text`, which begins `offset` characters into the cell."""
+
+    text: str
+    offset: int
+    ranks: str | None
+
+
+@dataclass(frozen=True)
+class MagicLine:
+    """A line of `%%distributed` (`command` is None) or `%distributed`.
+
+    `words` stand before the cursor; the word at the cursor is `begun`.
+    """
+
+    command: str | None
+    words: tuple[str, ...]
+    begun: str
+
+
+def target_of(cell: str, cursor: int, *, auto_mode: bool) -> RankCode | MagicLine | None:
+    """Return what the code at the cursor is for; None for code of the notebook."""
+    start = cell.rfind("\n", 0, cursor) + 1
+    line = cell[start:cursor]
+    head, newline, body = cell.partition("\n")
+    if (magic := _LINE_MAGIC.match(line)) is not None:
+        words = line[magic.end() :].split(" ")
+        command = words[0] if len(words) > 1 else ""
+        return MagicLine(command, tuple(words[1:-1]), words[-1])
+    if head.startswith("%%distributed"):
+        if not start:
+            words = line.removeprefix("%%distributed").split(" ")
+            return MagicLine(None, tuple(words[1:-1]), words[-1]) if len(words) > 1 else None
+        return _rank_code(body, len(head) + len(newline), start, line, _ranks_of(head))
+    if not auto_mode or auto.stays_local(cell):
+        return None
+    return _rank_code(cell, 0, start, line, None)
+
+
+def _rank_code(text: str, offset: int, start: int, line: str, ranks: str | None) -> RankCode | None:
+    begin = start - offset
+    if line.lstrip().startswith("%"):
+        magic = _CODE_BEHIND.match(line)
+        if magic is None:
+            return None
+        end = magic.end()
+        text = text[:begin] + " " * end + text[begin + end :]
+    return None if line.lstrip().startswith("!") else RankCode(text, offset, ranks)
+
+
+def _ranks_of(head: str) -> str | None:
+    """Return the selection on a `%%distributed` line, which may be incomplete."""
+    try:
+        ranks: str | None = arguments.parse_cell_line(head.removeprefix("%%distributed")).ranks
+    except BadRequest:
+        return None
+    return ranks
+
+
+def parse_question(cell: str) -> tuple[str, bool] | None:
+    """Return the expression of a cell that is `x?`, `x??` or `?x`, and whether its source is wanted."""
+    question = _QUESTION.fullmatch(cell.strip())
+    if question is None or not (question[1] or question[3]):
+        return None
+    return question[2], "??" in (question[1], question[3])
+
+
+def keyword_completions(text: str, cursor: int) -> tuple[int, list[str]]:
+    """Return Python's keywords and builtins that complete the name at the cursor, and where that name starts.
+
+    They are all that is known while no rank runs.
+    """
+    start = cursor
+    while start and (text[start - 1].isalnum() or text[start - 1] == "_"):
+        start -= 1
+    begun = text[start:cursor]
+    if not begun or text[:start].rstrip().endswith("."):
+        return cursor, []
+    names = {*keyword.kwlist, *vars(builtins)}
+    return start, sorted(name for name in names if name.startswith(begun) and (begun[0] == "_" or name[0] != "_"))
+
 
 class _Hints:
-    """What may stand at a cursor, in the place of whoever else answers."""
+    """Complete code of the ranks and lines of the magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
 
     def _find(self, code: str, at: int) -> tuple[int, list[Completion]] | None:
-        """Where what is typed begins, and what may take its place; None: that is for the notebook to say."""
-        match cursor.place_of(code, at, auto=auto.is_on(self._shell)):
-            case OnRanks() as place:
-                return self._complete_on_ranks(place, at)
-            case OnLine() as place:
-                return at - len(place.begun), [Completion(each, "magic") for each in self._complete_line(place)]
+        """Return the start of the text to replace and its completions; None for code of the notebook."""
+        match target_of(code, at, auto_mode=auto.is_on(self._shell)):
+            case RankCode() as target:
+                return self._complete_code(target, at)
+            case MagicLine() as line:
+                return at - len(line.begun), [Completion(word, "magic") for word in self._complete_line(line)]
         return None
 
-    def _complete_on_ranks(self, place: OnRanks, at: int) -> tuple[int, list[Completion]]:
+    def _complete_code(self, code: RankCode, at: int) -> tuple[int, list[Completion]]:
         cluster = clusters.running_cluster()
         if cluster is None:
-            start, names = cursor.without_ranks(place.text, at - place.offset)
-            return start + place.offset, [Completion(each, "keyword") for each in names]
-        start, found = cluster.complete(place.text, at - place.offset, ranks=_selected(cluster, place.ranks))
-        return start + place.offset, list(found)
+            start, names = keyword_completions(code.text, at - code.offset)
+            return start + code.offset, [Completion(name, "keyword") for name in names]
+        start, completions = cluster.complete(code.text, at - code.offset, ranks=_selected(cluster, code.ranks))
+        return start + code.offset, list(completions)
 
-    def _complete_line(self, place: OnLine) -> list[str]:
+    def _complete_line(self, line: MagicLine) -> list[str]:
         cluster = clusters.running_cluster()
 
-        def own() -> list[str]:
+        def notebook_names() -> list[str]:
             hidden = self._shell.user_ns_hidden
             return [name for name in self._shell.user_ns if name not in hidden and not name.startswith("_")]
 
-        def theirs() -> list[str]:
+        def rank_names() -> list[str]:
             if cluster is None:
                 return []
-            return [each.text for each in cluster.complete(place.begun, len(place.begun), variables=True)[1]]
+            return [each.text for each in cluster.complete(line.begun, len(line.begun), variables=True)[1]]
 
-        return cursor.may_stand(place, 0 if cluster is None else cluster.world_size, own, theirs)
+        return arguments.complete(
+            line.command,
+            line.words,
+            line.begun,
+            world_size=0 if cluster is None else cluster.world_size,
+            notebook_names=notebook_names,
+            rank_names=rank_names,
+        )
 
 
 class KernelHints(_Hints):
@@ -97,13 +193,13 @@ class KernelHints(_Hints):
         omit_sections: Any = (),  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401
         """See ipykernel's."""
-        place = cursor.place_of(code, cursor_pos, auto=auto.is_on(self._shell))
-        if not isinstance(place, OnRanks):
+        target = target_of(code, cursor_pos, auto_mode=auto.is_on(self._shell))
+        if not isinstance(target, RankCode):
             return self._stock_inspect(code, cursor_pos, detail_level, omit_sections)
         cluster, text = clusters.running_cluster(), ""
         if cluster is not None:
-            ranks = _selected(cluster, place.ranks)
-            text = cluster.inspect(place.text, cursor_pos - place.offset, ranks=ranks, source=detail_level > 0)
+            ranks = _selected(cluster, target.ranks)
+            text = cluster.inspect(target.text, cursor_pos - target.offset, ranks=ranks, source=detail_level > 0)
         data = {"text/plain": text} if text else {}
         return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}
 
@@ -151,11 +247,11 @@ def _reply(start: int, found: list[Completion], at: int) -> dict[str, Any]:
 
 
 def show_inspection(cluster: Cluster, ranks: tuple[int, ...], cell: str) -> bool:
-    """Of a cell that is `x?` or `x??`: show what the first of `ranks` knows of it. Whether there was something."""
-    asked = cursor.asked_about(cell)
-    if asked is None:
+    """Show what the first of `ranks` knows of `x` if the cell is `x?` or `x??`; return whether that was something."""
+    question = parse_question(cell)
+    if question is None:
         return False
-    name, source = asked
+    name, source = question
     text = cluster.inspect(name, ranks=ranks, source=source, timeout=_PAGE_SECONDS)
     if text:
         page.page({"text/plain": text})

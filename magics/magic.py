@@ -1,6 +1,6 @@
 """The magics `%%distributed`, `%distributed` and `%%local`.
 
-Owns: what each option and command does. Refuses: parsing (options.py) and showing (frontend.py).
+Owns: what each option and command does. Refuses: parsing (arguments.py) and showing (frontend.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts, set_ending
 from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import auto, debug, hints, options, variables
+from rankbook.magics import arguments, auto, debug, hints, variables
 from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept, describe_waiting
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.measured import Measuring
-from rankbook.magics.peek import describe_peeks, is_peek
+from rankbook.magics.peek import describe_peeks
 from rankbook.magics.stacks import describe_stacks
 from rankbook.magics.strip import strip_of
 from rankbook.output import Stream
@@ -61,11 +61,11 @@ class DistributedMagics(Magics):
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
         """Run cells on the ranks, and look after the ranks."""
-        if cell is not None or not is_peek(line):
+        if cell is not None or not arguments.is_peek(line):
             line = self._shell.var_expand(line, depth=_TO_THE_CELL)
         with short_errors():
             if cell is None:
-                command = options.parse_line(line)
+                command = arguments.parse_line(line)
                 _COMMANDS[command.command](self, command)
                 return None
             return self._run(line, cell)
@@ -84,7 +84,7 @@ class DistributedMagics(Magics):
     # Cells
 
     def _run(self, line: str, cell: str) -> CellHandle | None:
-        chosen = options.parse_cell_line(line)
+        chosen = arguments.parse_cell_line(line)
         if not cell.strip():
             raise BadRequest("%%distributed: the cell is empty; write the code for the ranks below this line")
         if chosen.out is not None and not chosen.out.isidentifier():
@@ -282,7 +282,7 @@ class DistributedMagics(Magics):
 
     def _own(self, name: str) -> Any:  # noqa: ANN401 - any variable
         if name not in self._shell.user_ns:
-            near = options.near(name, self._shell.user_ns)
+            near = arguments.suggest(name, self._shell.user_ns)
             raise BadRequest(f"%distributed push: there is no variable {name!r} in the notebook{near}")
         return self._shell.user_ns[name]
 
@@ -321,7 +321,7 @@ class DistributedMagics(Magics):
 
 _VIEWS = {"merged": "as one stream", "tabs": "rank by rank, in tabs", "grid": "rank by rank, side by side"}
 _COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = {
-    name: getattr(DistributedMagics, f"_command_{name}") for name in options.COMMANDS
+    name: getattr(DistributedMagics, f"_command_{name}") for name in arguments.COMMANDS
 }
 
 
@@ -371,7 +371,7 @@ def _misplaced(name: str) -> Callable[[str], None]:
 
 def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
-    DistributedMagics.distributed.__doc__ = options.help_text()
+    DistributedMagics.distributed.__doc__ = arguments.help_text()
     auto.install(shell)
     debug.install(shell)
     hints.install(shell)

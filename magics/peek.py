@@ -11,23 +11,7 @@ from collections.abc import Sequence
 from rankbook.coordinator.peek import Peeked
 from rankbook.ranks import format_ranks, name_ranks
 
-_OPTION = r"(?:--ranks|-r|--timeout)(?:=|\s+)(?:'[^']*'|\"[^\"]*\"|\S+)"
-_LINE = re.compile(
-    rf"\s*(?P<before>(?:{_OPTION}(?:\s+|$))*)(?P<expression>.*?)(?P<after>(?:\s+{_OPTION})*)\s*", re.DOTALL
-)
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
-
-
-def is_peek(line: str) -> bool:
-    """Whether a `%distributed` line is a peek. Its expression has quotes and braces that mean something to Python."""
-    return line.split(maxsplit=1)[:1] == ["peek"]
-
-
-def split_line(line: str) -> tuple[str, str]:
-    """The options and the expression of a `peek` line; options may stand before and behind the expression."""
-    found = _LINE.fullmatch(line.strip().removeprefix("peek"))
-    assert found is not None
-    return f"{found['before']} {found['after']}".strip(), found["expression"]
 
 
 def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:

@@ -167,10 +167,10 @@ MUTANTS = (
         "launch/test_records.py",
     ),
     Mutant(
-        "magics/options.py",
+        "magics/arguments.py",
         "if not 0 < seconds < threading.TIMEOUT_MAX:",
         "if not 0 <= seconds < threading.TIMEOUT_MAX:",
-        "magics/test_options.py",
+        "magics/test_arguments.py",
     ),
     Mutant(
         "widgets/live.py",

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from rankbook.magics import options
+from rankbook.magics import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,7 +50,7 @@ def test_the_magics_that_replace_those_of_nbdistributed_exist():
     lines = re.findall(r"`(%{1,2})distributed ([^`]+)`", page)
     assert len(lines) >= 8
     for marks, line in lines:
-        (options.parse_line if marks == "%" else options.parse_cell_line)(line)  # raises on an unknown one
+        (arguments.parse_line if marks == "%" else arguments.parse_cell_line)(line)  # raises on an unknown one
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])
@@ -69,14 +69,14 @@ def test_the_readme_names_the_two_commands():
 
 
 def test_the_readme_names_every_option_of_a_cell_and_no_other():
-    parser = options._cell_parser
+    parser = arguments._cell_parser
     shown = {max(each.option_strings, key=len) for each in parser._actions if each.help is not argparse.SUPPRESS}
     assert set(re.findall(r"^\| `(--\w+)", README, flags=re.MULTILINE)) == shown
 
 
 def test_the_readme_names_every_command_and_no_other():
     section = README.partition("| `%distributed …` |")[2].partition("`%distributed?`")[0]
-    assert list(dict.fromkeys(re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE))) == list(options.COMMANDS)
+    assert list(dict.fromkeys(re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE))) == list(arguments.COMMANDS)
 
 
 def test_the_readme_names_the_environment_variables_that_the_code_reads():

@@ -33,7 +33,10 @@ OTHER_VERSIONS: dict[type, set[str]] = {
 
 DELIBERATE: dict[tuple[str, str], str] = {
     # (class, name): why it overrides the base class's
-    ("rankbook.magics.options._Help", "_action_max_length"): "argparse has no public way to set where help begins",
+    (
+        "rankbook.magics.arguments._HelpFormatter",
+        "_action_max_length",
+    ): "argparse has no public way to set where help begins",
     ("rankbook.rank.recoverable.RecoverableGroup", "_end_coalescing"): "torch calls it on a process group",
     ("rankbook.rank.recoverable.RecoverableGroup", "_get_backend"): "torch calls it on a process group",
     ("rankbook.rank.recoverable.RecoverableGroup", "_start_coalescing"): "torch calls it on a process group",

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rankbook.magics import options
+from rankbook.magics import arguments
 from rankbook.magics.magic import DistributedMagics
 
 RECORD = Path(__file__).with_name("public_surface.json")
@@ -71,7 +71,7 @@ def surface() -> dict[str, Any]:
         module = importlib.import_module(package)
         found[package] = {name: describe(getattr(module, name)) for name in sorted(module.__all__)}
     found["magics"] = {kind: sorted(names) for kind, names in DistributedMagics.magics.items()}
-    help_text = options.help_text()
+    help_text = arguments.help_text()
     found["%distributed"] = sorted(
         set(re.findall(r"(?<![\w-])--?[a-z][\w-]*|^    [a-z]+(?=  )", help_text, re.MULTILINE))
     )

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from rankbook.errors import BadRequest
+from rankbook.magics.arguments import parse_cell_line
 from rankbook.magics.measured import Measuring, latecomers, seconds, times_table
-from rankbook.magics.options import parse_cell_line
 from rankbook.magics.profile import Trace, check_file, merge_ops, profile_table
 from rankbook.measuring import OpTime, Times
 from tests.conftest import Kernel

@@ -1,4 +1,4 @@
-"""`%distributed peek`: its line and its words, and in a kernel beside a cell that runs."""
+"""`%distributed peek`: what is said of the answers, and in a kernel beside a cell that runs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ import re
 import pytest
 
 from rankbook.coordinator.peek import Peeked
-from rankbook.magics.peek import describe_peeks, is_peek, split_line
-
-
-@pytest.mark.parametrize(
-    ("line", "options", "expression"),
-    [
-        ("peek loss", "", "loss"),
-        ("peek  d['a  b'] ", "", "d['a  b']"),
-        ("peek loss --ranks 0,2", "--ranks 0,2", "loss"),
-        ("peek --ranks=0 loss -x", "--ranks=0", "loss -x"),
-        ("peek -r '0, 2' f'{x:.2f}' --timeout 5", "-r '0, 2' --timeout 5", "f'{x:.2f}'"),
-        ("peek x -r", "", "x -r"),
-        ("peek '--ranks 0'", "", "'--ranks 0'"),
-        ("peek x - r  # --ranks 1", "--ranks 1", "x - r  #"),
-        ("peek", "", ""),
-        ("peek --ranks 0", "--ranks 0", ""),
-    ],
-)
-def test_options_stand_before_or_behind_an_expression_that_is_left_as_it_is(line, options, expression):
-    assert is_peek(line)
-    found, rest = split_line(line)
-    assert (" ".join(found.split()), rest) == (options, expression)
+from rankbook.magics.peek import describe_peeks
 
 
 def test_equal_answers_are_shown_once_and_a_moving_target_is_told():

@@ -1,4 +1,4 @@
-"""The grammar of the two lines, without a kernel."""
+"""The arguments of the two lines and their completion, without a kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import argparse
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.magics.options import COMMANDS, actions_of, help_text, parse_cell_line, parse_line
+from rankbook.magics import arguments
+from rankbook.magics.arguments import COMMANDS, complete, help_text, is_peek, parse_cell_line, parse_line, split_peek
 
 CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--profile", "--quiet", "--view")
 
@@ -165,7 +166,8 @@ def test_the_help_names_every_option_and_every_command():
     assert "--auto" not in text
     assert "--help" not in text
     words = " ".join(text.split())
-    told = [each.help for command in (None, *COMMANDS) for each in actions_of(command) if each.help]
+    parsers = (arguments._cell_parser, *arguments._command_parsers.values())
+    told = [action.help for parser in parsers for action in parser.actions if action.help]
     assert [each for each in told if each.replace("%%", "%") not in words] == []
 
 
@@ -175,3 +177,73 @@ def test_who_asks_for_help_as_in_a_terminal_is_told_where_it_is(word):
         text = told(parse, line if line == "help" else line + word)
         assert "distributed? shows the help; valid" in text
         assert "did you mean" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "expression"),
+    [
+        ("peek loss", "", "loss"),
+        ("peek  d['a  b'] ", "", "d['a  b']"),
+        ("peek loss --ranks 0,2", "--ranks 0,2", "loss"),
+        ("peek --ranks=0 loss -x", "--ranks=0", "loss -x"),
+        ("peek -r '0, 2' f'{x:.2f}' --timeout 5", "-r '0, 2' --timeout 5", "f'{x:.2f}'"),
+        ("peek x -r", "", "x -r"),
+        ("peek '--ranks 0'", "", "'--ranks 0'"),
+        ("peek x - r  # --ranks 1", "--ranks 1", "x - r  #"),
+        ("peek", "", ""),
+        ("peek --ranks 0", "--ranks 0", ""),
+    ],
+)
+def test_options_stand_before_or_behind_an_expression_that_is_left_as_it_is(line, options, expression):
+    assert is_peek(line)
+    found, rest = split_peek(line)
+    assert (" ".join(found.split()), rest) == (options, expression)
+
+
+def completions(line, ranks=4):
+    """Complete the last word of a line."""
+    magic, _, rest = line.partition(" ")
+    words = rest.split(" ")
+    command = None if magic == "%%distributed" else words.pop(0) if len(words) > 1 else ""
+    return complete(
+        command,
+        words[:-1],
+        words[-1],
+        world_size=ranks,
+        notebook_names=lambda: ["mine", "model"],
+        rank_names=lambda: ["theirs", "model"],
+    )
+
+
+def test_commands_and_choices_are_completed():
+    assert completions("%distributed st") == ["stacks", "start", "status", "stop"]
+    assert completions("%distributed nonsense ") == []
+    assert completions("%distributed auto ") == ["off", "on"]
+    assert completions("%distributed view g") == completions("%%distributed --view g") == ["grid"]
+    assert completions("%distributed start --backend g") == ["gloo"]
+
+
+def test_variables_are_those_of_the_notebook_to_push_and_else_those_of_the_ranks():
+    assert completions("%distributed push ") == completions("%distributed push model ") == ["mine", "model", "--ranks"]
+    assert completions("%distributed push m") == ["mine", "model"]
+    assert completions("%distributed pull t") == ["theirs"]
+    assert completions("%distributed vars model ") == ["model", "theirs", "--ranks"]
+    assert completions("%distributed pull model --as ") == []
+
+
+def test_options_are_completed_that_the_line_does_not_have_yet():
+    assert completions("%distributed pull model -") == ["--as", "--ranks", "-r"]
+    assert completions("%distributed pull model ") == ["--as", "--ranks"], "an option of two names once"
+    assert completions("%distributed heal 1 --e") == ["--empty"]
+    shown = completions("%%distributed --")
+    assert {"--ranks", "--background", "--out", "--timeout", "--quiet"} <= set(shown) and "--auto" not in shown
+    shown = completions("%%distributed --ranks 0 -")
+    assert "--out" in shown and not {"--ranks", "-r"} & set(shown)
+
+
+def test_rank_selections_are_completed_behind_the_last_comma():
+    assert completions("%distributed interrupt ") == ["all", "main", "0", "1", "2", "3"]
+    assert completions("%distributed heal ") == ["all", "main", "0", "1", "2", "3", "--empty"]
+    assert completions("%%distributed --ranks ") == ["all", "main", "0", "1", "2", "3"]
+    assert completions("%%distributed -r 0,2,", ranks=12)[:3] == ["0,2,1", "0,2,3", "0,2,4"]
+    assert completions("%%distributed --ranks ", ranks=0) == ["all", "main"]
