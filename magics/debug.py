@@ -17,7 +17,7 @@ from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto
 from rankbook.magics.debug_desk import Desk
-from rankbook.magics.pauses import Message
+from rankbook.magics.stopped_threads import Message
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -96,9 +96,9 @@ class Debugging:
         return await self.desk.handle(request)
 
     def describe(self) -> str:
-        """Who debugs, and whom what a person presses is for."""
+        """Describe whether a front end debugs the ranks, and which ones continue and step apply to."""
         desk = self.desk
-        whom = "the rank whose frame is chosen in the call stack" if desk.single else "all paused ranks"
+        whom = "the rank whose frame is chosen in the call stack" if desk.stopped.single else "all paused ranks"
         who = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
         return f"{who}; continue and step are for {whom}"
 

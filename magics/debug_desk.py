@@ -1,25 +1,31 @@
-"""What a front end's debugger asks, and who answers: the notebook's own debugger, the ranks', or both.
+"""Debug adapter multiplexer: answers a front end's debugger from the notebook's own debugger, the ranks', or both.
 
-Owns: the breakpoints, for ranks that come later too; which ranks have a debugger; the answers that are made of several.
-Refuses: sockets and threads; it is given a `Stock` and an `Office`, and runs on one event loop.
+It keeps the breakpoints for ranks that start later, and merges the responses of several ranks. It has no sockets and
+no threads: it is given a `Stock` and an `Office`, and runs on one event loop.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import contextlib
 import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
-from rankbook.magics.debug_answers import EMPTY, as_bundle, placed_at, respond, trouble_of
-from rankbook.magics.pauses import HANDLES, THREADS, Message, Pauses, rank_of, shown
+from rankbook.magics.stopped_threads import REFERENCES, THREADS, Message, StoppedThreads, rank_of_thread
 
 _SECONDS = 5.0
 """For a rank's debugger to answer: C code that keeps the interpreter to itself keeps it from the debugger too."""
 _START_SECONDS = 20.0
-_PATIENCE_SECONDS = 0.2
-"""For the chosen rank to pause, before a front end with one view for all shows another one."""
-_FRAMES = ("frameId", "variablesReference", "srcFrameId")
+_REFERENCES = ("frameId", "variablesReference", "srcFrameId")
+"""The arguments that name a frame or a variable."""
+_EMPTY_BODIES: dict[str, Message] = {
+    # for a rank that has resumed: a front end fails on a body without these
+    "stackTrace": {"stackFrames": [], "totalFrames": 0},
+    "scopes": {"scopes": []},
+    "variables": {"variables": []},
+}
 
 
 class Stock(Protocol):
@@ -78,8 +84,7 @@ class Desk:
 
     def __init__(self, stock: Stock, office: Office) -> None:
         self.on = False
-        self.single = False  # whether continue and step act on the chosen rank alone
-        self.pauses = Pauses()
+        self.stopped = StoppedThreads()
         self._stock = stock
         self._office = office
         self._lines: dict[int, _Line] = {}
@@ -90,7 +95,7 @@ class Desk:
 
     def adopt(self, breakpoints: dict[str, list[Message]]) -> None:
         """Go on with the breakpoints of a front end that debugs the kernel already."""
-        self.on = self.pauses.one_view = True
+        self.on = self.stopped.one_view = True
         self._breakpoints.update(breakpoints)
 
     # The ranks
@@ -109,17 +114,16 @@ class Desk:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif message["event"] == "stopped":
-            self.pauses.stop(rank, message["body"])
-            self._tell()
+            self._publish(self.stopped.stop(rank, message["body"]))
             self._errand(rank)
-        elif message["event"] == "continued" and rank in self.pauses.threads:
-            self._go_on((rank,))
+        elif message["event"] == "continued" and rank in self.stopped.threads:
+            self._resume((rank,))
 
     def lose(self, rank: int) -> None:
         """Its process or its debugger is gone."""
         line = self._lines.pop(rank, None)
         if line is not None:
-            self._go_on((rank,))
+            self._resume((rank,))
             for answer in line.waiting.values():
                 if not answer.done():
                     answer.set_exception(ConnectionError(f"rank {rank} has no debugger any more"))
@@ -128,7 +132,7 @@ class Desk:
         """There are other ranks now."""
         for rank in tuple(self._lines):
             self.lose(rank)
-        self.pauses.chosen = None
+        self.stopped.chosen = None
 
     async def attach(self, ranks: Iterable[int]) -> dict[int, str]:
         """Have a debugger on each of these that has none yet; for those that cannot, why."""
@@ -153,7 +157,7 @@ class Desk:
         yield "attach", {}
         line.ready = True  # what changes from here on it is told with all others
         for path in tuple(self._breakpoints):
-            yield "setBreakpoints", placed_at(path, self._breakpoints.get(path, []))
+            yield "setBreakpoints", _breakpoints_at(path, self._breakpoints.get(path, []))
         if self._filters is not None:
             yield "setExceptionBreakpoints", self._filters
         yield "configurationDone", {}
@@ -182,7 +186,12 @@ class Desk:
         """Plain cells run elsewhere from now on, and so do their breakpoints in the notebook."""
         for path, lines in self._breakpoints.items():
             there = [] if self._office.is_for_ranks(path) else lines
-            request = {"type": "request", "seq": 0, "command": "setBreakpoints", "arguments": placed_at(path, there)}
+            request = {
+                "type": "request",
+                "seq": 0,
+                "command": "setBreakpoints",
+                "arguments": _breakpoints_at(path, there),
+            }
             await self._stock.process(request)
 
     async def _ask_all(self, command: str, arguments: Message) -> dict[int, Message]:
@@ -194,21 +203,13 @@ class Desk:
         for event in events:
             self._office.publish(event)
 
-    def _tell(self) -> None:
-        """Of pauses, some of them a moment later."""
-        if self.pauses.holds and self.pauses.waits(self._running()):
-            asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, lambda: self._publish(self.pauses.tell()))
-        else:
-            self._publish(self.pauses.tell())
-
     def _running(self) -> set[int]:
         return set(self._office.busy()) & self._lines.keys()
 
-    def _go_on(self, ranks: Collection[int]) -> None:
+    def _resume(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             self._office.note(rank, "", 0)
-        self._publish(self.pauses.go_on(ranks))
-        self._tell()
+        self._publish(self.stopped.resume(ranks))
 
     def _errand(self, rank: int) -> None:
         """Find out where it has stopped."""
@@ -217,13 +218,13 @@ class Desk:
         task.add_done_callback(self._errands.discard)
 
     async def _locate(self, rank: int) -> None:
-        thread = self.pauses.threads.get(rank)
+        thread = self.stopped.threads.get(rank)
         if thread is None:  # it has gone on already
             return
         self._office.note(rank, "", -1)
         answer = await self._ask(rank, "stackTrace", {"threadId": thread, "levels": 1})
         frames = (answer.get("body") or {}).get("stackFrames")
-        if frames and rank in self.pauses.threads:
+        if frames and rank in self.stopped.threads:
             self._office.note(rank, frames[0].get("source", {}).get("path", ""), frames[0]["line"])
 
     # The front end
@@ -231,24 +232,24 @@ class Desk:
     async def handle(self, request: Message) -> Message:
         """The answer to a request."""
         command, arguments = request["command"], request.get("arguments") or {}
-        handle = next((arguments[key] for key in _FRAMES if (arguments.get(key) or 0) >= HANDLES), None)
-        if self.on and handle is not None:
-            return await self._on_rank(request, arguments, handle)
+        reference = next((arguments[key] for key in _REFERENCES if (arguments.get(key) or 0) >= REFERENCES), None)
+        if self.on and reference is not None:
+            return await self._on_rank(request, arguments, reference)
         handler = getattr(self, f"_on_{command.lower()}", None)
         if handler is not None and (self.on or command in {"initialize", "debugInfo"}):
             reply: Message = await handler(request, arguments)
             return reply
-        rank = rank_of(arguments.get("threadId"))
-        if self.on and rank in self.pauses.threads:  # exceptionInfo, and what else there is about a thread
-            answer = await self._ask(rank, command, {**arguments, "threadId": self.pauses.threads[rank]})
-            return respond(request, answer.get("body") or {}, trouble=trouble_of(answer))
+        rank = rank_of_thread(arguments.get("threadId"))
+        if self.on and rank in self.stopped.threads:  # such as exceptionInfo
+            answer = await self._ask(rank, command, {**arguments, "threadId": self.stopped.threads[rank]})
+            return _response(request, answer.get("body") or {}, error=_error_of(answer))
         return await self._stock.process(request)
 
     async def _on_initialize(self, request: Message, arguments: Message) -> Message:
         reply = await self._stock.process(request)
         if reply.get("success"):
             self.on = True
-            self.pauses.one_view = arguments.get("clientID") == "jupyterlab"
+            self.stopped.one_view = arguments.get("clientID") == "jupyterlab"
             reply.setdefault("body", {})["supportsSingleThreadExecutionRequests"] = True
         return reply
 
@@ -260,9 +261,8 @@ class Desk:
     async def _on_disconnect(self, request: Message, _arguments: Message) -> Message:
         self.on = False
         async with self._starting:  # what is on its way to be attached is then let go too
-            paused = self.pauses.order
             await asyncio.gather(*(self._ask(rank, "disconnect", {}) for rank in self._lines))
-            self._go_on(paused)
+            self._resume(tuple(self.stopped.threads))
             self._lines.clear()
         self._breakpoints.clear()
         self._filters = None
@@ -277,13 +277,13 @@ class Desk:
             for path, lines in self._breakpoints.items()
             if lines
         ]
-        threads = [*(THREADS + rank for rank in self.pauses.order), *body.get("stoppedThreads", ())]
+        threads = [*(THREADS + rank for rank in sorted(self.stopped.threads)), *body.get("stoppedThreads", ())]
         return {**reply, "body": {**body, "breakpoints": [*theirs, *ours], "stoppedThreads": threads}}
 
     async def _on_setbreakpoints(self, request: Message, arguments: Message) -> Message:
         path, lines = arguments["source"]["path"], arguments.get("breakpoints") or []
         self._breakpoints[path] = lines
-        answers = await self._ask_all("setBreakpoints", placed_at(path, lines))
+        answers = await self._ask_all("setBreakpoints", _breakpoints_at(path, lines))
         if not self._office.is_for_ranks(path):
             return await self._stock.process(request)
         told = next((each["body"]["breakpoints"] for each in answers.values() if each.get("success")), lines)
@@ -291,7 +291,7 @@ class Desk:
             {"verified": True, "line": after.get("line", before["line"]), "source": arguments["source"]}
             for before, after in zip(lines, told, strict=True)
         ]
-        return respond(request, {"breakpoints": placed})
+        return _response(request, {"breakpoints": placed})
 
     async def _on_setexceptionbreakpoints(self, request: Message, arguments: Message) -> Message:
         self._filters = arguments
@@ -300,15 +300,15 @@ class Desk:
 
     async def _on_inspectvariables(self, request: Message, _arguments: Message) -> Message:
         """What a front end shows while nothing is paused."""
-        found = None if self.pauses.threads else await self._office.variables(self.pauses.chosen or 0)
-        return await self._stock.process(request) if found is None else respond(request, {"variables": found})
+        found = None if self.stopped.threads else await self._office.variables(self.stopped.chosen or 0)
+        return await self._stock.process(request) if found is None else _response(request, {"variables": found})
 
     async def _on_richinspectvariables(self, request: Message, arguments: Message) -> Message:
         """One of these; that of a frame is asked for with the frame."""
-        name, rank = str(arguments["variableName"]), self.pauses.chosen or 0
-        paused = self.pauses.threads or self._stock.paused
+        name, rank = str(arguments["variableName"]), self.stopped.chosen or 0
+        paused = self.stopped.threads or self._stock.paused
         found = None if paused else await self._office.show(rank, name)
-        return await self._stock.process(request) if found is None else respond(request, found)
+        return await self._stock.process(request) if found is None else _response(request, found)
 
     async def _on_threads(self, request: Message, _arguments: Message) -> Message:
         reply = await self._stock.process(request)
@@ -318,83 +318,109 @@ class Desk:
 
     async def _on_stacktrace(self, request: Message, arguments: Message) -> Message:
         """Of one rank; where the front end has one view for all, of all that are paused."""
-        pauses, rank = self.pauses, rank_of(arguments.get("threadId"))
-        if not pauses.threads or (rank < 0 and not pauses.one_view):
+        stopped, rank = self.stopped, rank_of_thread(arguments.get("threadId"))
+        if not stopped.threads or (rank < 0 and not stopped.one_view):
             return await self._stock.process(request)
-        ranks = pauses.show() if pauses.one_view else (rank,)
+        ranks = stopped.call_stack() if stopped.one_view else [rank]
         answers = await asyncio.gather(
-            *(self._ask(each, "stackTrace", {**arguments, "threadId": pauses.threads.get(each)}) for each in ranks)
+            *(self._ask(each, "stackTrace", {**arguments, "threadId": stopped.threads.get(each)}) for each in ranks)
         )
         frames, total = [], 0
         for each, answer in zip(ranks, answers, strict=True):
-            body = (answer.get("body") or {}) if answer.get("success") and each in pauses.threads else {}
-            frames += shown(each, "stackTrace", body, pauses.handles).get("stackFrames", [])
+            body = (answer.get("body") or {}) if answer.get("success") and each in stopped.threads else {}
+            frames += stopped.references.translate(each, "stackTrace", body).get("stackFrames", [])
             total += body.get("totalFrames", 0)  # of which some may have been asked for
         if rank < 0 and self._stock.paused:
             own = (await self._stock.process(request)).get("body") or {}
             frames, total = [*own.get("stackFrames", ()), *frames], total + own.get("totalFrames", 0)
-        return respond(request, {"stackFrames": frames, "totalFrames": max(total, len(frames))})
+        return _response(request, {"stackFrames": frames, "totalFrames": max(total, len(frames))})
 
     async def _move(self, request: Message, arguments: Message) -> Message:
         thread = arguments.get("threadId")
-        single = self.single or bool(arguments.get("singleThread"))
-        meant = {rank: self.pauses.threads[rank] for rank in self.pauses.meant(thread, single=single)}
-        to_notebook = rank_of(thread) < 0 and (self._stock.paused or not meant)
-        self._go_on(meant)  # first, for one may stop again before the last one has been told
+        ranks = self.stopped.targets(thread, single=bool(arguments.get("singleThread")))
+        meant = {rank: self.stopped.threads[rank] for rank in ranks}
+        to_notebook = rank_of_thread(thread) < 0 and (self._stock.paused or not meant)
+        self._resume(meant)  # first, for one may stop again before the last one has been told
         reply = await self._stock.process(request) if to_notebook else None  # before them: it may be what hears them
         answers = await asyncio.gather(
             *(self._ask(rank, request["command"], {**arguments, "threadId": own}) for rank, own in meant.items())
         )
         if reply is not None:
             return reply
-        trouble = next(filter(None, map(trouble_of, answers)), "")
-        return respond(request, {"allThreadsContinued": not self.pauses.threads}, trouble=trouble)
+        error = next(filter(None, map(_error_of, answers)), "")
+        return _response(request, {"allThreadsContinued": not self.stopped.threads}, error=error)
 
     _on_continue = _on_next = _on_stepin = _on_stepout = _move
 
     async def _on_pause(self, request: Message, arguments: Message) -> Message:
-        rank = rank_of(arguments.get("threadId"))
-        meant = [rank] if rank >= 0 and (self.single or not self.pauses.one_view) else sorted(self._running())
+        rank = rank_of_thread(arguments.get("threadId"))
+        one = rank >= 0 and (self.stopped.single or not self.stopped.one_view)
+        meant = [rank] if one else sorted(self._running())
         if not meant:
             return await self._stock.process(request)
-        troubles: dict[int, str] = {}
+        errors: dict[int, str] = {}
         for each in meant:
             answer = await self._ask(each, "threads", {})
             threads = (answer.get("body") or {}).get("threads", ())
             main = next((one["id"] for one in threads if one["name"] == "MainThread"), None)
             if main is not None:
-                troubles[each] = trouble_of(await self._ask(each, "pause", {"threadId": main}))
-        told = "; ".join(f"rank {each}: {trouble}" for each, trouble in troubles.items())
-        return respond(request, {}, trouble="" if "" in troubles.values() else told)
+                errors[each] = _error_of(await self._ask(each, "pause", {"threadId": main}))
+        text = "; ".join(f"rank {each}: {error}" for each, error in errors.items())
+        return _response(request, {}, error="" if "" in errors.values() else text)
 
-    async def _on_rank(self, request: Message, arguments: Message, handle: int) -> Message:
-        """About a frame or a variable of a rank."""
-        command, found = request["command"], self.pauses.handles.whose(handle)
+    async def _on_rank(self, request: Message, arguments: Message, reference: int) -> Message:
+        """Answer a request about a frame or a variable of a rank."""
+        command, found = request["command"], self.stopped.references.find(reference)
         if found is None:
-            return respond(request, EMPTY.get(command, {}), trouble="the rank has gone on since then")
+            return _response(request, _EMPTY_BODIES.get(command, {}), error="the rank has gone on since then")
         rank, number = found
-        self.pauses.choose(rank)
+        self.stopped.chosen = rank
         if command == "richInspectVariables":
             return await self._show_richly(request, rank, number)
         if command == "copyToGlobals":
             source, target = str(arguments["srcVariableName"]), str(arguments["dstVariableName"])
             if not (source.isidentifier() and target.isidentifier()):  # it is evaluated on the rank
-                return respond(request, {}, trouble="only what has a name of its own can be copied")
+                return _response(request, {}, error="only what has a name of its own can be copied")
             asked, own = "setExpression", {"expression": f"globals()['{target}']", "value": source, "frameId": number}
         else:
-            own = {key: number if value == handle and key in _FRAMES else value for key, value in arguments.items()}
-            asked = command
+            keys = {key for key in _REFERENCES if arguments.get(key) == reference}
+            asked, own = command, {**arguments, **dict.fromkeys(keys, number)}
         answer = await self._ask(rank, asked, own)
-        body = shown(rank, asked, answer.get("body") or {}, self.pauses.handles)
+        body = self.stopped.references.translate(rank, asked, answer.get("body") or {})
         if command == "variables":
             body["variables"] = [each for each in body.get("variables", ()) if self._stock.accepts(each["name"])]
-        return respond(request, body or EMPTY.get(command, {}), trouble=trouble_of(answer))
+        return _response(request, body or _EMPTY_BODIES.get(command, {}), error=_error_of(answer))
 
     async def _show_richly(self, request: Message, rank: int, frame: int) -> Message:
-        """A variable as its last expression would show it, as ipykernel's debugger does."""
+        """Answer with a variable's display formats, as ipykernel's debugger does."""
         name = request["arguments"]["variableName"]
         if not name.isidentifier():
-            return respond(request, {"data": {}, "metadata": {}})
+            return _response(request, {"data": {}, "metadata": {}})
         expression = f"get_ipython().display_formatter.format({name})"
         asked = {"expression": expression, "frameId": frame, "context": "clipboard"}
-        return respond(request, as_bundle(await self._ask(rank, "evaluate", asked)))
+        return _response(request, _parse_formats(await self._ask(rank, "evaluate", asked)))
+
+
+def _response(request: Message, body: Message, *, error: str = "") -> Message:
+    """Return the response to `request`, an unsuccessful one if there is an `error`."""
+    head = {"type": "response", "seq": request["seq"], "request_seq": request["seq"], "command": request["command"]}
+    return {**head, "success": not error, **({"message": error} if error else {}), "body": body}
+
+
+def _error_of(answer: Message) -> str:
+    """Return why a rank's request failed; "" if it did not."""
+    return "" if answer.get("success") else str(answer.get("message") or "the request failed")
+
+
+def _breakpoints_at(path: str, lines: list[Message]) -> Message:
+    """Return the arguments of `setBreakpoints`."""
+    return {"source": {"path": path}, "breakpoints": lines}
+
+
+def _parse_formats(answer: Message) -> Message:
+    """Return the data and metadata that IPython's `format` returned on a rank; empty ones for anything else."""
+    data: Message = {}
+    metadata: Message = {}
+    with contextlib.suppress(ValueError, SyntaxError, KeyError):
+        data, metadata = ast.literal_eval(answer["body"]["result"])
+    return {"data": data, "metadata": {key: value for key, value in metadata.items() if key in data}}

@@ -253,7 +253,8 @@ class DistributedMagics(Magics):
         debugging = debug.of(self._shell)
         if debugging is None:
             raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
-        debugging.desk.single = debugging.desk.single if command.moves is None else command.moves == "chosen"
+        if command.moves is not None:
+            debugging.desk.stopped.single = command.moves == "chosen"
         self._say(debugging.describe())
 
     def _command_vars(self, command: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rankbook.magics import debug_desk
 from rankbook.magics.debug_desk import Desk
-from rankbook.magics.pauses import HANDLES, THREADS
+from rankbook.magics.stopped_threads import REFERENCES, THREADS
 
 CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
 
@@ -42,7 +42,6 @@ class FakeRanks:
         self.count, self.mute, self.gone, self.running = count, set(), set(), ()
         self.heard, self.events, self.notes = [], [], {}
         self.desk, self.auto, self.refused = None, True, {}
-        self.told = asyncio.Event()
 
     def ranks(self):
         return tuple(range(self.count))
@@ -87,7 +86,6 @@ class FakeRanks:
 
     def publish(self, event):
         self.events.append((event["event"], event["body"]["threadId"] - THREADS))
-        self.told.set()
 
     def note(self, rank, path, line):
         self.notes[rank] = (path, line)
@@ -235,28 +233,11 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         refused = await ask("copyToGlobals", srcVariableName="a.b", dstVariableName="b", srcFrameId=frames[0]["id"])
         assert not refused["success"]
         await ask("scopes", frameId=frames[1]["id"])
-        assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS + 1, THREADS]
-
-    scene(play)
-
-
-def test_a_pause_is_held_back_until_the_chosen_rank_has_paused_too_or_a_moment_has_passed(monkeypatch):
-    async def play(desk, ranks, stock, ask):
-        ranks.running = (0, 1)
-        monkeypatch.setattr("rankbook.magics.debug_desk._PATIENCE_SECONDS", 3600)
-        ranks.stop(1)
+        await ask("continue", threadId=THREADS)
+        ranks.stop(0, 1)
         await settle()
-        assert ranks.events == []
-        ranks.stop(0)
-        await settle()
-        assert ranks.events == [("stopped", 1), ("stopped", 0)]
-        await ask("continue", threadId=1)
-        ranks.events.clear()
-        ranks.told.clear()
-        monkeypatch.setattr("rankbook.magics.debug_desk._PATIENCE_SECONDS", 0.01)
-        ranks.stop(1)
-        await asyncio.wait_for(ranks.told.wait(), 20)
-        assert ranks.events == [("stopped", 1)]
+        frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"]
 
     scene(play)
 
@@ -276,7 +257,7 @@ def test_a_client_that_knows_threads_has_one_for_each_rank():
         assert [each["name"] for each in frames] == ["local"]
         await ask("next", threadId=THREADS + 1, singleThread=True)
         assert ranks.heard[-1] == (1, "next", {"threadId": 41, "singleThread": True})
-        assert desk.pauses.order == (0,)
+        assert list(desk.stopped.threads) == [0]
 
     scene(play, client="vscode")
 
@@ -313,17 +294,19 @@ def test_a_rank_that_stops_and_goes_on_at_once_is_looked_for_no_more():
 
 def test_with_the_chosen_one_alone_the_others_stay_and_are_shown():
     async def play(desk, ranks, stock, ask):
-        desk.single = True
+        desk.stopped.single = True
         ranks.stop(0, 1)
         await settle()
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
+        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"], "the last one that stopped first"
         await ask("scopes", frameId=frames[1]["id"])
+        await ask("scopes", frameId=frames[0]["id"])
         ranks.events.clear()
-        reply = await ask("continue", threadId=1)
-        assert ranks.heard[-1] == (1, "continue", {"threadId": 41})
+        reply = await ask("continue", threadId=THREADS)
+        assert ranks.heard[-1][:2] == (1, "continue"), "the one whose frame is selected"
         assert not reply["body"]["allThreadsContinued"]
         assert ranks.events == [("continued", 1), ("stopped", 0)]
-        late = await ask("variables", variablesReference=frames[1]["id"])
+        late = await ask("variables", variablesReference=frames[0]["id"])
         assert not late["success"] and late["body"] == {"variables": []}
 
     scene(play)
@@ -418,7 +401,7 @@ def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
     scene(play)
 
 
-@pytest.mark.parametrize("handle", [HANDLES, HANDLES + 1000])
+@pytest.mark.parametrize("handle", [REFERENCES, REFERENCES + 1000])
 def test_a_frame_of_long_ago_is_nobodys(handle):
     async def play(desk, ranks, stock, ask):
         stock.asked.clear()
