@@ -11,7 +11,6 @@ comms.py     widgets that live on ranks, in the front end
 debug.py     the front end's debugger, for cells of the ranks
 debug_desk.py  who answers what it asks
 stopped_threads.py  the ranks that are stopped, as threads, frames and variables of a front end
-widget_states.py  what the ranks' widgets look like now
 panel.py     a cell's output by rank
 strip.py     the line above a cell that runs for longer than a moment
 stacks.py    where the ranks are, in words

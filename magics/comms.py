@@ -1,23 +1,98 @@
-"""Widgets that live on ranks, in the notebook's front end.
+"""Comm bridge: connects widgets that live on ranks to the notebook's front end.
 
-Owns: the kernel's end of each such comm, which passes on what comes; that a page which is reloaded finds them again.
-Refuses: to know what a widget is.
+The kernel has the other end of each rank's comm and forwards its messages. It also keeps the last state of each widget
+from these messages, so that a page that is reloaded gets it at once, even while the rank is busy. A state is JSON with
+its bytes apart: `buffer_paths` says where each buffer belongs, as in the messages of ipywidgets.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from comm.base_comm import BaseComm
 
 from rankbook.comms import CommHeard, CommSaid
 from rankbook.coordinator.cluster import Cluster
-from rankbook.magics.widget_states import WidgetStates
 
 _WIDGET = "jupyter.widget"
 _CONTROL = "jupyter.widget.control"
+_UPDATES = frozenset({"update", "echo_update"})
+Path = tuple[str | int, ...]
+
+
+class WidgetState(NamedTuple):
+    """The state of one widget, with its buffers by path."""
+
+    plain: dict[str, Any]
+    buffers: dict[Path, bytes]
+
+    def update(self, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> WidgetState:
+        """Return the state after a message, which replaces the parts that it names."""
+        paths = [tuple(path) for path in data.get("buffer_paths", ())]
+        named = {*data.get("state", {}), *(path[0] for path in paths)}
+        plain = {key: value for key, value in self.plain.items() if key not in named}
+        kept = {path: value for path, value in self.buffers.items() if path[0] not in named}
+        new = {path: bytes(frame) for path, frame in zip(paths, frames, strict=False)}
+        return WidgetState({**plain, **data.get("state", {})}, {**kept, **new})
+
+
+class AllStates(NamedTuple):
+    """The states of all widgets by comm id, and their buffers, whose paths begin with the comm id."""
+
+    states: dict[str, dict[str, Any]]
+    paths: list[list[str | int]]
+    buffers: list[bytes]
+
+
+class WidgetStateCache:
+    """The last state of each widget that lives on a rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, WidgetState] = {}
+        self._changing = threading.Lock()
+
+    def open(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
+        """Add a new widget."""
+        with self._changing:
+            self._states[comm] = WidgetState({}, {}).update(data, frames)
+
+    def change(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
+        """Update a widget from a message of either end; ignore messages that are no update."""
+        with self._changing:
+            state = self._states.get(comm)
+            if state is not None and data.get("method") in _UPDATES:
+                self._states[comm] = state.update(data, frames)
+
+    def close(self, comm: str) -> None:
+        """Forget a widget."""
+        with self._changing:
+            self._states.pop(comm, None)
+
+    def update_of(self, comm: str) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Return the answer to `request_state`, with its buffers; None for a comm that is not a widget's."""
+        state = self._states.get(comm)
+        if state is None:
+            return None
+        paths = [list(path) for path in state.buffers]
+        return {"method": "update", "state": state.plain, "buffer_paths": paths}, list(state.buffers.values())
+
+    def all_states(self) -> AllStates:
+        """Return the widgets' part of the answer to `request_states`."""
+        answer = AllStates({}, [], [])
+        for comm, state in list(self._states.items()):
+            answer.states[comm] = {
+                "model_name": state.plain.get("_model_name"),
+                "model_module": state.plain.get("_model_module"),
+                "model_module_version": state.plain.get("_model_module_version"),
+                "state": state.plain,
+            }
+            for path, buffer in state.buffers.items():
+                answer.paths.append([comm, "state", *path])
+                answer.buffers.append(buffer)
+        return answer
 
 
 class _Proxy(BaseComm):
@@ -42,7 +117,7 @@ class _Proxy(BaseComm):
 class _WithTheRanks:
     """A comm on which ipywidgets tells a reloaded page of the notebook's own widgets, and with them of the ranks'."""
 
-    def __init__(self, comm: BaseComm, states: WidgetStates) -> None:
+    def __init__(self, comm: BaseComm, states: WidgetStateCache) -> None:
         self._comm = comm
         self._states = states
 
@@ -57,7 +132,7 @@ class _WithTheRanks:
     ) -> None:
         """See `comm.base_comm.BaseComm`."""
         if data.get("method") == "update_states":
-            ranks = self._states.everything()
+            ranks = self._states.all_states()
             states, paths = {**data["states"], **ranks.states}, [*data.get("buffer_paths", ()), *ranks.paths]
             data, buffers = {**data, "states": states, "buffer_paths": paths}, [*(buffers or ()), *ranks.buffers]
         self._comm.send(data, metadata, buffers=list(buffers or ()))
@@ -68,7 +143,7 @@ class _Finder:
 
     def __init__(self, stock: Callable[[Any, dict[str, Any]], None]) -> None:
         self._stock = stock
-        self.states = WidgetStates()
+        self.states = WidgetStateCache()
 
     def __call__(self, comm: BaseComm, message: dict[str, Any]) -> None:
         """A page opens a comm to ask."""
@@ -91,7 +166,7 @@ class Bridge:
     def __init__(self, cluster: Cluster, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self.cluster, self._kernel = cluster, kernel
         self.parent: Any = None
-        self._states = WidgetStates()
+        self._states = WidgetStateCache()
         cluster.comms.listener = self._said
 
     def heard(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
