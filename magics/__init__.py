@@ -5,7 +5,6 @@ work of its own on the ranks.
 
 arguments.py  arguments of the two lines: parsers, help and completion
 magic.py     the magics themselves
-attach.py    what is said about ranks that outlive the kernel
 handle.py    the handle of a background cell
 comms.py     widgets that live on ranks, in the front end
 debug.py     the front end's debugger, for cells of the ranks
@@ -13,12 +12,10 @@ debug_desk.py  who answers what it asks
 stopped_threads.py  the ranks that are stopped, as threads, frames and variables of a front end
 panel.py     a cell's output by rank
 strip.py     the line above a cell that runs for longer than a moment
-stacks.py    where the ranks are, in words
 measured.py  what is said of cells that were measured
+reports.py   text and tables that the commands show
 profile.py   the profile of all ranks, as a table and a file
-peek.py      an expression, evaluated on the ranks while they run
 launchers.py  functions that run on the ranks
-variables.py  the ranks' variables side by side
 frontend.py  where output goes: a Jupyter cell or a terminal; prompts
 failures.py  how a cell's failure looks
 hints.py     Tab, Shift-Tab and `x?` for cells of the ranks

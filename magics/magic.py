@@ -20,15 +20,12 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts, set_ending
 from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import arguments, auto, debug, hints, variables
-from rankbook.magics.attach import describe_attached, describe_keeping, describe_kept, describe_waiting
+from rankbook.magics import arguments, auto, debug, hints, reports
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.measured import Measuring
-from rankbook.magics.peek import describe_peeks
-from rankbook.magics.stacks import describe_stacks
 from rankbook.magics.strip import strip_of
 from rankbook.output import Stream
 from rankbook.ranks import format_ranks, name_ranks
@@ -171,7 +168,7 @@ class DistributedMagics(Magics):
 
     def _tell_kept(self) -> None:
         """Say once which kept ranks wait for a notebook."""
-        if not self._knows_kept and (words := describe_waiting()):
+        if not self._knows_kept and (words := reports.describe_waiting()):
             self._say(words)
         self._knows_kept = True
 
@@ -182,7 +179,9 @@ class DistributedMagics(Magics):
         cluster = clusters.start(n, backend=backend, keep=keep or False)
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
-        self._say(f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}{describe_keeping(cluster)}")
+        self._say(
+            f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}{reports.describe_keeping(cluster)}"
+        )
         return cluster
 
     def _say(self, text: str) -> None:
@@ -197,7 +196,7 @@ class DistributedMagics(Magics):
         sink = sink_for(self._shell)
         cluster = clusters.attach(command.key, sink=sink)
         self._knows_kept = True
-        self._say(describe_attached(cluster))
+        self._say(reports.describe_attached(cluster))
         for cell in cluster.cells():
             handle = CellHandle(cluster, cell, sink, ask_for(self._shell), lambda _: None)
             handle.follow()
@@ -211,7 +210,8 @@ class DistributedMagics(Magics):
             return
         if running is None:
             self._say("no ranks are running; %distributed start or the first %%distributed starts them")
-            describe_kept(self._say)
+            if kept := reports.describe_kept():
+                self._say(kept)
             return
         rows = [
             (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", _note_of(each))
@@ -247,7 +247,7 @@ class DistributedMagics(Magics):
         stacks = cluster.stacks()
         silent = None in stacks.values()  # the states of those who owe their stack, with no more time to answer
         states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
-        self._say(describe_stacks(stacks, states))
+        self._say(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
         debugging = debug.of(self._shell)
@@ -261,17 +261,19 @@ class DistributedMagics(Magics):
         cluster = clusters.current()
         asked = cluster.select(command.ranks)
         told = cluster.variables(asked)
-        rows = variables.rows_of(told, command.names) if told else []
+        rows = reports.variable_rows(told, command.names) if told else []
         if silent := tuple(rank for rank in asked if rank not in told):
             self._say(f"{name_ranks(silent)} did not answer; %distributed status tells why")
         if rows:
-            self._show(table(variables.HEADINGS, rows))
+            self._show(table(reports.VARIABLE_HEADINGS, rows))
         elif told:
             self._say("no variables")
 
     def _command_peek(self, command: argparse.Namespace) -> None:
         cluster = clusters.current()
-        text, trouble = describe_peeks(cluster.peek(command.expression, ranks=command.ranks, timeout=command.timeout))
+        text, trouble = reports.describe_peeks(
+            cluster.peek(command.expression, ranks=command.ranks, timeout=command.timeout)
+        )
         if not text:
             raise BadRequest(f"%distributed peek: {trouble.rstrip()}")
         sink = sink_for(self._shell)

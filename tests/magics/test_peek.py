@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rankbook.coordinator.peek import Peeked
-from rankbook.magics.peek import describe_peeks
+from rankbook.magics.reports import describe_peeks
 
 
 def test_equal_answers_are_shown_once_and_a_moving_target_is_told():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.magics.variables import HEADINGS, rows_of
+from rankbook.magics.reports import VARIABLE_HEADINGS, variable_rows
 from rankbook.telemetry import Variable
 
 
@@ -18,7 +18,8 @@ def plain(name, value):
 
 
 def told(variables, *names):
-    return [{key: cell for key, cell in zip(HEADINGS, row, strict=True) if cell} for row in rows_of(variables, names)]
+    rows = variable_rows(variables, names)
+    return [{key: cell for key, cell in zip(VARIABLE_HEADINGS, row, strict=True) if cell} for row in rows]
 
 
 def test_what_all_ranks_have_alike_is_one_row():

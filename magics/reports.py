@@ -1,0 +1,158 @@
+"""Text and tables that the commands of `%distributed` show: stacks, variables, peeks, kept and attached ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.peek import Peeked
+from rankbook.errors import BadRequest
+from rankbook.launch.records import find_records
+from rankbook.magics.arguments import suggest
+from rankbook.messages import Stack
+from rankbook.ranks import format_ranks, name_ranks
+from rankbook.telemetry import Variable
+from rankbook.words import size
+
+VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
+_MOST_VALUES = 4
+_VARIABLE_FIELDS = (("type", "type"), ("shape", "shape"), ("dtype", "dtype"), ("device", "device"), ("size", "bytes"))
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+
+
+def _ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each distinct text."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
+def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str]) -> str:
+    """Return each distinct stack once, after its ranks, with the outermost user frame first.
+
+    `states` describes the ranks that have no stack, because they are dead or do not answer.
+    """
+    texts = {rank: states[rank] if stack is None else _describe_stack(stack) for rank, stack in stacks.items()}
+    return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in _ranks_by_text(texts).items())
+
+
+def _describe_stack(stack: Stack) -> str:
+    if stack.cell is None:
+        return "idle"
+    waits = f", waits in {stack.waits_for}" if stack.waits_for else ""
+    does = "paused in the debugger" if stack.paused else "running"
+    if not stack.frames:
+        return f"{does}, outside of the user's code{waits}"
+    lines = [f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in stack.frames]
+    return f"{does}{waits}\n" + "\n".join(lines)
+
+
+def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:
+    """Return each distinct answer once, after its ranks, and each distinct error. Both end in a newline."""
+    answers = _prefix_ranks({peek.rank: peek.text for peek in peeks if not peek.trouble})
+    errors = _prefix_ranks({peek.rank: peek.trouble for peek in peeks if peek.trouble})
+    moving = [peek for peek in peeks if peek.cell and not peek.trouble]
+    if moving:
+        cells = " and ".join(sorted({peek.cell for peek in moving}))
+        ranks = name_ranks([peek.rank for peek in moving])
+        answers += f"(a moving target: {cells} runs on {ranks}, and each was read at a moment of its own)\n"
+    return answers, errors
+
+
+def _prefix_ranks(texts: Mapping[int, str]) -> str:
+    """Return the lines of each distinct text with its ranks; texts that differ in addresses only count as one."""
+    groups = _ranks_by_text({rank: _ADDRESS.sub("0x", text) for rank, text in texts.items()})
+    return "".join(
+        f"[{format_ranks(ranks)}] {line}\n" for ranks in groups.values() for line in texts[ranks[0]].split("\n")
+    )
+
+
+def variable_rows(variables: Mapping[int, Sequence[Variable]], names: Sequence[str] = ()) -> list[tuple[str, ...]]:
+    """Return the rows below `VARIABLE_HEADINGS`: for each variable one row for each set of ranks where it is alike.
+
+    Alike means the same type, shape, dtype, device and size; the contents of tensors and objects are not compared.
+    `names` selects variables, also by patterns such as `loss*`. Raises `BadRequest` for a name that no rank has.
+    """
+    by_name: dict[str, dict[int, Variable]] = {}
+    for rank, of_rank in variables.items():
+        for variable in of_rank:
+            by_name.setdefault(variable.name, {})[rank] = variable
+    for name in names:
+        if not any(fnmatchcase(known, name) for known in by_name):
+            ranks = name_ranks(tuple(variables))
+            raise BadRequest(f"there is no variable {name!r} on {ranks}{suggest(name, by_name)}")
+    selected = [known for known in by_name if not names or any(fnmatchcase(known, name) for name in names)]
+    return [row for name in selected for row in _rows_of_variable(name, by_name[name], tuple(variables))]
+
+
+def _rows_of_variable(name: str, by_rank: Mapping[int, Variable], ranks: tuple[int, ...]) -> Iterable[tuple[str, ...]]:
+    groups: dict[tuple[object, ...], dict[int, Variable]] = {}
+    for rank in ranks:
+        if rank in by_rank:
+            key = tuple(getattr(by_rank[rank], field) for _, field in _VARIABLE_FIELDS)
+            groups.setdefault(key, {})[rank] = by_rank[rank]
+    differs = [title for number, (title, _) in enumerate(_VARIABLE_FIELDS) if len({key[number] for key in groups}) > 1]
+    if len({variable.preview for variable in by_rank.values()}) > 1:
+        differs.append("value")
+    missing = tuple(rank for rank in ranks if rank not in by_rank)
+    if missing:
+        differs.append(f"not on {name_ranks(missing)}")
+    for group in groups.values():
+        first = next(iter(group.values()))
+        yield (
+            name,
+            "all" if len(group) == len(ranks) else format_ranks(tuple(group)),
+            first.type,
+            "" if first.shape is None else str(list(first.shape)),
+            first.dtype,
+            first.device,
+            "" if first.bytes is None else size(first.bytes),
+            _describe_values({rank: variable.preview for rank, variable in group.items()}),
+            ", ".join(differs),
+        )
+        differs = []  # in the first row only
+
+
+def _describe_values(values: Mapping[int, str]) -> str:
+    """Return the value if all ranks have the same, else the first few values with their ranks."""
+    groups = _ranks_by_text(values)
+    if len(groups) == 1:
+        return next(iter(groups))
+    shown = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MOST_VALUES]]
+    return " · ".join([*shown, "…"] if len(groups) > _MOST_VALUES else shown)
+
+
+def describe_keeping(cluster: Cluster) -> str:
+    """Return the line after the start of ranks that outlive the kernel; empty for other ranks."""
+    if cluster.keep is None:
+        return ""
+    minutes, rest = divmod(cluster.keep, 60)
+    period = f"{minutes:g} minute{'' if minutes == 1 else 's'}" if minutes and not rest else f"{cluster.keep:g} s"
+    return f"\nif the kernel goes they stay for {period}: %distributed attach takes them over"
+
+
+def describe_attached(cluster: Cluster) -> str:
+    """Return which ranks were taken over, and a line with a remedy for each rank that is lost."""
+    status = cluster.status()
+    alive = [rank.rank for rank in status if not rank.loss]
+    remedy = "%distributed heal brings it back" if alive else "%distributed heal --empty starts it without variables"
+    first = f"{name_ranks(alive)} attached: {cluster.describe()}" if alive else "no rank is left"
+    return "\n".join([first, *(f"rank {rank.rank} {rank.loss}: {remedy}" for rank in status if rank.loss)])
+
+
+def describe_waiting() -> str:
+    """Return a line for each set of kept ranks whose notebook is gone; empty if there is none."""
+    records = [record for record in find_records().records if not record.owned]
+    how = "%distributed stop, then %distributed attach"
+    return "\n".join(f"kept ranks wait: {record.describe()}; {how} {record.key} takes them over" for record in records)
+
+
+def describe_kept() -> str:
+    """Return a line for each set of kept ranks, and the notes about unreadable records; empty if there are none."""
+    found = find_records()
+    how = "%distributed attach takes them over"
+    lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in found.records]
+    return "\n".join([*lines, *found.notes])
