@@ -11,7 +11,7 @@ debug.py     the front end's debugger, for cells of the ranks
 debug_desk.py  who answers what it asks
 stopped_threads.py  the ranks that are stopped, as threads, frames and variables of a front end
 panel.py     a cell's output by rank
-strip.py     the line above a cell that runs for longer than a moment
+status_line.py  the line above a cell that runs for longer than a moment
 measured.py  what is said of cells that were measured
 reports.py   text and tables that the commands show
 profile.py   the profile of all ranks, as a table and a file

@@ -26,7 +26,7 @@ from rankbook.magics.failures import raise_for
 from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.measured import Measuring
-from rankbook.magics.strip import strip_of
+from rankbook.magics.status_line import status_line_factory
 from rankbook.output import Stream
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
@@ -100,6 +100,7 @@ class DistributedMagics(Magics):
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         file = self._known_to_debugger(ranks, head + cell)
+        has_status_line = shown and not chosen.background and isinstance(sink, JupyterSink)
         with held_interrupts():
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
@@ -108,7 +109,7 @@ class DistributedMagics(Magics):
                 ranks=ranks,
                 sink=sink if shown else None,
                 page=panel.page if panel is not None else None,
-                head=strip_of(cluster) if shown and not chosen.background and isinstance(sink, JupyterSink) else None,
+                head=status_line_factory(cluster) if has_status_line else None,
                 measure=None if measuring is None else measuring.measure,
                 file=file,
             )

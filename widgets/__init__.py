@@ -19,7 +19,6 @@ shards.py             where the parts of every tensor are
 shards_picture.py     the same as HTML, text and SVG
 checkpoints.py        saves as they happen, what lies in a folder
 checkpoints_picture.py  the same as HTML, text and SVG
-strip.py              a running cell's ranks in a line
 panel.py              a cell's output by rank, live
 panel_picture.py      the same as HTML and text
 ansi.py               a terminal's colours as HTML

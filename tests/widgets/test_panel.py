@@ -9,12 +9,10 @@ import time
 import pytest
 
 from rankbook.pieces import Drop, Head, More, Piece, Put
-from rankbook.telemetry import RankPlacement
 from rankbook.widgets import panel as module
 from rankbook.widgets.ansi import to_html
 from rankbook.widgets.panel import CellPanel
 from rankbook.widgets.panel_picture import bundle_html, is_live, piece_html, skeleton, text_of
-from rankbook.widgets.strip import StripView
 
 
 @pytest.fixture
@@ -153,20 +151,3 @@ def test_a_bundle_shows_what_html_can():
     slider = {"application/vnd.jupyter.widget-view+json": {}, "text/html": "<p>3</p>", "text/plain": "s"}
     assert is_live(slider) and bundle_html(slider) == "<pre>s</pre>"
     assert text_of([Piece(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
-
-
-def row(rank, state="running", **more):
-    return RankPlacement(rank=rank, host="h", pid=1, device="cpu", device_name="", state=state, **more)
-
-
-def test_the_line_says_who_does_what():
-    rows = [row(0, line=7, rate=30.0), row(1, line=7, rate=32.0), row(2, "dead")]
-    assert StripView(3, (0, 1), 12.0, rows).text() == "cell [3] on ranks 0-1 · 12 s · at line 7 · 31 steps/s"
-    rows = [row(0, "waiting", waits_for="all_reduce #41"), row(1, lags=True, line=2)]
-    assert StripView(3, (0, 1), 1.25, rows).text() == (
-        "cell [3] on ranks 0-1 · 1.2 s · rank 0 waiting in all_reduce #41 · rank 1 at line 2, the others wait for it"
-    )
-    assert StripView(3, (0, 1), 2.0, [row(0), row(1, line=2)], {0: "paused at line 4"}).text() == (
-        "cell [3] on ranks 0-1 · 2.0 s · rank 0 paused at line 4 · rank 1 at line 2"
-    )
-    assert "&lt;" in StripView(3, (0, 1), 1.0, [row(0, "waiting", waits_for="<")]).bundle()["text/html"]
