@@ -34,10 +34,7 @@ launched.py       a function that a launcher runs on a rank
 widgets/          what a person sees of it: live views, HTML, text
 magics/           %%distributed and %distributed
 jupyter/          the kernel whose plain cells run on the ranks
-console.py        prints what such a run shows
-notebook_file.py  reads and writes the notebook that is run
-notebook_run.py   runs a notebook without a browser
-cli.py            the `rankbook` command
+cli/              the `rankbook` command, which also runs a notebook without a browser
 
 Coordinator and rank never import each other: they share messages.py and meet on the wire. tests/test_layers.py holds
 all of this.

@@ -22,7 +22,7 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from rankbook import cli
+from rankbook.cli import main as cli
 from tests.conftest import Gate, ipython_folder, wait_until
 
 MARK = "RANKBOOK_TEST_RUN"
@@ -474,8 +474,8 @@ def test_numbers_that_make_no_sense_are_refused(options: list[str]) -> None:
 def test_without_nbclient_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "rankbook.notebook_run", raising=False)
-    monkeypatch.delattr("rankbook.notebook_run", raising=False)
+    monkeypatch.delitem(sys.modules, "rankbook.cli.notebook_runner", raising=False)
+    monkeypatch.delattr("rankbook.cli.notebook_runner", raising=False)
     monkeypatch.setitem(sys.modules, "nbclient", None)
     assert cli.main(["run", "given.ipynb"]) == 2
     assert capsys.readouterr().err == 'rankbook: running a notebook needs nbclient; pip install "rankbook[notebook]"\n'
@@ -488,7 +488,7 @@ def test_the_command_alone_costs_no_heavy_import() -> None:
         [
             sys.executable,
             "-c",
-            f"import sys, rankbook.cli; assert not {heavy} & sys.modules.keys(), sys.modules.keys()",
+            f"import sys, rankbook.cli.main; assert not {heavy} & sys.modules.keys(), sys.modules.keys()",
         ],
         check=True,
     )

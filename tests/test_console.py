@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from rankbook.console import LOG_INTERVAL, TERMINAL_INTERVAL, Console, count_rows, last_state, title
+from rankbook.cli.console import LOG_INTERVAL, TERMINAL_INTERVAL, Console, count_rows, last_state, title
 
 
 class Terminal(io.StringIO):

@@ -75,7 +75,7 @@ def surface() -> dict[str, Any]:
     found["%distributed"] = sorted(
         set(re.findall(r"(?<![\w-])--?[a-z][\w-]*|^    [a-z]+(?=  )", help_text, re.MULTILINE))
     )
-    found["command line"] = options_of(importlib.import_module("rankbook.cli")._parser())
+    found["command line"] = options_of(importlib.import_module("rankbook.cli.main")._parser())
     return found
 
 

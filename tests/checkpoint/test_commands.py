@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from rankbook import cli
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.storage import storage_of
+from rankbook.cli import main as cli
 from rankbook.words import size
 from tests.checkpoint.hand_made import write_checkpoint
 
@@ -80,7 +80,7 @@ def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys):
 @pytest.mark.processes
 def test_looking_needs_no_torch(run):
     code = (
-        "import sys\nfrom rankbook import cli\n"
+        "import sys\nfrom rankbook.cli import main as cli\n"
         f"codes = [cli.main(['checkpoint', action, {str(run)!r}]) for action in ('ls', 'show', 'verify')]\n"
         "assert 'torch' not in sys.modules and codes == [0, 0, 0], codes\n"
     )

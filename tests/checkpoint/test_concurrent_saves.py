@@ -155,8 +155,8 @@ def save_own_steps(place, count):
     """Save every second step, and keep few; the last process looks at the folder meanwhile."""
     import torch
 
-    from rankbook import cli
     from rankbook.checkpoint import load_metadata, save
+    from rankbook.cli import main as cli
     from rankbook.magics.shelf import FolderShelf
 
     process = int(os.environ["RANK"])

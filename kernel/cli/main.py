@@ -104,12 +104,12 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        from rankbook import notebook_file, notebook_run
+        from rankbook.cli import notebook_file, notebook_runner
     except ModuleNotFoundError as error:
         if error.name not in _NOTEBOOK_PACKAGES:
             raise
         return _usage_error(f'running a notebook needs {error.name}; pip install "rankbook[notebook]"')
-    from rankbook.console import Console
+    from rankbook.cli.console import Console
     from rankbook.errors import BadRequest
 
     output: Path | None = args.output
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     console = Console(sys.stdout, sys.stderr, clock=time.monotonic)
     try:
         notebook = notebook_file.read_notebook(args.notebook)
-        run = notebook_run.NotebookRun(
+        run = notebook_runner.NotebookRun(
             notebook,
             console,
             folder=args.notebook.absolute().parent,
@@ -213,7 +213,3 @@ def _positive_float(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
 
-from rankbook.console import last_state
+from rankbook.cli.console import last_state
 from rankbook.errors import BadRequest
 
 

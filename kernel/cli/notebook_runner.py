@@ -29,7 +29,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionComplete
 from nbformat import NotebookNode
 
-from rankbook.console import Console
+from rankbook.cli.console import Console
 from rankbook.errors import BadRequest
 from rankbook.jupyter.spec import spec_for
 
