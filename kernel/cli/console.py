@@ -1,11 +1,10 @@
-"""What a person sees in a terminal, or in a log, of a notebook that runs without a browser.
+"""Print the output of a notebook's cells to a terminal or a log: headers, colours, labels of background cells.
 
-Owns: headers, half lines, colours, labels of background cells, and how often a text that replaces itself is shown.
-Refuses: kernels, messages and clocks of its own: it is told what arrived, and the time.
+Two kinds of text replace themselves: a display that is updated under its `display_id`, and all output of a cell after
+`clear_output`. Both are *frames*. On a terminal a frame is rewritten in place. In a log it is printed at most every two
+seconds, and its last state always, so that a progress bar costs a few lines and not a few thousand.
 
-Two kinds of text replace themselves: a display that is updated under its `display_id`, and all that a cell shows after
-`clear_output`. Each is a *frame*. A terminal gets a frame rewritten in place; a log gets it at most every two seconds,
-and its last state always, so that a progress bar costs a few lines and not a few thousand.
+The console has no clock and knows no messages: its caller passes both, and asks `due` when to call `tick`.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-LOG_INTERVAL = 2.0  # seconds between two showings of one frame in a log
-TERMINAL_INTERVAL = 0.1  # and on a terminal, where they replace each other
-_REMEMBERED = 65_536  # characters of a frame that are kept for rewriting it; no terminal is larger
+LOG_INTERVAL = 2.0  # seconds between two states of a frame in a log
+TERMINAL_INTERVAL = 0.1  # the same on a terminal, where the next state replaces the last
+_REMEMBERED = 65_536  # characters of a frame that are kept for rewriting it; no terminal shows more
 _HEADER_WIDTH = 100
 
 
 @dataclass(eq=False)
 class _Frame:
-    """A text that replaces itself. `held` waits for its turn; `shown` stands on the terminal."""
+    """A text that replaces itself. `held` waits for the interval to pass; `shown` is on the terminal."""
 
     cell: int
     held: list[tuple[str, bool]] = field(default_factory=list)
     holding: bool = False
-    turn: float = float("-inf")  # when its text was last let through
+    turn: float = float("-inf")  # when its text was last printed
     shown: str = ""
-    latest: str | None = None  # the whole text of a display, to tell a change from a repetition
+    latest: str | None = None  # the whole text of a display, to recognize a repetition
 
 
 class Console:
-    """Writes cells' output to `out` and `err` as it comes.
+    """Write the cells' output to `out` and `err` as it comes.
 
-    A cell is named by its execution count. The cell in the foreground writes plainly; any other is a background cell,
-    whose every line is written whole and behind `cell [3]: `. Colours are kept only where the stream is a terminal.
+    A cell is named by its execution count. The foreground cell's text is written as it is; the text of any other cell
+    is written in whole lines, with the label `cell [3]: `. Colours are kept only where the stream is a terminal.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, clock: Callable[[], float]) -> None:
@@ -50,23 +49,23 @@ class Console:
         self._rewrites = out.isatty()
         self._interval = TERMINAL_INTERVAL if self._rewrites else LOG_INTERVAL
         self._foreground: int | None = None
-        self._open: tuple[object, TextIO] | None = None  # who left a half line, and where
-        self._halves: dict[tuple[int, bool], str] = {}  # half lines of background cells
+        self._open: tuple[object, TextIO] | None = None  # the source of an unfinished line, and its stream
+        self._halves: dict[tuple[int, bool], str] = {}  # unfinished lines of background cells
         self._frames: dict[object, _Frame] = {}
         self._cleared: dict[int, _Frame] = {}  # cells that have called clear_output
         self._waiting: list[_Frame] = []  # frames that hold text
-        self._bottom: object = None  # the frame whose text is the last on the terminal
+        self._bottom: object = None  # the source of the last text on the terminal
 
-    # What arrives ---------------------------------------------------------------------------------------------------
+    # Output that arrives --------------------------------------------------------------------------------------------
 
     def header(self, cell: int, source: str) -> None:
-        """A cell starts: it takes the foreground, under one line that names it."""
+        """Print the line that names a cell which starts, and make it the foreground cell."""
         self._foreground = cell
         line = f"[{cell}] {title(source)}"
         self._write("header", f"\x1b[1;34m{line}\x1b[0m\n", self._out)
 
     def text(self, cell: int, text: str, *, error: bool = False) -> None:
-        """A piece of stdout or stderr."""
+        """Print a piece of stdout or stderr."""
         cleared = self._cleared.get(cell)
         if cleared is None:
             self._put(cell, "stream", text, error)
@@ -74,7 +73,7 @@ class Console:
             self._frame_text(cleared, text, error)
 
     def display(self, cell: int, text: str, *, error: bool = False, key: str | None = None) -> None:
-        """A whole output: a result, a figure's text, a traceback. `key` is the `display_id` it may be updated under."""
+        """Print a whole output: a result, a figure's text, a traceback. `key` is its `display_id`."""
         text = text if text.endswith("\n") else text + "\n"
         frame = None
         if key is not None:
@@ -86,7 +85,7 @@ class Console:
             self._frame_text(frame, text, error)
 
     def update(self, key: str, text: str) -> None:
-        """The display `key` has a new text. One that nobody displayed is shown nowhere, as in a notebook."""
+        """Replace the text of display `key`. An unknown `key` is ignored, as in a notebook."""
         frame = self._frames.get(key)
         text = text if text.endswith("\n") else text + "\n"
         if frame is None or frame.latest == text:
@@ -96,30 +95,30 @@ class Console:
         self._frame_text(frame, text, error=False)
 
     def clear(self, cell: int) -> None:
-        """`clear_output`: what the cell shows from now on replaces what it has shown."""
+        """Let the cell's further output replace its output so far."""
         self._frames = {key: frame for key, frame in self._frames.items() if frame.cell != cell}
         self._replace(self._cleared.setdefault(cell, _Frame(cell)))
 
     def note(self, message: str) -> None:
-        """A word of the run itself, on stderr."""
+        """Print a message of the run itself to stderr."""
         self._write("note", f"rankbook: {message}\n", self._err)
 
-    # When it is shown -----------------------------------------------------------------------------------------------
+    # Frames ---------------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """Seconds until a held frame has its turn; None when nothing is held."""
+        """Return the seconds until a held frame may be printed, or None when nothing is held."""
         if not self._waiting:
             return None
         return max(0.0, min(frame.turn for frame in self._waiting) + self._interval - self._clock())
 
     def tick(self) -> None:
-        """Shows the frames whose turn has come."""
+        """Print the frames whose interval has passed."""
         if self._waiting:
             late = self._clock() - self._interval
             self._release([frame for frame in self._waiting if frame.turn <= late])
 
     def finish(self, cell: int | None = None) -> None:
-        """Shows whatever is held of `cell`, or of all: its frames' last state and its half lines."""
+        """Print what is held of `cell`, or of all cells: the last state of frames, and unfinished lines."""
         self._release([frame for frame in self._waiting if cell in (None, frame.cell)])
         for owner, error in list(self._halves):
             if cell in (None, owner):
@@ -153,7 +152,7 @@ class Console:
                 self._frame_text(frame, text, error)
 
     def _erase(self, frame: _Frame) -> None:
-        """Takes the frame's text off the terminal, where it still is at the bottom and whole on the screen."""
+        """Erase the frame's text from the terminal, if it is still the last and fits on the screen."""
         text, frame.shown = frame.shown, ""
         if not (self._rewrites and text and self._bottom is frame):
             return
@@ -201,7 +200,7 @@ class Console:
 
 
 def title(source: str) -> str:
-    """One line that names a cell: its first, and behind a cell magic also the first line of the body."""
+    """Return one line that names a cell: its first, and after a cell magic also the first line of the body."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     first, rest = (lines[0], lines[1:]) if lines else ("", [])
     body = next((line for line in rest if not line.startswith("#")), None)
@@ -214,12 +213,12 @@ def title(source: str) -> str:
 
 
 def last_state(line: str) -> str:
-    """What is left to see of a line that carriage returns have written over."""
+    """Return the part of a line that carriage returns leave visible."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 def count_rows(text: str, columns: int) -> int:
-    """The terminal rows that `text` takes up, long lines folded at `columns`."""
+    """Return the number of terminal rows that `text` takes, with long lines folded at `columns`."""
     rows = 0
     for line in ESCAPE.sub("", text).removesuffix("\n").split("\n"):
         cells = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in last_state(line))

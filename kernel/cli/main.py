@@ -1,8 +1,7 @@
-"""The command `rankbook`.
+"""The command line of `rankbook`.
 
-Owns: the command line and its exit codes: 0, 1 when a cell failed or a checkpoint is damaged, 2 when the command cannot
-be carried out as typed, 128 + the signal's number when it was stopped. Refuses: to import torch, IPython or nbclient
-before they are needed.
+Exit codes: 0; 1 when a cell failed or a checkpoint is damaged; 2 when the arguments are wrong; 128 + the number of the
+signal that stopped the run. torch, IPython and nbclient are imported only by the commands that need them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NOTEBOOK_PACKAGES = {"nbclient", "nbformat", "jupyter_client", "ipykernel"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: the process's own) and returns the exit code."""
+    """Run the command line `argv` (default: the process's own) and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.version:
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a progress bar must not end the run in an ASCII terminal
     try:
         return _run(args) if args.command == "run" else _checkpoint(args)
-    except KeyboardInterrupt:  # before the run took over the signals
+    except KeyboardInterrupt:  # before the run installed its signal handlers
         return 130
     except BrokenPipeError:  # `rankbook run … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`rankbook checkpoint ls|show|verify|convert`."""
+    """Add `rankbook checkpoint ls|show|verify|convert`."""
     checkpoint = commands.add_parser("checkpoint", help="look into checkpoints, verify and convert them")
     actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
     folder = "a folder of steps, a checkpoint, also of torch.distributed.checkpoint or Megatron, or a URL of one"
@@ -104,7 +103,7 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        from rankbook.cli import notebook_file, notebook_runner
+        from rankbook.cli import notebook_runner
     except ModuleNotFoundError as error:
         if error.name not in _NOTEBOOK_PACKAGES:
             raise
@@ -117,8 +116,8 @@ def _run(args: argparse.Namespace) -> int:
         return _usage_error(f"cannot write {output}: it is a folder, or its folder does not exist")
     console = Console(sys.stdout, sys.stderr, clock=time.monotonic)
     try:
-        notebook = notebook_file.read_notebook(args.notebook)
-        run = notebook_runner.NotebookRun(
+        notebook = notebook_runner.read_notebook(args.notebook)
+        runner = notebook_runner.NotebookRunner(
             notebook,
             console,
             folder=args.notebook.absolute().parent,
@@ -129,13 +128,14 @@ def _run(args: argparse.Namespace) -> int:
     except BadRequest as error:
         return _usage_error(str(error))
     try:
-        outcome = asyncio.run(run.execute())
+        asyncio.run(runner.run())
+    except notebook_runner.RunError as error:
+        console.note(str(error))
+        return error.code
     finally:
         if output is not None:
-            notebook_file.write_notebook(notebook, output)
-    if outcome.message:
-        console.note(outcome.message)
-    return outcome.code
+            notebook_runner.write_notebook(notebook, output)
+    return 0
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
@@ -145,7 +145,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
         return _ACTIONS[args.action](args)
     except (RankbookError, OSError) as error:
         return _usage_error(str(error))
-    except Exception as error:  # noqa: BLE001 - a file that somebody made up may hold anything: its reader wants words
+    except Exception as error:  # noqa: BLE001 - a corrupt file may raise anything: its reader wants one line
         return _usage_error(f"{args.path} cannot be read: {type(error).__name__}: {words.printable(str(error))}")
 
 

@@ -1,26 +1,29 @@
-"""Runs a notebook's cells in a kernel of this very interpreter, without a browser.
+"""Execute a notebook in a kernel of this interpreter, without a browser: `rankbook run`.
 
-Owns: the kernel process from start to end, the order of the cells, which cell each output belongs to, interrupts and
-time limits, and the executed document. Refuses: torch, ranks, argument parsing and how output looks.
-
-One task reads everything that the kernel publishes, for as long as it lives, and goes by each message's parent: output
-of a background cell that arrives after the cell ended still lands in that cell.
+nbclient keeps the executed document: outputs, displays that are updated later, and the state of widgets. It reads the
+kernel's IOPub channel only while a cell runs, and drops messages of any other cell. A background cell publishes output
+after it has ended, so here one task reads the channel for as long as the kernel lives, and the parent of each message
+says which cell it belongs to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import queue
 import signal
 import tempfile
+import warnings
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.asynchronous import AsyncKernelClient
 from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpec, KernelSpecManager, NoSuchKernel
@@ -28,61 +31,64 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionComplete
 from nbformat import NotebookNode
+from nbformat.v4 import new_output
+from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
 
-from rankbook.cli.console import Console
+from rankbook.cli.console import Console, last_state
 from rankbook.errors import BadRequest
 from rankbook.jupyter.spec import spec_for
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
-INTERRUPT_GRACE = 5.0  # seconds that a cell that ran out of time gets to end by the interrupt
-LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, that mean: its last messages do not come any more
-_QUIET = 0.1  # seconds without a message that mean: the dead kernel has said everything
+INTERRUPT_GRACE = 5.0  # seconds that a cell gets to end after the interrupt at its time limit
+LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, until the rest of its output counts as lost
+_QUIET = 0.1  # seconds without a message until a dead kernel's output counts as complete
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of what a dead kernel wrote to its own stderr
-_SOCKET_FOLDER_MAX = 90  # bytes; a unix socket's whole path may have 104 on macOS and 108 on Linux
-_OUTPUTS = {"stream", "display_data", "update_display_data", "execute_result", "error", "clear_output"}
-_STORED = {"status", "execute_input", *_OUTPUTS}
+_LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kernel's own stdout and stderr
+_SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the run ended: the exit code, and one sentence where it is not 0."""
+class RunError(Exception):
+    """The run ended before its last cell did; `code` is the exit code of the command."""
 
-    code: int
-    message: str = ""
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(eq=False)
-class _Run:
-    """One cell that was sent to the kernel."""
+class _CellRun:
+    """A cell that was sent to the kernel."""
 
     cell: NotebookNode
     index: int
     number: int
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False
-    told_error: bool = False
+    error_shown: bool = False
     clear_before_next_output: bool = False
-    interrupts: int = 0
+    interrupted: bool = False
 
 
-class _ThisInterpreter(KernelSpecManager):
-    """Knows one kernel of the running interpreter, whatever is installed for the user: Rankbook's own, or ipykernel."""
+class _OneKernelSpec(KernelSpecManager):
+    """A manager that gives one spec for every name, whatever is installed for the user."""
 
-    def __init__(self, own: KernelSpec | None) -> None:
+    def __init__(self, spec: KernelSpec) -> None:
         super().__init__()
-        self._spec = own or KernelSpec(resource_dir="", **get_kernel_dict())
+        self._spec = spec
 
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002  # there is one, whatever the name
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002
         return self._spec
 
 
-class NotebookRun:
-    """Executes `notebook`, which lies in `folder`, and tells `console` what happens.
+class NotebookRunner(NotebookClient):
+    """Execute `notebook` with `folder` as the working directory, and print its output to `console`.
 
-    `ranks` is how many ranks a start without a number makes, `timeout` the seconds that each cell may take, `kernel`
-    the name of an installed kernel that replaces this interpreter's own.
+    `ranks` is the number of ranks of a start that names none, `timeout` the seconds that one cell may take, `kernel`
+    the name of an installed kernel to use instead of this interpreter.
     """
+
+    km: AsyncKernelManager
+    kc: AsyncKernelClient
 
     def __init__(
         self,
@@ -94,50 +100,49 @@ class NotebookRun:
         timeout: float | None = None,
         kernel: str | None = None,
     ) -> None:
-        self._notebook, self._console = notebook, console
-        self._folder, self._ranks, self._timeout = folder, ranks, timeout
+        super().__init__(
+            notebook,
+            record_timing=False,
+            resources={"metadata": {"path": str(folder)}},
+            extra_arguments=["--HistoryManager.hist_file=:memory:"],  # concurrent runs would lock the user's file
+        )
+        self._console, self._ranks, self._seconds_per_cell = console, ranks, timeout
         self._specs = _kernel_specs(notebook, kernel, ranks)
         self._kernel = kernel or NATIVE_KERNEL_NAME
-        self._manager: AsyncKernelManager
-        self._client: AsyncKernelClient
-        self._document = NotebookClient(notebook, record_timing=False)
-        self._runs: dict[str, _Run] = {}
-        self._stills: set[str] = set()
-        self._current: _Run | None = None
-        self._stopped: asyncio.Future[Outcome]
+        self._runs: dict[str, _CellRun] = {}  # by the id of the request
+        self._current: _CellRun | None = None
+        self._live_views: set[str] = set()  # display ids of live views, whose updates are not printed
+        self._stopped: asyncio.Future[RunError]
         self._ending = False
         self._published = 0
         self._log = b""
         self._signalling: set[asyncio.Task[None]] = set()
 
-    async def execute(self) -> Outcome:
-        """Runs every cell, up to the first that fails. The kernel is gone when this returns or raises."""
+    async def run(self) -> None:
+        """Execute every cell, up to the first that fails. The kernel has ended when this returns or raises.
+
+        Raises `RunError` when a cell failed, the kernel died or a signal stopped the run.
+        """
         self._stopped = asyncio.get_running_loop().create_future()
-        with tempfile.TemporaryDirectory(prefix="rankbook-run-") as folder, self._handle_signals():
-            self._manager = self._make_manager(folder)
+        with tempfile.TemporaryDirectory(prefix="rankbook-run-") as folder, self._signal_handlers():
+            self.km = self._make_manager(folder)
             try:
-                return await self._execute()
+                await self._wait_first(self._start_kernel())
+                await self._wait_first(self._execute_cells(), self._read_published(), self._watch_kernel())
             finally:
                 self._ending = True
                 await self._end_kernel()
+                self.set_widgets_metadata()
 
-    async def _execute(self) -> Outcome:
-        outcome = await self._wait_first(self._start_kernel())
-        if outcome is not None:
-            return outcome
-        outcome = await self._wait_first(self._run_cells(), self._publications(), self._kernel_death())
-        self._document.set_widgets_metadata()
-        return outcome or Outcome(0)
-
-    async def _wait_first(self, *work: Coroutine[Any, Any, Outcome | None]) -> Outcome | None:
-        """What the first of `work` to end says, or the person who stopped the run. The others are cancelled."""
-        tasks = [asyncio.ensure_future(one) for one in work]
+    async def _wait_first(self, *coroutines: Coroutine[Any, Any, None]) -> None:
+        """Wait until one of `coroutines` ends or a signal stops the run, and cancel the others."""
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+        ends: list[asyncio.Future[Any]] = [*tasks, self._stopped]
         try:
-            ends: list[asyncio.Future[Any]] = [*tasks, self._stopped]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
-                return self._stopped.result()
-            return next(task for task in tasks if task.done()).result()
+                raise self._stopped.result()
+            next(task for task in tasks if task.done()).result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -149,72 +154,69 @@ class NotebookRun:
         manager = AsyncKernelManager(
             kernel_name=self._kernel, kernel_spec_manager=self._specs, connection_file=f"{folder}/kernel.json"
         )
-        if len(os.fsencode(folder)) <= _SOCKET_FOLDER_MAX and isinstance(self._specs, _ThisInterpreter):
-            # unix sockets in a folder of our own: no other user reaches them, and no port is taken
+        if len(os.fsencode(folder)) <= _SOCKET_FOLDER_MAX and isinstance(self._specs, _OneKernelSpec):
+            # Unix sockets in a folder of our own: no other user reaches them, and no port is taken.
             manager.transport, manager.ip = "ipc", f"{folder}/socket"
         return manager
 
-    async def _start_kernel(self) -> Outcome | None:
+    async def _start_kernel(self) -> None:
         env = {"RANKBOOK_STRIP": "off", **os.environ}  # a log is not read while a cell runs
         if self._ranks is not None:
             env["RANKBOOK_RANKS"] = str(self._ranks)
-        history = ["--HistoryManager.hist_file=:memory:"]  # many runs at once would lock the user's history file
         log, log_end = os.pipe()
         try:
             os.set_blocking(log, False)
             asyncio.get_running_loop().add_reader(log, self._read_log, log)
-            await self._manager.start_kernel(
-                cwd=str(self._folder), env=env, stdout=log_end, stderr=log_end, extra_arguments=history
-            )
+            await self.async_start_new_kernel(env=env, stdout=log_end, stderr=log_end)
         finally:
             os.close(log_end)
-        client = self._client = self._document.kc = self._manager.client()
-        client.context.rcvhwm = 0  # any number of messages may wait for us: ZeroMQ drops what is over its default
-        client.start_channels(hb=False, stdin=False)
+        self.kc = self.km.client()
+        self.kc.context.rcvhwm = 0  # no limit on waiting messages: ZeroMQ drops those above its default
+        self.kc.start_channels(hb=False, stdin=False)
         try:
-            await client.wait_for_ready(timeout=STARTUP_TIMEOUT)
-        except RuntimeError as error:  # the one class jupyter_client has for both
-            return Outcome(1, f"the kernel did not start: {error}{self._last_words()}")
-        return None
+            await self.kc.wait_for_ready(timeout=STARTUP_TIMEOUT)
+        except RuntimeError as error:  # the kernel died, or did not answer in time
+            raise RunError(1, f"the kernel did not start: {error}{self._log_tail()}") from error
 
     def _read_log(self, log: int) -> None:
-        """Keeps the end of what the kernel process writes to its own stdout and stderr.
+        """Keep the tail of what the kernel process writes to its own stdout and stderr.
 
-        Nearly all of it is an echo of what it publishes anyway; only what a dying process said is seen nowhere else.
+        Nearly all of it repeats what the kernel publishes; the last lines of a process that dies are seen nowhere else.
         """
-        piece = os.read(log, 65_536)
-        self._log = (self._log + piece)[-_LOG_TAIL:]
-        if not piece:
+        data = os.read(log, 65_536)
+        self._log = (self._log + data)[-_LOG_TAIL:]
+        if not data:
             asyncio.get_running_loop().remove_reader(log)
             os.close(log)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = self._log.decode(errors="replace").splitlines()[-_LOG_LINES:]
         return "; its last words:\n" + "\n".join(lines) if lines else ""
 
-    async def _kernel_death(self) -> Outcome:
-        provisioner = self._manager.provisioner
+    async def _watch_kernel(self) -> None:
+        """Wait for the kernel's death, and raise `RunError` once its last output is shown."""
+        provisioner = self.km.provisioner
         assert provisioner is not None
         code = await provisioner.wait()
-        await self._publications(until_quiet=True)
+        await self._read_published(until_quiet=True)
         how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else f"ended ({code})"
         where = f" while running cell [{self._current.number}]" if self._current else ""
-        return Outcome(1, f"the kernel {how}{where}{self._last_words()}")
+        raise RunError(1, f"the kernel {how}{where}{self._log_tail()}")
 
     async def _end_kernel(self) -> None:
-        if await self._manager.is_alive():
-            await self._manager.shutdown_kernel()
+        if await self.km.is_alive():
+            await self.km.shutdown_kernel()
         else:
-            await self._manager.cleanup_resources()
-        if self._document.kc is not None:  # it got as far as having a client
-            await self._publications(until_quiet=True)
-            self._client.stop_channels()
+            await self.km.cleanup_resources()
+        if self.kc is not None:  # the start got as far as a client
+            await self._read_published(until_quiet=True)
+            self.kc.stop_channels()
         self._console.finish()
 
     # Signals --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _handle_signals(self) -> Iterator[None]:
+    def _signal_handlers(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -225,71 +227,72 @@ class NotebookRun:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        """Interrupt the cell on the first SIGINT; stop the run on any other signal; kill a kernel that is ending."""
         run = self._current
         if self._ending:
             self._send_to_kernel(signal.SIGKILL)
-        elif number == signal.SIGINT and run and not run.interrupts and not self._stopped.done():
-            run.interrupts += 1
+        elif self._stopped.done():
+            return
+        elif number == signal.SIGINT and run and not run.interrupted:
+            run.interrupted = True
             self._console.note(f"interrupting cell [{run.number}]; once more stops the run")
             self._send_to_kernel(signal.SIGINT)
-        elif not self._stopped.done():
+        else:
             where = f" in cell [{run.number}]" if run else ""
-            self._stopped.set_result(Outcome(128 + number, f"stopped by {number.name}{where}"))
+            self._stopped.set_result(RunError(128 + number, f"stopped by {number.name}{where}"))
 
     def _send_to_kernel(self, number: signal.Signals) -> None:
-        """Signals the kernel from a place that cannot wait."""
-        if self._manager.has_kernel:
-            task = asyncio.ensure_future(self._signal_kernel(number))
-            self._signalling.add(task)
-            task.add_done_callback(self._signalling.discard)
+        """Start to send a signal, without waiting for it."""
+        task = asyncio.ensure_future(self._signal_kernel(number))
+        self._signalling.add(task)
+        task.add_done_callback(self._signalling.discard)
 
     async def _signal_kernel(self, number: signal.Signals) -> None:
+        if not self.km.has_kernel:
+            return
         if number == signal.SIGINT:
-            await self._manager.interrupt_kernel()  # which some kernels want as a message
-        elif self._manager.has_kernel:
-            await self._manager.signal_kernel(number)
+            await self.km.interrupt_kernel()  # some kernels expect a message and no signal
+        else:
+            await self.km.signal_kernel(number)
 
     # Cells ----------------------------------------------------------------------------------------------------------
 
-    async def _run_cells(self) -> Outcome:
-        for index, cell in enumerate(self._notebook.cells):
-            skipped = self._document.skip_cells_with_tag in cell.metadata.get("tags", [])
+    async def _execute_cells(self) -> None:
+        for index, cell in enumerate(self.nb.cells):
+            skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
             if cell.cell_type == "code" and cell.source.strip() and not skipped:
-                outcome = await self._run_cell(cell, index)
-                if outcome.code:
-                    return outcome
-        return Outcome(0)
+                await self._execute_cell(cell, index)
 
-    async def _run_cell(self, cell: NotebookNode, index: int) -> Outcome:
+    async def _execute_cell(self, cell: NotebookNode, index: int) -> None:
         may_fail = "raises-exception" in cell.metadata.get("tags", [])
-        request = self._client.execute(cell.source, stop_on_error=not may_fail, allow_stdin=False)
-        run = self._runs[request] = self._current = _Run(cell, index, number=len(self._runs) + 1)
+        request = self.kc.execute(cell.source, stop_on_error=not may_fail, allow_stdin=False)
+        run = self._runs[request] = self._current = _CellRun(cell, index, number=len(self._runs) + 1)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._seconds_per_cell):
                 reply = await self._wait_reply(request)
         except TimeoutError:
             await self._interrupt_late(request, run)
-            return Outcome(1, f"cell [{run.number}] did not end in {self._timeout:g} s")
+            message = f"cell [{run.number}] did not end in {self._seconds_per_cell:g} s"
+            raise RunError(1, message) from None
         await self._wait_idle(run)
         self._console.finish(run.number)
         self._current = None
         if reply["status"] == "ok" or may_fail:
-            return Outcome(0)
-        if not run.told_error:
+            return
+        if not run.error_shown:
             self._console.display(run.number, "\n".join(reply.get("traceback", [])), error=True)
-        error = f"{reply.get('ename', reply['status'])}: {reply.get('evalue', '')}".removesuffix(": ")
-        error = error.splitlines()[0]
-        return Outcome(128 + signal.SIGINT if run.interrupts else 1, f"cell [{run.number}] failed: {error}")
+        error = f"{reply.get('ename', reply['status'])}: {reply.get('evalue', '')}".removesuffix(": ").splitlines()[0]
+        raise RunError(128 + signal.SIGINT if run.interrupted else 1, f"cell [{run.number}] failed: {error}")
 
     async def _wait_reply(self, request: str) -> dict[str, Any]:
         while True:
-            message = await self._client.get_shell_msg()
+            message = await self.kc.get_shell_msg()
             if message["parent_header"].get("msg_id") == request:
                 content: dict[str, Any] = message["content"]
                 return content
 
-    async def _wait_idle(self, run: _Run) -> None:
-        """Wait for the last of what the kernel publishes of the cell, whose reply has come, or until it is lost."""
+    async def _wait_idle(self, run: _CellRun) -> None:
+        """Wait for the last message of a cell whose reply has come, or until that message must be lost."""
         while not run.idle.is_set():
             published = self._published
             with contextlib.suppress(TimeoutError):
@@ -298,9 +301,9 @@ class NotebookRun:
                 self._console.note(f"the end of what cell [{run.number}] printed was lost on its way from the kernel")
                 return
 
-    async def _interrupt_late(self, request: str, run: _Run) -> None:
-        """Interrupts a cell that took too long, so that its traceback says where it was."""
-        await self._manager.interrupt_kernel()
+    async def _interrupt_late(self, request: str, run: _CellRun) -> None:
+        """Interrupt a cell at its time limit, so that its traceback shows where it was."""
+        await self.km.interrupt_kernel()
         try:
             async with asyncio.timeout(INTERRUPT_GRACE):
                 await self._wait_reply(request)
@@ -310,11 +313,11 @@ class NotebookRun:
 
     # Output ---------------------------------------------------------------------------------------------------------
 
-    async def _publications(self, *, until_quiet: bool = False) -> None:
-        """Shows and stores what the kernel publishes, for ever or until it has nothing more to say."""
+    async def _read_published(self, *, until_quiet: bool = False) -> None:
+        """Print and store what the kernel publishes, for ever or until no more of it comes."""
         while True:
             try:
-                message = await self._client.get_iopub_msg(timeout=_QUIET if until_quiet else self._console.due())
+                message = await self.kc.get_iopub_msg(timeout=_QUIET if until_quiet else self._console.due())
             except queue.Empty:
                 if until_quiet:
                     return
@@ -322,47 +325,44 @@ class NotebookRun:
                 self._published += 1
                 run = self._runs.get(message["parent_header"].get("msg_id", ""), self._current)
                 if run is not None:
-                    self._show(run, message["msg_type"], message["content"])
+                    self._print(run, message["msg_type"], message["content"])
                     self._store(run, message)
             self._console.tick()
-            await asyncio.sleep(0)  # a flood keeps the socket ready; signals and the reply need their turn as well
+            await asyncio.sleep(0)  # a flood keeps the socket readable; signals and the reply need a turn as well
 
-    def _show(self, run: _Run, kind: str, content: dict[str, Any]) -> None:
+    def _print(self, run: _CellRun, kind: str, content: dict[str, Any]) -> None:
         console = self._console
-        key = (content.get("transient") or {}).get("display_id")
-        still = (content.get("metadata") or {}).get("rankbook_still")  # of a live view, as widgets/screen.py has it
+        display_id = (content.get("transient") or {}).get("display_id")
+        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/screen.py
         if kind == "execute_input" and not run.started:
             run.started, run.number = True, content["execution_count"]
             console.header(run.number, run.cell.source)
         elif kind == "stream":
             console.text(run.number, content["text"], error=content["name"] == "stderr")
-        elif still:
-            self._stills.add(still)
+        elif live_view:
+            self._live_views.add(live_view)
         elif kind in ("display_data", "execute_result"):
-            console.display(run.number, _plain(content["data"]), key=key)
-        elif kind == "update_display_data" and key is not None and key not in self._stills:
-            console.update(key, _plain(content["data"]))
+            console.display(run.number, _plain(content["data"]), key=display_id)
+        elif kind == "update_display_data" and display_id is not None and display_id not in self._live_views:
+            console.update(display_id, _plain(content["data"]))
         elif kind == "clear_output":
             console.clear(run.number)
         elif kind == "error":
-            run.told_error = True
+            run.error_shown = True
             console.display(run.number, "\n".join(content["traceback"]), error=True)
 
-    def _store(self, run: _Run, message: dict[str, Any]) -> None:
-        kind: str = message["msg_type"]
-        if kind not in _STORED and not kind.startswith("comm_"):
-            return
-        # nbclient keeps one such flag, since it knows one cell at a time; background cells need their own
-        self._document.clear_before_next_output = run.clear_before_next_output
+    def _store(self, run: _CellRun, message: dict[str, Any]) -> None:
+        # nbclient has one flag for all cells, since it runs one at a time; with background cells, each has its own.
+        self.clear_before_next_output = run.clear_before_next_output
         try:
-            self._document.process_message(message, run.cell, run.index)
+            self.process_message(message, run.cell, run.index)
         except CellExecutionComplete:
             run.idle.set()
-        run.clear_before_next_output = self._document.clear_before_next_output
+        run.clear_before_next_output = self.clear_before_next_output
 
 
 def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None) -> KernelSpecManager:
-    """Where the kernel's command is found. Raises `BadRequest` where there is none for this notebook."""
+    """Return where to find the kernel's command. Raises `BadRequest` when no kernel fits the notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
         if spec.get("language", "python").lower() != "python":
@@ -370,8 +370,8 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
             raise BadRequest(f"the notebook is written for {spec['language']}, not Python; `--kernel {name}` runs it")
         own = spec_for(spec.get("name", ""))
         if own is not None and ranks is not None:
-            own.env = {}  # it would have the last word
-        return _ThisInterpreter(own)
+            own.env = {}  # it would override `ranks`
+        return _OneKernelSpec(own or KernelSpec(resource_dir="", **get_kernel_dict()))
     specs = KernelSpecManager()
     try:
         specs.get_kernel_spec(kernel)
@@ -382,6 +382,59 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
 
 
 def _plain(data: dict[str, Any]) -> str:
-    """A display's text; where it has none, the names of what it has."""
+    """Return a display's text, or the names of its MIME types where it has none."""
     text = data.get("text/plain")
     return text if isinstance(text, str) else f"<{', '.join(sorted(data)) or 'nothing to show'}>"
+
+
+# The file -----------------------------------------------------------------------------------------------------------
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read a notebook as version 4, without its old outputs. Raises `BadRequest`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except OSError as error:
+        raise BadRequest(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise BadRequest(f"{path} is not a notebook: {error}") from error
+    if not (isinstance(content, dict) and "nbformat" in content and ("cells" in content or "worksheets" in content)):
+        raise BadRequest(f"{path} is not a notebook: it has no cells")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MissingIDFieldWarning)  # nbformat repairs both, and a run needs no ids
+            warnings.simplefilter("ignore", DuplicateCellId)
+            notebook: NotebookNode = nbformat.reads(text, as_version=4)
+            nbformat.validate(notebook)
+    except (nbformat.ValidationError, nbformat.NBFormatError) as error:
+        raise BadRequest(f"{path} is not a valid notebook: {str(error).splitlines()[0]}") from error
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def write_notebook(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook atomically, with adjacent stream outputs merged as a front end saves them."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = _merge_streams(cell.outputs)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        nbformat.write(notebook, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    merged: list[NotebookNode] = []
+    for name, group in itertools.groupby(outputs, key=lambda output: output.get("name")):  # only a stream has a name
+        if name is None:
+            merged += group
+        else:
+            text = "".join(output.text for output in group)
+            text = "\n".join(last_state(line) for line in text.split("\n"))
+            merged.append(new_output("stream", name=name, text=text))
+    return merged
