@@ -7,7 +7,7 @@ The rooms, from the wire up; imports point upwards in this list, never down:
 telemetry.py      what a rank can tell about itself
 ownership.py      which process owns a file or folder, and whether it lives
 wire.py           what a message is
-words.py          numbers as people read them
+formatting.py     numbers, names and terminal text for people
 keeping.py        the vocabulary of ranks that outlive the notebook
 looking.py        the vocabulary of looks at the ranks while they work
 comms.py          the vocabulary of widgets that live on ranks

@@ -14,7 +14,7 @@ from rankbook.magics.arguments import suggest
 from rankbook.messages import Stack
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.telemetry import Variable
-from rankbook.words import size
+from rankbook.formatting import format_bytes
 
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
 _MOST_VALUES = 4
@@ -109,7 +109,7 @@ def _rows_of_variable(name: str, by_rank: Mapping[int, Variable], ranks: tuple[i
             "" if first.shape is None else str(list(first.shape)),
             first.dtype,
             first.device,
-            "" if first.bytes is None else size(first.bytes),
+            "" if first.bytes is None else format_bytes(first.bytes),
             _describe_values({rank: variable.preview for rank, variable in group.items()}),
             ", ".join(differs),
         )

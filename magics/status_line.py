@@ -13,7 +13,7 @@ from rankbook.ranks import name_ranks
 from rankbook.results import CellResult
 from rankbook.telemetry import RankPlacement
 from rankbook.widgets.handle import HandleView, line
-from rankbook.words import digits, duration
+from rankbook.formatting import format_3g, format_duration
 
 _SWITCH = "RANKBOOK_STRIP"
 """The environment variable that turns status lines off, with the value "off"."""
@@ -62,8 +62,8 @@ def describe_running(
     parts = [text if len(groups) == 1 else f"{name_ranks(where)} {text}" for text, where in groups.items()]
     rates = [row.rate for row in rows if row.rate]
     if rates:
-        parts.append(f"{digits(statistics.median(rates))} steps/s")
-    return " · ".join([f"cell [{number}] on {name_ranks(ranks)}", duration(seconds), *parts])
+        parts.append(f"{format_3g(statistics.median(rates))} steps/s")
+    return " · ".join([f"cell [{number}] on {name_ranks(ranks)}", format_duration(seconds), *parts])
 
 
 def _describe_rank(row: RankPlacement) -> str:

@@ -9,10 +9,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
+from rankbook.formatting import format_bytes, format_duration, format_time
 from rankbook.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.drawing import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
 from rankbook.widgets.table import table
-from rankbook.words import duration, moment, size
 
 HEADINGS = ("", "checkpoint", "step", "saved", "size", "ranks", "state")
 PHASES = ("failed", "planning", "staging", "writing", "committing", "done")  # the first that any rank is in counts
@@ -67,14 +67,14 @@ class WholeSave:
         left = self.left()
         said = [self.phase]
         if self.total:
-            said.append(f"{size(self.written)} of {size(self.total)}")
+            said.append(f"{format_bytes(self.written)} of {format_bytes(self.total)}")
         if self.rate:
-            said.append(f"{size(self.rate)}/s")
+            said.append(f"{format_bytes(self.rate)}/s")
         if left is not None and self.phase == "writing":
-            said.append(f"{duration(left)} left")
-        return ", ".join([*said, f"for {duration(seconds)}" if self.phase not in {"done", "failed"} else ""]).strip(
-            ", "
-        )
+            said.append(f"{format_duration(left)} left")
+        return ", ".join(
+            [*said, f"for {format_duration(seconds)}" if self.phase not in {"done", "failed"} else ""]
+        ).strip(", ")
 
 
 def together(saves: Saves | None) -> list[WholeSave]:
@@ -99,8 +99,8 @@ def row(each: StoredCheckpoint) -> list[str]:
     return [
         "latest" if each.latest else "",
         "" if each.step is None else str(each.step),
-        "" if each.created is None else moment(each.created),
-        size(each.bytes),
+        "" if each.created is None else format_time(each.created),
+        format_bytes(each.bytes),
         "" if each.world_size is None else str(each.world_size),
         f"{state}: {each.detail}" if each.detail else state,
     ]
@@ -127,7 +127,10 @@ def text(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     """The saves, then a line for each checkpoint."""
     lines = ["checkpoints: " + summary(saves, folder)]
     for whole in together(saves):
-        lines += [f"  rank {each.rank}: {size(each.save.written)} of {size(each.save.total)}" for each in whole.ranks]
+        lines += [
+            f"  rank {each.rank}: {format_bytes(each.save.written)} of {format_bytes(each.save.total)}"
+            for each in whole.ranks
+        ]
         lines += [f"  {whole.error}"] if whole.error else []
     if folder is not None and folder.checkpoints:
         lines.append(table(HEADINGS, [_row(each) for each in folder.checkpoints])["text/plain"])
@@ -159,7 +162,7 @@ def svg(saves: Saves | None, folder: CheckpointFolder | None) -> str:
                 words(36, y + 11, str(each.rank), anchor="end", size=11),
                 rect(44, y, 300, 12, "none", extra=f" stroke='{LINE}'"),
                 rect(44, y, 300 * share, 12, colour, title=f"rank {each.rank}"),
-                words(352, y + 11, f"{size(each.save.written)} of {size(each.save.total)}", size=11),
+                words(352, y + 11, f"{format_bytes(each.save.written)} of {format_bytes(each.save.total)}", size=11),
             ]
             y += 16
         y += 8

@@ -11,6 +11,7 @@ from typing import Any
 import traitlets
 
 from rankbook.errors import BadRequest
+from rankbook.formatting import format_bytes, format_shape
 from rankbook.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
 from rankbook.widgets import placement_picture as picture
 from rankbook.widgets.feed import Feed
@@ -167,9 +168,9 @@ def _variable(each: Variable) -> list[Any]:
     return [
         each.name,
         each.type,
-        "" if each.shape is None else picture.shape_words(each.shape),
+        "" if each.shape is None else format_shape(each.shape),
         each.dtype,
         each.device,
-        "" if each.bytes is None else picture.size(each.bytes),
+        "" if each.bytes is None else format_bytes(each.bytes),
         each.preview,
     ]

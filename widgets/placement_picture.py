@@ -9,6 +9,7 @@ from collections import Counter
 from html import escape
 from itertools import groupby
 
+from rankbook.formatting import format_3g, format_bytes, format_count, format_time
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.widgets.drawing import (
@@ -23,9 +24,8 @@ from rankbook.widgets.drawing import (
     words,
 )
 from rankbook.widgets.table import table
-from rankbook.words import count, digits, moment, shape_words, size
 
-__all__ = ["holding_words", "html", "shape_words", "size", "state_words", "summary", "svg", "text"]
+__all__ = ["holding_words", "html", "state_words", "summary", "svg", "text"]
 
 MOST_BARS = 32  # ranks: JupyterLab looks at every element, and 50 ms is what it may take
 NOTHING_YET = "no rank has answered yet"
@@ -47,8 +47,8 @@ def state_words(each: RankPlacement) -> str:
 def holding_words(holding: Holding, *, detail: bool = True) -> tuple[str, str]:
     """A holding's class with its wrapper, and its facts: ("DDP Net", "1.2 M parameters, 4.8 MB, float32")."""
     facts = [
-        f"{count(holding.parameters)} parameters" if holding.parameters else "",
-        size(holding.bytes) if holding.bytes else "",
+        f"{format_count(holding.parameters)} parameters" if holding.parameters else "",
+        format_bytes(holding.bytes) if holding.bytes else "",
         "/".join(holding.dtypes),
         holding.device,
         holding.detail if detail else "",
@@ -71,7 +71,7 @@ def split_words(memory: MemoryUse) -> str:
     """The parts of the memory bar in words, without those that are nothing."""
     parts = [(name if name != "other" else "activations and other", amount) for name, amount, _ in split(memory)]
     parts += [("free", memory.free), ("shared with others", memory.shared)]
-    return ", ".join(f"{name} {size(amount)}" for name, amount in parts if amount)
+    return ", ".join(f"{name} {format_bytes(amount)}" for name, amount in parts if amount)
 
 
 def summary(placement: Placement | None) -> str:
@@ -93,11 +93,11 @@ def _row(each: RankPlacement) -> list[str]:
         str(each.rank),
         f"{STATE_MARKS.get(each.state, '')} {'▲ lags, ' if each.lags else ''}{state_words(each)}",
         f"{each.device} {each.device_name}".strip(),
-        "" if memory is None else f"{size(used(memory))} of {size(memory.total)}",
+        "" if memory is None else f"{format_bytes(used(memory))} of {format_bytes(memory.total)}",
         "" if memory is None else split_words(memory),
         "" if each.utilisation is None else f"{each.utilisation:.0%}",
         str(each.steps) if each.steps else "",
-        "" if each.rate is None else f"{digits(each.rate)}/s",
+        "" if each.rate is None else f"{format_3g(each.rate)}/s",
         "; ".join(_holding_line(holding) for holding in each.holdings),
     ]
 
@@ -111,7 +111,7 @@ def text(placement: Placement | None) -> str:
     """A line for each rank below its host."""
     if placement is None:
         return f"placement: {NOTHING_YET}"
-    lines = [f"{summary(placement)}, {moment(placement.at)}"]
+    lines = [f"{summary(placement)}, {format_time(placement.at)}"]
     for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
         lines += ["", host, table(HEADINGS, [_row(each) for each in ranks])["text/plain"]]
     return "\n".join(lines)
@@ -127,7 +127,7 @@ def html(placement: Placement | None) -> str:
         rows += [_html_row(each, bars=len(placement.ranks) <= MOST_BARS) for each in ranks]
     head = "".join(f'<th scope="col" style="text-align:left">{each}</th>' for each in HEADINGS)
     return (
-        f"<p>{escape(summary(placement))}, {moment(placement.at)}</p>"
+        f"<p>{escape(summary(placement))}, {format_time(placement.at)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{_legend()}"
     )
 
@@ -153,7 +153,7 @@ def svg(placement: Placement | None) -> str:
     width, row = 960, 26
     if placement is None:
         return picture(width, 40, "placement", [words(12, 25, NOTHING_YET)])
-    shapes = [words(12, 24, f"{summary(placement)}, {moment(placement.at)}", size=14)]
+    shapes = [words(12, 24, f"{summary(placement)}, {format_time(placement.at)}", size=14)]
     y = 40.0
     for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
         shapes.append(words(12, y + 14, host, fill=FAINT))
@@ -180,9 +180,9 @@ def _svg_row(each: RankPlacement, y: float) -> list[str]:
         x, scale = 430.0, 240 / each.memory.total
         shapes.append(rect(x, y + 4, 240, 16, "none", extra=f" stroke='{LINE}'"))
         for name, amount, colour in split(each.memory):
-            shapes.append(rect(x, y + 4, amount * scale, 16, colour, title=f"{name} {size(amount)}"))
+            shapes.append(rect(x, y + 4, amount * scale, 16, colour, title=f"{name} {format_bytes(amount)}"))
             x += amount * scale
-        shapes.append(words(680, y + 16, f"{size(used(each.memory))} of {size(each.memory.total)}"))
+        shapes.append(words(680, y + 16, f"{format_bytes(used(each.memory))} of {format_bytes(each.memory.total)}"))
     if each.rate is not None:
-        shapes.append(words(948, y + 16, f"{digits(each.rate)} steps/s", anchor="end"))
+        shapes.append(words(948, y + 16, f"{format_3g(each.rate)} steps/s", anchor="end"))
     return shapes

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
+from rankbook.formatting import format_bytes, format_shape
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.widgets.drawing import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
 from rankbook.widgets.table import table
-from rankbook.words import shape_words, size
 
 MOST_ROWS = 200  # tensors listed where nobody can scroll
 HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")
@@ -41,9 +41,10 @@ def imbalance(amounts: dict[int, int]) -> str:
         return ""
     most, mean = max(amounts.values()), sum(amounts.values()) / len(amounts)
     if most <= 1.005 * mean:
-        return f"{size(mean)} on each rank"
+        return f"{format_bytes(mean)} on each rank"
     rank = max(amounts, key=lambda each: amounts[each])
-    return f"rank {rank} holds {size(most)}, {100 * most / mean - 100:.0f} % above the mean of {size(mean)}"
+    above = 100 * most / mean - 100
+    return f"rank {rank} holds {format_bytes(most)}, {above:.0f} % above the mean of {format_bytes(mean)}"
 
 
 def summary(found: ShardMap | None, name: str) -> str:
@@ -64,7 +65,7 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
     return [
         tensor.key,
         tensor.dtype,
-        shape_words(tensor.shape),
+        format_shape(tensor.shape),
         f"{len(parts)}{f' × {copies} replicas' if copies > 1 else ''}",
         name_ranks(ranks) if ranks else "",
     ]
@@ -83,7 +84,7 @@ def text(found: ShardMap | None, name: str, search: str = "") -> str:
         rows, more = _rows(found, search)
         lines.append(table(HEADINGS, rows)["text/plain"] if rows else f"no tensor has {search!r} in its name")
         lines += [f"… and {more} more"] if more else []
-        lines += [f"rank {rank}: {size(amount)}" for rank, amount in totals(found).items()]
+        lines += [f"rank {rank}: {format_bytes(amount)}" for rank, amount in totals(found).items()]
     return "\n".join(lines)
 
 
@@ -95,7 +96,7 @@ def html(found: ShardMap | None, name: str, search: str = "") -> str:
     shown, more = _rows(found, search)
     said += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
     said += f"<p>… and {more} more</p>" if more else ""
-    rows = [[str(rank), size(amount)] for rank, amount in totals(found).items()]
+    rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(found).items()]
     return said + table(("rank", "holds"), rows)["text/html"]
 
 
@@ -106,7 +107,7 @@ def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> s
     tensor = chosen or max(found.tensors, key=lambda each: sum(shard.bytes for shard in each.shards))
     shapes = [
         words(12, 22, summary(found, name), size=14),
-        words(12, 44, f"{tensor.key}  {shape_words(tensor.shape)}  {tensor.dtype}", fill=FAINT),
+        words(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
     ]
     shapes += _grid(tensor, 12, 56, 400, 280)
     amounts = totals(found)
@@ -114,9 +115,12 @@ def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> s
     row = min(22.0, 280 / max(1, len(amounts)))
     for index, (rank, amount) in enumerate(amounts.items()):
         y = 56 + index * row
-        shapes.append(rect(480, y, 130 * amount / most, row - 2, BLUE, title=f"rank {rank}: {size(amount)}"))
+        shapes.append(rect(480, y, 130 * amount / most, row - 2, BLUE, title=f"rank {rank}: {format_bytes(amount)}"))
         if row >= 10:
-            shapes += [words(470, y + row - 6, str(rank), anchor="end", size=11), words(620, y + row - 6, size(amount))]
+            shapes += [
+                words(470, y + row - 6, str(rank), anchor="end", size=11),
+                words(620, y + row - 6, format_bytes(amount)),
+            ]
     return picture(720, 350, summary(found, name), shapes)
 
 
@@ -133,7 +137,7 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
         top, high = _extent(tensor, shard.offset, shard.shape, down, height)
         colour = rank_colour(shard.rank)
         copies = [each for each in tensor.shards if (each.offset, each.shape) == (shard.offset, shard.shape)]
-        title = f"rank {shard.rank}, offset {shard.offset}, shape {shape_words(shard.shape)}"
+        title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
         shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
         label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"
         if wide > 8 * len(label) and high > 14:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rankbook import words
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
 from rankbook.checkpoint.pickles import foreign
@@ -16,6 +15,7 @@ from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.structure import decode
 from rankbook.errors import CheckpointingException
+from rankbook.formatting import escape_unprintable, format_bytes
 
 
 def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
@@ -61,19 +61,19 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
         ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
         lines.append(f"{when}saved {manifest.created} by {ranks} ({who})")
     if manifest.metadata:
-        lines += ["", *(words.printable(f"{name}: {value}") for name, value in manifest.metadata.items())]
+        lines += ["", *(escape_unprintable(f"{name}: {value}") for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
-    rows += [(words.printable(key), *_tensor(tensor)) for key, tensor in manifest.tensors.items()]
+    rows += [(escape_unprintable(key), *_tensor(tensor)) for key, tensor in manifest.tensors.items()]
     lines += ["", _table(rows)]
     if manifest.objects:
         objects = [("OBJECT", "SIZE", "RANK")]
         objects += [
-            (words.printable(key), words.size(each.length), _ranks([each.rank]))
+            (escape_unprintable(key), format_bytes(each.length), _ranks([each.rank]))
             for key, each in manifest.objects.items()
         ]
         lines += ["", _table(objects)]
     files = [("FILE", "SIZE", "RANK")]
-    files += [(words.printable(file.name), words.size(file.size), _ranks([file.rank])) for file in manifest.files]
+    files += [(escape_unprintable(file.name), format_bytes(file.size), _ranks([file.rank])) for file in manifest.files]
     return "\n".join([*lines, "", _table(files)])
 
 
@@ -90,7 +90,7 @@ def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
         manifest = _manifest(storage, folders.folder_of(storage, step))
     except (CheckpointingException, OSError) as error:
         return ("", "", "", str(error)) if step in folders.finished(storage) else None
-    return (words.size(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
+    return (format_bytes(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 
 def _state(storage: Storage, name: str) -> str:
@@ -103,7 +103,7 @@ def _state(storage: Storage, name: str) -> str:
 def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
     size = sum(chunk.nbytes for chunk in tensor.chunks)
     shape = "×".join(map(str, tensor.shape)) or "scalar"
-    return (tensor.dtype, shape, str(len(tensor.chunks)), words.size(size), _ranks([c.rank for c in tensor.chunks]))
+    return (tensor.dtype, shape, str(len(tensor.chunks)), format_bytes(size), _ranks([c.rank for c in tensor.chunks]))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

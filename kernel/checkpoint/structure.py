@@ -16,7 +16,7 @@ from rankbook.checkpoint import manifest as manifests
 from rankbook.checkpoint.manifest import ITEM_BYTES, PIECE, Chunk, Manifest, StoredTensor, dense
 from rankbook.checkpoint.stores import checked
 from rankbook.errors import CheckpointingException
-from rankbook.words import printable
+from rankbook.formatting import escape_unprintable
 
 MOST_SAID = 8
 _MOST = 2**62  # of any number: sums of two fit into 64 bits
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         wrote = f" (written by rank {self.rank})" if self.rank >= 0 else ""
-        return f"{printable(self.key)}{wrote}: {self.what}" if self.key else self.what
+        return f"{escape_unprintable(self.key)}{wrote}: {self.what}" if self.key else self.what
 
 
 def decode(data: bytes, where: str) -> Manifest:

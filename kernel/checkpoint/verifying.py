@@ -35,7 +35,7 @@ from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.structure import problems
 from rankbook.checkpoint.zips import open_blob, without_checksums
 from rankbook.errors import CheckpointingException
-from rankbook.words import printable
+from rankbook.formatting import escape_unprintable
 
 MOST_KEYS = 5  # of a missing file that are named
 
@@ -53,7 +53,7 @@ class Damage:
         wrote = ""
         if self.ranks:
             wrote = f" (written by rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))})"
-        return printable(f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}")
+        return escape_unprintable(f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}")
 
 
 @dataclass(frozen=True, slots=True)

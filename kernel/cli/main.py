@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from rankbook import words
+from rankbook.formatting import escape_unprintable, format_bytes
 
 USAGE_ERROR = 2
 _NOTEBOOK_PACKAGES = {"nbclient", "nbformat", "jupyter_client", "ipykernel"}
@@ -146,7 +146,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
     except (RankbookError, OSError) as error:
         return _usage_error(str(error))
     except Exception as error:  # noqa: BLE001 - a corrupt file may raise anything: its reader wants one line
-        return _usage_error(f"{args.path} cannot be read: {type(error).__name__}: {words.printable(str(error))}")
+        return _usage_error(f"{args.path} cannot be read: {type(error).__name__}: {escape_unprintable(str(error))}")
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -186,7 +186,7 @@ def _convert(args: argparse.Namespace) -> int:
         done = convert.from_safetensors(args.path, args.target, step=args.step or 0)
     else:
         done = convert.to_safetensors(args.path, args.target, step=args.step)
-    size = words.size(done.nbytes)
+    size = format_bytes(done.nbytes)
     sys.stdout.write(f"{done.tensors} tensors, {size}: {', '.join(f'{args.target}/{name}' for name in done.files)}\n")
     if done.left_out:
         sys.stdout.write(f"left out, which safetensors cannot hold: {', '.join(done.left_out)}\n")

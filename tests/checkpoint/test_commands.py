@@ -8,7 +8,6 @@ import pytest
 from rankbook.checkpoint import folders
 from rankbook.checkpoint.storage import storage_of
 from rankbook.cli import main as cli
-from rankbook.words import size
 from tests.checkpoint.hand_made import write_checkpoint
 
 
@@ -86,10 +85,3 @@ def test_looking_needs_no_torch(run):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_070_000_000, "1.07 GB"), (10**16, "10000 TB")]
-)
-def test_sizes_are_told_in_the_unit_that_fits(nbytes, words):
-    assert size(nbytes) == words

@@ -9,7 +9,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from rankbook import words
 from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap, replaced
 from rankbook.widgets import checkpoints_picture, drawing, panel_picture, placement_picture, shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
@@ -107,21 +106,6 @@ def test_a_save_is_as_far_as_its_last_rank():
     assert whole.phase == "failed" and whole.error == "rank 0: disk full"
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_700, "1 MB"), (1_070_000_000, "1.07 GB"), (5e15, "5000 TB")],
-)
-def test_sizes(count, said):
-    assert words.size(count) == said
-
-
-@pytest.mark.parametrize(
-    ("number", "said"), [(999, "999"), (999_700, "1 M"), (7_241_728, "7.24 M"), (3.2e15, "3200 T")]
-)
-def test_counts(number, said):
-    assert words.count(number) == said
-
-
 def test_one_is_one_and_many_are_many():
     (one,) = placement(1).ranks
     late = [replaced(one, rank=rank, lags=True, rate=1234.5) for rank in range(3)]
@@ -130,11 +114,6 @@ def test_one_is_one_and_many_are_many():
     assert "1230/s" in placement_picture.text(Placement(tuple(late), 0.0, ""))
     (tensor, *_) = shard_map().tensors
     assert shards_picture.summary(ShardMap("w", "tensor", (tensor,)), "w").startswith("w (tensor): 1 tensor; ")
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(0.44, "0.4 s"), (12, "12 s"), (185, "3 min 5 s"), (7440, "2 h 4 min")])
-def test_durations(seconds, said):
-    assert words.duration(seconds) == said
 
 
 def test_the_browser_has_the_same_palette_and_marks():

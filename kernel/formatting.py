@@ -1,0 +1,79 @@
+"""Format numbers, names and terminal text for people."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+ANSI_ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+"""An escape sequence of a terminal; group 1 has the parameters of one that sets colours and styles (SGR)."""
+
+_ROUNDS_UP = 0.9995  # of a unit: from here on, three significant digits round to the whole unit
+
+
+def format_3g(value: float) -> str:
+    """Format with three significant digits and no exponent: "31.4", "1230"."""
+    return f"{float(f'{value:.3g}'):.15g}"
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes in decimal units: "1.07 GB" is 1.07 × 10⁹ bytes."""
+    amount, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000 * _ROUNDS_UP:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{format_3g(amount)} {unit}"
+
+
+def format_count(number: float) -> str:
+    """Format a count in decimal units: "7.24 M"."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale * _ROUNDS_UP:
+            return f"{format_3g(number / scale)} {unit}"
+    return f"{number:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: "0.4 s", "12 s", "3 min 5 s", "2 h 4 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds since the epoch as date and time in the notebook's time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """Format a tensor's shape: "512 × 128", or "scalar"."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: "1 rank", "2 ranks", "12,000 lines"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return "; near: loss, losses" with the public `names` that resemble `name`, or an empty string."""
+    found = get_close_matches(name, [each for each in names if not each.startswith("_")], n=3)
+    return f"; near: {', '.join(found)}" if found else ""
+
+
+def strip_ansi(text: str) -> str:
+    """Remove escape sequences of a terminal."""
+    return text if "\x1b" not in text else ANSI_ESCAPE.sub("", text)
+
+
+def escape_unprintable(text: str) -> str:
+    """Escape the control characters of a name out of a file: a terminal or a reader would obey them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
