@@ -13,6 +13,7 @@ from itertools import chain, islice
 from operator import lt
 from typing import cast
 
+from rankbook.formatting import format_bytes, plural
 from rankbook.lines import Screen, StreamName
 from rankbook.messages import Clear, Display, Text, TextCut
 
@@ -368,13 +369,4 @@ def _count_common(runs: Sequence[Run]) -> int:
 
 
 def _describe_cut(cut: TextCut) -> str:
-    lines = "1 line" if cut.lines == 1 else f"{cut.lines:,} lines"
-    return f"… {lines} ({_describe_size(cut.size)}) left out here; the whole output: {cut.log}"
-
-
-def _describe_size(size: float) -> str:
-    units = ["bytes", "kB", "MB", "GB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} {units[0]}"
+    return f"… {plural(cut.lines, 'line')} ({format_bytes(cut.size)}) left out here; the whole output: {cut.log}"

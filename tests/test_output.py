@@ -212,7 +212,7 @@ def test_a_cut_is_told_in_its_place():
         Stream("stdout", "[0] before\n"),
         Stream(
             "stderr",
-            "[1] … 1 line (12 bytes) left out here; the whole output: (no log)\n"
+            "[1] … 1 line (12 B) left out here; the whole output: (no log)\n"
             "[0] … 9,900,000 lines (188 MB) left out here; the whole output: /logs/cell-1.log\n",
         ),
         Stream("stdout", "[0] after\n"),

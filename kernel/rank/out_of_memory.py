@@ -18,6 +18,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.errors import CollectiveAborted
+from rankbook.formatting import format_bytes
 from rankbook.messages import ErrorReport
 from rankbook.rank.memory import Found, Holding, find_holdings
 from rankbook.rank.tracebacks import cause_of, context_of, is_users, members_of, traceback_of, value_of
@@ -114,20 +115,23 @@ def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object
 
 
 def _describe_cpu() -> str:
-    own, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-    return f"memory of cpu: this process has {size(own)}; {size(machine.available)} of {size(machine.total)} are free"
+    machine = psutil.virtual_memory()
+    own, free, total = map(format_bytes, (psutil.Process().memory_info().rss, machine.available, machine.total))
+    return f"memory of cpu: this process has {own}; {free} of {total} are free"
 
 
 def _describe_cuda(device: torch.device, found: Found) -> str:
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     words = (
-        f"memory of {device}: {size(free)} of {size(total)} are free; this rank's tensors have {size(allocated)}, "
-        f"{size(reserved - allocated)} are reserved and not used, {size(max(0, total - free - reserved))} are others'"
+        f"memory of {device}: {format_bytes(free)} of {format_bytes(total)} are free; "
+        f"this rank's tensors have {format_bytes(allocated)}, "
+        f"{format_bytes(reserved - allocated)} are reserved and not used, "
+        f"{format_bytes(max(0, total - free - reserved))} are others'"
     )
     nameless = allocated - found.size
     if nameless > max(_SMALL, allocated // 100):
-        words += f"\n{size(nameless)} have no name: what autograd keeps for backward(), temporary results"
+        words += f"\n{format_bytes(nameless)} have no name: what autograd keeps for backward(), temporary results"
     return words
 
 
@@ -139,7 +143,7 @@ def describe_holdings(found: Found) -> list[str]:
         return ["  no variable leads to a tensor of 1 MB or more"]
     rest = found.holdings[_MOST_ROWS:]
     if rest:
-        rows.append((size(sum(each.size for each in rest)), f"in {len(rest)} more", "", "", ""))
+        rows.append((format_bytes(sum(each.size for each in rest)), f"in {len(rest)} more", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  " + "  ".join([row[0].rjust(widths[0]), *map(str.ljust, row[1:], widths[1:])]).rstrip() for row in rows]
     totals: dict[str, int] = {}
@@ -147,19 +151,14 @@ def describe_holdings(found: Found) -> list[str]:
         totals[each.variable] = totals.get(each.variable, 0) + each.size
     order = sorted(totals, key=lambda name: -totals[name])[:_MOST_VARIABLES]
     if len(found.holdings) > len(totals):
-        lines.append(f"  by variable: {', '.join(f'{name} {size(totals[name])}' for name in order)}")
+        lines.append(f"  by variable: {', '.join(f'{name} {format_bytes(totals[name])}' for name in order)}")
     if not found.complete:
         lines.append("  (not all that the variables lead to was looked at: it is too much, or too deep)")
     return lines
 
 
 def _row(holding: Holding) -> tuple[str, str, str, str, str]:
-    return size(holding.size), holding.name, str(holding.shape), holding.dtype, holding.device
-
-
-def size(number: int) -> str:
-    """Bytes for people, in the units of data sheets: 1 GB is 10⁹ bytes."""
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    return format_bytes(holding.size), holding.name, str(holding.shape), holding.dtype, holding.device
 
 
 # Letting go

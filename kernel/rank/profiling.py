@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rankbook.formatting import format_bytes
 from rankbook.measuring import Profile
 from rankbook.rank.trace import RankTrace
 
@@ -67,7 +68,7 @@ class Profiling:
                 self._profiler.export_chrome_trace(str(file))
             size = file.stat().st_size
             if size > _MOST:
-                raise ValueError(f"it is {size / 1e6:,.0f} MB, more than {_MOST / 1e6:,.0f}: profile fewer steps")
+                raise ValueError(f"it is {format_bytes(size)}, more than {format_bytes(_MOST)}: profile fewer steps")
             text = file.read_bytes()
         trace = RankTrace(
             json.loads(text, strict=False),
