@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+from rankbook.formatting import ANSI_ESCAPE, strip_ansi
+
 StreamName = Literal["stdout", "stderr"]
 
 WIDEST = 1000
@@ -25,7 +27,6 @@ _REACH = 16
 _TALLEST = 4
 """Rows of one screen in one region: more would make its updates dear."""
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _CONTROL = re.compile(r"\n|\r|\x08|\x1b\[(\d*)([AK])")
 _MOVES = re.compile(r"\x1b\[\d*[AK]")
 _HALF_ESCAPE = re.compile(r"\x1b(?:\[[\d;]*)?")
@@ -135,11 +136,11 @@ def _count(digits: str) -> int:
 
 
 def _is_blank(text: str) -> bool:
-    return not (text if "\x1b" not in text else _ESCAPE.sub("", text)).strip(" ")
+    return not strip_ansi(text).strip(" ")
 
 
 def _width(text: str) -> int:
-    return len(text) if "\x1b" not in text else len(_ESCAPE.sub("", text))
+    return len(strip_ansi(text))
 
 
 def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
@@ -147,7 +148,7 @@ def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
     if "\x1b" not in text:
         return min(width, len(text))
     seen = start = 0
-    for match in _ESCAPE.finditer(text):
+    for match in ANSI_ESCAPE.finditer(text):
         plain = match.start() - start
         if seen + plain > width or (seen + plain == width and not past_colours):
             break

@@ -5,12 +5,12 @@ Owns: the sixteen colours, bold, italic and underlined. Refuses: cursor movement
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from html import escape
 from itertools import islice
 
-_ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+from rankbook.formatting import ANSI_ESCAPE
+
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _STYLES = {1: "rb-bold", 3: "rb-italic", 4: "rb-under"}
 _PLAIN = {22: "rb-bold", 23: "rb-italic", 24: "rb-under"}
@@ -28,7 +28,7 @@ def to_html(text: str) -> str:
         elif part:
             found.append(escape(part, quote=False))
 
-    for match in _ESCAPE.finditer(text):
+    for match in ANSI_ESCAPE.finditer(text):
         add(text[at : match.start()])
         at = match.end()
         if match[1] is not None:

@@ -10,14 +10,14 @@ The console has no clock and knows no messages: its caller passes both, and asks
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+from rankbook.formatting import strip_ansi
+
 LOG_INTERVAL = 2.0  # seconds between two states of a frame in a log
 TERMINAL_INTERVAL = 0.1  # the same on a terminal, where the next state replaces the last
 _REMEMBERED = 65_536  # characters of a frame that are kept for rewriting it; no terminal shows more
@@ -184,7 +184,7 @@ class Console:
             return
         if self._open and (self._open[0] != source or (self._open[1] is not stream and self._rewrites)):
             self._close_line()
-        stream.write(text if self._colour[stream] else ESCAPE.sub("", text))
+        stream.write(text if self._colour[stream] else strip_ansi(text))
         stream.flush()
         self._open = None if text.endswith("\n") else (source, stream)
         self._bottom = source
@@ -220,7 +220,7 @@ def last_state(line: str) -> str:
 def count_rows(text: str, columns: int) -> int:
     """Return the number of terminal rows that `text` takes, with long lines folded at `columns`."""
     rows = 0
-    for line in ESCAPE.sub("", text).removesuffix("\n").split("\n"):
+    for line in strip_ansi(text).removesuffix("\n").split("\n"):
         cells = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in last_state(line))
         rows += max(1, -(-cells // max(1, columns)))
     return rows

@@ -6,7 +6,6 @@ nobody looks, to hold up the driver, and to decide what a picture says (board.py
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.shards import fold_shards
 from rankbook.coordinator.tables import RankState
 from rankbook.errors import BadRequest, LostRank, RankbookError
+from rankbook.formatting import strip_ansi
 from rankbook.looking import (
     Answer,
     AskDetail,
@@ -41,7 +41,6 @@ ANSWER_TIMEOUT = 2.0
 """Seconds for one question."""
 KINDS = ("placement", "saves", "status")
 _LINES = 20
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 Callback = Callable[[Struct], None]
 
@@ -305,7 +304,7 @@ class Lookout:
         for cell in reversed(self._crew.driver.cells()):
             if not (tail := cell.tail(rank)):
                 continue
-            text = _CONTROL.sub("", tail.decode(errors="replace"))
+            text = strip_ansi(tail.decode(errors="replace"))
             lines[:0] = [each.rstrip("\r").rsplit("\r", 1)[-1] for each in text.rstrip("\n").split("\n")]
             if len(lines) >= _LINES:
                 break

@@ -5,7 +5,6 @@ Owns: what is left out of a traceback. Refuses: to print.
 
 from __future__ import annotations
 
-import re
 import sys
 import sysconfig
 import threading
@@ -13,12 +12,12 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankbook.formatting import strip_ansi
 from rankbook.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _OURS = (str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.parent))
 _LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 _DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
@@ -131,9 +130,8 @@ def _no_words(failure: BaseException, name: str) -> str:
 def as_report(name: str, value: str, text: str, line: int | None) -> ErrorReport:
     """Return the report of an error, with `text` for its traceback; what is too long is cut."""
     text = _cut(text, _MOST_TEXT)
-    plain = _ANSI.sub("", text) if "\x1b" in text else text
     return ErrorReport(
-        name=_cut(name, _MOST_VALUE), value=_cut(value, _MOST_VALUE), traceback=text, plain=plain, line=line
+        name=_cut(name, _MOST_VALUE), value=_cut(value, _MOST_VALUE), traceback=text, plain=strip_ansi(text), line=line
     )
 
 
