@@ -58,9 +58,9 @@ def format_shape(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
 
-def plural(count: int, noun: str) -> str:
-    """Format a count with its noun: "1 rank", "2 ranks", "12,000 lines"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Format a count with its noun: "1 rank", "2 ranks", "12,000 lines". `nouns` is an irregular plural."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -46,6 +46,7 @@ def test_durations_have_at_most_two_units(seconds, text):
 
 def test_a_noun_is_singular_for_one_alone():
     assert [plural(count, "rank") for count in (0, 1, 2, 12_000)] == ["0 ranks", "1 rank", "2 ranks", "12,000 ranks"]
+    assert plural(2, "class", "classes") == "2 classes"
 
 
 def test_public_names_that_resemble_a_misspelt_one_are_suggested():

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
-from rankbook.formatting import format_bytes, format_duration, format_time
+from rankbook.formatting import format_bytes, format_duration, format_time, plural
 from rankbook.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.drawing import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
 from rankbook.widgets.table import table
@@ -117,7 +117,7 @@ def summary(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     if folder is not None:
         latest = next((f", latest {each.name}" for each in folder.checkpoints if each.latest), "")
         count = len(folder.checkpoints)
-        many = f"{count or 'no'} checkpoint{'s' * (count != 1)}"
+        many = plural(count, "checkpoint") if count else "no checkpoints"
         said.append(folder.trouble or f"{many} in {folder.folder}{latest}")
     said += [f"{whole.title}: {whole.words()}" for whole in together(saves)]
     return "; ".join(said) or "no save under way"

@@ -9,7 +9,7 @@ from collections import Counter
 from html import escape
 from itertools import groupby
 
-from rankbook.formatting import format_3g, format_bytes, format_count, format_time
+from rankbook.formatting import format_3g, format_bytes, format_count, format_time, plural
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.widgets.drawing import (
@@ -83,8 +83,7 @@ def summary(placement: Placement | None) -> str:
     told = ", ".join(f"{number} {state}" for state, number in states.items())
     late = f"; {name_ranks(lagging)} {'lags' if len(lagging) == 1 else 'lag'}" if lagging else ""
     name = f" of {placement.cluster}" if placement.cluster else ""
-    many = len(placement.ranks)
-    return f"{many} rank{'s' * (many != 1)}{name}: {told}{late}"
+    return f"{plural(len(placement.ranks), 'rank')}{name}: {told}{late}"
 
 
 def _row(each: RankPlacement) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from rankbook.formatting import format_bytes, format_shape
+from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.ranks import name_ranks
 from rankbook.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.widgets.drawing import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
@@ -53,9 +53,8 @@ def summary(found: ShardMap | None, name: str) -> str:
         return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
     if found.trouble:
         return f"shards of {found.name}: {found.trouble}"
-    many = len(found.tensors)
     held = imbalance(totals(found))
-    return f"{found.name} ({found.kind}): {many} tensor{'s' * (many != 1)}{f'; {held}' if held else ''}"
+    return f"{found.name} ({found.kind}): {plural(len(found.tensors), 'tensor')}{f'; {held}' if held else ''}"
 
 
 def _row(tensor: ShardedTensorMap) -> list[str]:

@@ -15,7 +15,7 @@ from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.structure import decode
 from rankbook.errors import CheckpointingException
-from rankbook.formatting import escape_unprintable, format_bytes
+from rankbook.formatting import escape_unprintable, format_bytes, plural
 
 
 def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
@@ -58,8 +58,7 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
         lines.append("written by another program, without a manifest")
     else:
         when = "" if manifest.step is None else f"step {manifest.step}, "
-        ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
-        lines.append(f"{when}saved {manifest.created} by {ranks} ({who})")
+        lines.append(f"{when}saved {manifest.created} by {plural(manifest.world_size, 'rank')} ({who})")
     if manifest.metadata:
         lines += ["", *(escape_unprintable(f"{name}: {value}") for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]

@@ -25,6 +25,7 @@ from rankbook.coordinator.tables import RankState, choose_donor
 from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.formatting import plural
 from rankbook.launch.records import Record
 from rankbook.measuring import Measure
 from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
@@ -341,8 +342,8 @@ class Cluster(Sight):
         """Devices, backend and threads, for people."""
         devices = sorted(set(self._place.devices))
         shared = " (shared)" if len(devices) < self.world_size and devices[0] != "cpu" else ""
-        threads = self._place.threads
-        return f"{', '.join(devices)}{shared}, {self.backend}, {threads} thread{'s' if threads > 1 else ''} each"
+        threads = plural(self._place.threads, "thread")
+        return f"{', '.join(devices)}{shared}, {self.backend}, {threads} each"
 
     def describe_group(self) -> str:
         """Whether all ranks are in one process group."""

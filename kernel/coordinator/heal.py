@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook.errors import TransferError
+from rankbook.formatting import plural
 from rankbook.messages import Payload
 from rankbook.ranks import name_ranks
 
@@ -35,19 +36,16 @@ class Healed:
         if self.donor is None:
             return f"{who} with an empty namespace"
         counted = [
-            _count(self.variables, "variable"),
-            _count(self.functions, "function or class", "functions and classes"),
-            _count(self.imports, "import"),
+            (self.variables, "variable", "variables"),
+            (self.functions, "function or class", "functions and classes"),
+            (self.imports, "import", "imports"),
         ]
-        lines = [f"{who} with the state of rank {self.donor}: {', '.join(filter(None, counted)) or 'it has none'}"]
+        state = ", ".join(plural(*each) for each in counted if each[0])
+        lines = [f"{who} with the state of rank {self.donor}: {state or 'it has none'}"]
         if self.missing:
             lines.append("not brought back:")
             lines += [f"  {name}: {reason}" for name, reason in self.missing.items()]
         return "\n".join(lines)
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return "" if number == 0 else f"1 {one}" if number == 1 else f"{number} {several or one + 's'}"
 
 
 def summarize(ranks: tuple[int, ...], donor: int, adopted: Mapping[str, Any], missing: Mapping[str, str]) -> Healed:

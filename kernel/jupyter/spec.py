@@ -17,6 +17,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 
 from rankbook.errors import BadRequest
+from rankbook.formatting import plural
 
 NAME = "rankbook"
 DISPLAY_NAME = "Python 3 (Rankbook)"
@@ -26,7 +27,7 @@ _MODULE = "rankbook.jupyter"
 
 def make_spec(python: str, ranks: int | None, display_name: str | None) -> dict[str, Any]:
     """The text of kernel.json: `python` runs the kernel, with `ranks` ranks or as many as there are devices."""
-    default = DISPLAY_NAME if ranks is None else f"{DISPLAY_NAME[:-1]}, {ranks} rank{'s' if ranks > 1 else ''})"
+    default = DISPLAY_NAME if ranks is None else f"{DISPLAY_NAME[:-1]}, {plural(ranks, 'rank')})"
     return {
         "argv": [python, "-m", _MODULE, "-f", "{connection_file}"],
         "display_name": display_name or default,

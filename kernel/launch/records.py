@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from rankbook.errors import StartError
+from rankbook.formatting import plural
 from rankbook.launch.folders import socket_base
 from rankbook.ownership import is_abandoned
 
@@ -79,7 +80,7 @@ class Record:
 
     def describe(self) -> str:
         """Return it in a line: `4711-1 (train.ipynb, 12 min old): 2 ranks on cpu, gloo`."""
-        count = f"{len(self.ranks)} rank{'' if len(self.ranks) == 1 else 's'}"
+        count = plural(len(self.ranks), "rank")
         age = f"{describe_age(time.time() - self.created)} old" if self.created else ""
         details = ", ".join(filter(None, (PurePath(self.session).name, age)))
         key = f"{self.key} ({details})" if details else self.key

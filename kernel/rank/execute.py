@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
 from functools import partial
 from os import getpid
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.debugging import DebugHeard
 from rankbook.errors import BadRequest, StartError
+from rankbook.formatting import suggest
 from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
 from rankbook.measuring import Measure
 from rankbook.messages import (
@@ -267,12 +267,11 @@ class Executor:
     def _fetch(self, name: str) -> object:
         first, *rest = name.split(".")
         if first not in self._shell.user_ns:
-            public = [each for each in self.namespace() if not each.startswith("_")]
-            raise BadRequest(f"there is no variable {first!r} on this rank{_near(first, public)}")
+            raise BadRequest(f"there is no variable {first!r} on this rank{suggest(first, self.namespace())}")
         value: object = self._shell.user_ns[first]
         for attribute in rest:
             if not hasattr(value, attribute):
-                raise BadRequest(f"{first!r} has no attribute {attribute!r}{_near(attribute, dir(value))}")
+                raise BadRequest(f"{first!r} has no attribute {attribute!r}{suggest(attribute, dir(value))}")
             value = getattr(value, attribute)
         return value
 
@@ -401,8 +400,3 @@ class Executor:
 def _cell_of(message: ToRank) -> int:
     cell: int = getattr(message, "cell")  # noqa: B009 - every task has one; the union's other members are no tasks
     return cell
-
-
-def _near(name: str, names: list[str]) -> str:
-    near = get_close_matches(name, names, n=3)
-    return f"; near: {', '.join(near)}" if near else ""

@@ -11,6 +11,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import numpy
 import torch
 
+from rankbook.formatting import plural
 from rankbook.rank import parts
 from rankbook.rank.parts import Breath, is_a
 from rankbook.telemetry import Variable
@@ -77,5 +78,4 @@ def preview(value: object) -> str:
     base = next((each for each in _SIZED if is_a(value, each)), None)
     if base is None:
         return ""
-    count = base.__len__(value)  # type: ignore[arg-type]
-    return f"{count} item{'' if count == 1 else 's'}"
+    return plural(base.__len__(value), "item")  # type: ignore[arg-type]
