@@ -1,20 +1,19 @@
-"""Rank selections ("0,2-3", "0:4:2", "all", "main") and how to say them back.
-
-Owns: the grammar of a selection. Refuses: anything but integers.
-"""
+"""Parse selections of ranks ("0,2-3", "0:4:2", "all", "main"), format ranks, and group them by a value."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 from rankbook.errors import BadRequest
 
+_K = TypeVar("_K", bound=Hashable)
 _FORMS = "0 · 0,2 · 1-3 · 0:4:2 · main · all"
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """The ranks that `text` selects out of `range(world_size)`, ascending, each once.
+    """Return the ranks that `text` selects out of `range(world_size)`, in ascending order.
 
     `text` is a comma-separated list of `3`, `1-3` (both ends), `a:b` or `a:b:step` (a Python slice), `all`, `main`
     (rank 0). Raises `BadRequest`, in one line that names the valid ranks, for anything else and for an empty selection.
@@ -50,18 +49,31 @@ def _parse_part(part: str, text: str, world_size: int) -> Iterable[int]:
     return range(first, last + 1)
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """The shortest text for a set of ranks: `0-3`, `0,2-3`. The empty set is `none`."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+def format_ranks(ranks: Iterable[int], *, most: int | None = None) -> str:
+    """Format a set of ranks as short as `parse_ranks` reads it: "0-3", "0,2-3"; "none" for the empty set.
+
+    Where there are more than `most` ranges, the rest is counted: "0,2,4 and more, 8 in all".
+    """
+    known = sorted(set(ranks))
+    ranges: list[list[int]] = []
+    for rank in known:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
+            ranges.append([rank, rank])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
+    return f"{text} and more, {len(known)} in all" if most and len(ranges) > most else text or "none"
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 2` or `ranks 0-1,3`, for sentences."""
-    ranks = sorted(set(ranks))
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+def name_ranks(ranks: Iterable[int], *, most: int | None = None) -> str:
+    """Format ranks for a sentence, as `format_ranks` does: "rank 2", "ranks 0-1,3"."""
+    known = set(ranks)
+    return f"rank{'' if len(known) == 1 else 's'} {format_ranks(known, most=most)}"
+
+
+def group_ranks(values: Iterable[tuple[int, _K]]) -> dict[_K, list[int]]:
+    """Group ranks by their value, in the order in which the values first occur. `values` are (rank, value) pairs."""
+    groups: dict[_K, list[int]] = {}
+    for rank, value in values:
+        groups.setdefault(value, []).append(rank)
+    return groups

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rankbook.errors import BadRequest, CellError, LostRank, cell_error, is_consequence
 from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
-from rankbook.ranks import name_ranks
+from rankbook.ranks import group_ranks, name_ranks
 
 _MOST_DISPLAYS = 100
 _CONTEXT = re.compile(r" +\d+ ")
@@ -125,9 +125,7 @@ class CellResult:
         return iter(self.outcomes)
 
     def __repr__(self) -> str:
-        groups: dict[str, list[int]] = {}
-        for outcome in self.outcomes:
-            groups.setdefault(outcome.status, []).append(outcome.rank)
+        groups = group_ranks((outcome.rank, outcome.status) for outcome in self.outcomes)
         order = sorted(groups, key=("lost", "error", "interrupted", "ok").index)
         told = ", ".join(f"{status} on {name_ranks(groups[status])}" for status in order)
         number = f" [{self.number}]" if self.number else ""
@@ -285,12 +283,10 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
 
 def _tell_memory(group: Sequence[RankOutcome]) -> Iterator[str]:
     """What held the memory where that ran out, once for all ranks of which the same is to be said."""
-    told: dict[str, list[int]] = {}
-    for outcome in group:
-        if outcome.error is not None and outcome.error.memory:
-            told.setdefault(outcome.error.memory, []).append(outcome.rank)
-    for text, ranks in told.items():
-        yield f"{name_ranks(ranks)}, {text}"
+    reports = group_ranks((outcome.rank, outcome.error.memory) for outcome in group if outcome.error is not None)
+    for text, ranks in reports.items():
+        if text:
+            yield f"{name_ranks(ranks)}, {text}"
 
 
 def _likeness(plain: str) -> str:
@@ -303,15 +299,15 @@ def _likeness(plain: str) -> str:
 
 
 def _tell_interrupts(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
-    groups: dict[str, list[int]] = {}
-    for outcome in outcomes:
-        if outcome.status == "interrupted":
-            line = outcome.error.line if outcome.error is not None else None
-            where = f" at line {line}" if line is not None else ""
-            words = f"KeyboardInterrupt{where}" if outcome.error is not None else "interrupted"
-            groups.setdefault(words, []).append(outcome.rank)
-    for words, ranks in groups.items():
+    interrupted = [outcome for outcome in outcomes if outcome.status == "interrupted"]
+    for words, ranks in group_ranks((outcome.rank, _describe_interrupt(outcome)) for outcome in interrupted).items():
         yield _red(f"{name_ranks(ranks)}: {words}", plain)
+
+
+def _describe_interrupt(outcome: RankOutcome) -> str:
+    if outcome.error is None:
+        return "interrupted"
+    return "KeyboardInterrupt" if outcome.error.line is None else f"KeyboardInterrupt at line {outcome.error.line}"
 
 
 def _red(text: str, plain: bool) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankbook.errors import BadRequest
-from rankbook.ranks import format_ranks, name_ranks, parse_ranks
+from rankbook.ranks import format_ranks, group_ranks, name_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,14 @@ def test_names_for_sentences():
     assert name_ranks([2]) == "rank 2"
     assert name_ranks([3, 0, 1]) == "ranks 0-1,3"
     assert format_ranks([]) == "none"
+
+
+def test_many_ranges_are_cut_and_all_ranks_counted():
+    assert name_ranks(range(0, 16, 2), most=3) == "ranks 0,2,4 and more, 8 in all"
+    assert name_ranks(range(0, 6, 2), most=3) == "ranks 0,2,4"
+    assert format_ranks(range(1000), most=3) == "0-999"
+
+
+def test_ranks_are_grouped_by_their_value_in_order_of_appearance():
+    assert group_ranks([(0, "b"), (1, "a"), (2, "b")]) == {"b": [0, 2], "a": [1]}
+    assert list(group_ranks([(0, "b"), (1, "a"), (2, "b")])) == ["b", "a"]

@@ -12,13 +12,13 @@ random numbers, about 2^-60. So the test takes one product per box, no sort and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rankbook.checkpoint.declared import Integers
+from rankbook.ranks import name_ranks
 
 BLOCK = 1 << 15
 """Rows that are worked on at once: what fits a core's own cache."""
@@ -107,16 +107,8 @@ def box(offset: Iterable[int], shape: Iterable[int]) -> str:
 
 
 def said(ranks: Iterable[int]) -> str:
-    """Ranks in few words: "rank 3", "ranks 0-2 and 5"."""
-    known = sorted({int(rank) for rank in ranks})
-    if len(known) == 1:
-        return f"rank {known[0]}"
-    ends = [rank for rank, after in pairwise([*known, known[-1] + 2]) if after != rank + 1]
-    starts = [rank for before, rank in pairwise([known[0] - 2, *known]) if rank != before + 1]
-    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    if len(runs) > 2 * MOST_SAID:
-        runs = [*runs[: 2 * MOST_SAID], f"more, {len(known)} in all"]
-    return "ranks " + (" and ".join([", ".join(runs[:-1]), runs[-1]]) if len(runs) > 1 else runs[0])
+    """Format ranks for an error that may concern thousands of them."""
+    return name_ranks(ranks, most=2 * MOST_SAID)
 
 
 def some(found: Sequence[str]) -> list[str]:

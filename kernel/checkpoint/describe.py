@@ -16,6 +16,7 @@ from rankbook.checkpoint.stores import Storage, read_all
 from rankbook.checkpoint.structure import decode
 from rankbook.errors import CheckpointingException
 from rankbook.formatting import escape_unprintable, format_bytes, plural
+from rankbook.ranks import format_ranks
 
 
 def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
@@ -106,14 +107,9 @@ def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """As people write them: 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in sorted({rank for rank in ranks if rank >= 0}):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    """Format the ranks that are known; a manifest has -1 for one that is not."""
+    known = [rank for rank in ranks if rank >= 0]
+    return format_ranks(known) if known else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

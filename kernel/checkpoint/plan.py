@@ -20,6 +20,7 @@ from rankbook.checkpoint.catalog import Catalog, PlannedChunk, PlannedTensor, pa
 from rankbook.checkpoint.coverage import Boxes, faults, fills_exactly_once, said
 from rankbook.checkpoint.declared import Declared, Integers, Shard, Table
 from rankbook.errors import CheckpointingException
+from rankbook.ranks import group_ranks
 
 __all__ = ["Assignment", "Declared", "PlanCache", "PlannedChunk", "PlannedTensor", "SavePlan", "Shard", "plan_save"]
 
@@ -235,9 +236,7 @@ def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[st
         return []
     wrong = []
     for path in {path: None for common in commons for path in common}:
-        sides: dict[str | None, list[int]] = {}
-        for rank, common in enumerate(commons):
-            sides.setdefault(common.get(path), []).append(rank)
+        sides = group_ranks((rank, common.get(path)) for rank, common in enumerate(commons))
         if len(sides) > 1:
             wrong.append(_later(_say_common, path, sides))
     return wrong

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from rankbook.checkpoint.coverage import said
 from rankbook.errors import BadRequest
+from rankbook.ranks import group_ranks
 
 MOST_KEYS_SAID = 8
 """Keys of one kind that a message names."""
@@ -70,10 +71,7 @@ class Decision(NamedTuple):
 def decide(asked: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str) -> Decision:
     """What to do about the keys that each rank asks for, rank by rank, of those that the checkpoint `where` has."""
     known = set(stored)
-    ranks: dict[str, list[int]] = {}
-    for rank, keys in enumerate(asked):
-        for key in set(keys) - known:
-            ranks.setdefault(key, []).append(rank)
+    ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - known)
     unexpected = dict(sorted(ranks.items()))
     missing = sorted(known.difference(*asked)) if mode.asks_all_ranks else []
     none: frozenset[str] = frozenset()

@@ -36,6 +36,7 @@ from rankbook.checkpoint.structure import problems
 from rankbook.checkpoint.zips import open_blob, without_checksums
 from rankbook.errors import CheckpointingException
 from rankbook.formatting import escape_unprintable
+from rankbook.ranks import name_ranks
 
 MOST_KEYS = 5  # of a missing file that are named
 
@@ -50,9 +51,7 @@ class Damage:
     what: str
 
     def __str__(self) -> str:
-        wrote = ""
-        if self.ranks:
-            wrote = f" (written by rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))})"
+        wrote = f" (written by {name_ranks(self.ranks)})" if self.ranks else ""
         return escape_unprintable(f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}")
 
 

@@ -16,7 +16,7 @@ from rankbook.coordinator.reunion import Account
 from rankbook.forking import RankExited
 from rankbook.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
 from rankbook.output import Stream
-from rankbook.ranks import name_ranks
+from rankbook.ranks import group_ranks, name_ranks
 from rankbook.results import CellResult, describe_errors
 
 _INTERNAL = -1
@@ -45,10 +45,11 @@ class Task:
 
 def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
     """The tasks of which something is to be told, oldest first."""
-    by_cell: dict[int, list[int]] = {}
-    for rank, account in accounts.items():
-        if account.here.cell and (account.here.running or not account.here.seen):
-            by_cell.setdefault(account.here.cell, []).append(rank)
+    by_cell = group_ranks(
+        (rank, account.here.cell)
+        for rank, account in accounts.items()
+        if account.here.cell and (account.here.running or not account.here.seen)
+    )
     tasks = []
     for cell, ranks in sorted(by_cell.items()):
         here = accounts[ranks[0]].here

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankbook.messages import Collectives
-from rankbook.ranks import name_ranks
+from rankbook.ranks import group_ranks, name_ranks
 from rankbook.telemetry import GroupReport, Launch
 
 How = Literal["failed", "dead", "finished"]
@@ -186,12 +186,13 @@ def _likeness(launch: Launch) -> tuple[str, str]:
     return launch.op, launch.data if launch.alike else ""
 
 
+def _describe_side(launch: Launch, line: int | None) -> str:
+    what = launch.op + (f" {launch.data}" if launch.data else "")
+    return f"{what}, waiting at line {line}" if line is not None else f"{what}, and has gone on"
+
+
 def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | None]]) -> str:
-    groups: dict[str, list[int]] = {}
-    for launch, rank, line in sides:
-        what = launch.op + (f" {launch.data}" if launch.data else "")
-        where = f", waiting at line {line}" if line is not None else ", and has gone on"
-        groups.setdefault(what + where, []).append(rank)
+    groups = group_ranks((rank, _describe_side(launch, line)) for launch, rank, line in sides)
     lines = [f"  {name_ranks(ranks)}: {what}" for what, ranks in groups.items()]
     which = f"the group of {name_ranks(group.ranks)}"
     head = f"the ranks disagree at collective #{number} of {which}, and none of them can go on:"

@@ -256,7 +256,7 @@ def test_a_message_in_full():
             "no rank's main replica holds [2:4, 0:4]; replicas that are not main are on rank 2; "
             "no rank's main replica holds [3:4, 4:8]; replicas that are not main are on rank 2"
         ),
-        "  the common part: that on ranks 0-1 and 3 differs from that on rank 2. Make it the same, or a ShardedObject",
+        "  the common part: that on ranks 0-1,3 differs from that on rank 2. Make it the same, or a ShardedObject",
     ]
 
 
