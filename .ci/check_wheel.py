@@ -58,7 +58,7 @@ def problems_of(wheel: Path) -> list[str]:
         problems.append(f"missing: {info}/licenses/LICENSE")
     if metadata["License-Expression"] != "Apache-2.0":
         problems.append(f"License-Expression is {metadata['License-Expression']!r}, not 'Apache-2.0'")
-    if "rankbook = rankbook.cli:main" not in scripts:
+    if "rankbook = rankbook.cli.main:main" not in scripts:
         problems.append("the command `rankbook` is not among the entry points")
     if "# Rankbook" not in metadata.get_payload():
         problems.append("the README is not its long description")

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.peek import Peeked
 from rankbook.errors import BadRequest
+from rankbook.formatting import format_bytes
 from rankbook.launch.records import find_records
 from rankbook.magics.arguments import suggest
 from rankbook.messages import Stack
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.telemetry import Variable
-from rankbook.formatting import format_bytes
 
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
 _MOST_VALUES = 4

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rankbook.coordinator.cell import Cell, Head
 from rankbook.coordinator.cluster import Cluster
-from rankbook.ranks import name_ranks
+from rankbook.formatting import format_3g, format_duration
+from rankbook.ranks import group_ranks, name_ranks
 from rankbook.results import CellResult
 from rankbook.telemetry import RankPlacement
 from rankbook.widgets.handle import HandleView, line
-from rankbook.formatting import format_3g, format_duration
 
 _SWITCH = "RANKBOOK_STRIP"
 """The environment variable that turns status lines off, with the value "off"."""
@@ -56,9 +56,7 @@ def describe_running(
     `rows` may contain other ranks too. `paused` describes the ranks that a debugger has stopped.
     """
     rows = [row for row in rows if row.rank in ranks]
-    groups: dict[str, list[int]] = {}
-    for row in rows:
-        groups.setdefault(paused.get(row.rank) or _describe_rank(row), []).append(row.rank)
+    groups = group_ranks((row.rank, paused.get(row.rank) or _describe_rank(row)) for row in rows)
     parts = [text if len(groups) == 1 else f"{name_ranks(where)} {text}" for text, where in groups.items()]
     rates = [row.rate for row in rows if row.rate]
     if rates:
