@@ -354,8 +354,8 @@ class Desk:
 
     async def _on_pause(self, request: Message, arguments: Message) -> Message:
         rank = rank_of_thread(arguments.get("threadId"))
-        one = rank >= 0 and (self.stopped.single or not self.stopped.one_view)
-        meant = [rank] if one else sorted(self._running())
+        is_single = rank >= 0 and (self.stopped.single or not self.stopped.one_view)
+        meant = [rank] if is_single else sorted(self._running())
         if not meant:
             return await self._stock.process(request)
         errors: dict[int, str] = {}
