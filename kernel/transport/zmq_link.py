@@ -22,7 +22,6 @@ from rankbook.errors import StartError, UnreadableMessage
 from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.private_folder import ensure_private_folder
-from rankbook.transport.quick_send import send_quickly
 from rankbook.transport.watch import Watch
 
 _SENDER = struct.Struct("<II")
@@ -121,7 +120,7 @@ class _Inbox:
 def _send(socket: zmq.Socket[bytes], head: bytes, frames: Frames, flags: int = 0) -> None:
     if frames:
         socket.send_multipart([head, *frames], flags, copy=False)
-    elif not send_quickly(socket.underlying, head):
+    else:
         socket.send(head, flags)
 
 
