@@ -64,7 +64,6 @@ class CellHandle:
             self._cluster.interrupt_after(self._cell, timeout)
         self._cell.on_change.append(self._changed)
         self._changed()
-        self._cluster.wake()  # nobody waits for it, so the driver's own thread looks after it from here on
 
     def _changed(self) -> None:
         self._update()

@@ -101,6 +101,7 @@ class Cell:
         self.inbox: queue.SimpleQueue[Question | Ended | None] = queue.SimpleQueue()
         self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
         self.result: CellResult | None = None
+        self.ended = False
         self.started: float | None = None
         self.stragglers: tuple[int, ...] = ()
         self.timed_out: float | None = None
@@ -207,7 +208,7 @@ class Cell:
         return due if self._head_due is None else min(due, self._head_due)
 
     def note(self, text: str) -> None:
-        """Say something of our own beside what the ranks print, while it runs. The thread that drives."""
+        """Say something of our own beside what the ranks print, while it runs. The driver thread."""
         if self.result is None:
             self._show(lambda _: [Stream("stderr", text)])
 
@@ -224,6 +225,7 @@ class Cell:
             bundle = self._head.end(self.result)
             self._show(lambda now: self._merger.head(bundle, now))
         self.tell()
+        self.ended = True  # last: a thread that waits for it returns, and nothing may be shown after that
         self.inbox.put(Ended())
 
     def _show(self, merge: Callable[[float], Sequence[Emit] | None]) -> None:

@@ -1,20 +1,51 @@
-"""Performs what the state machine decides.
+"""The driver of a cluster: performs the actions of the state machine, and receives what the ranks send.
 
-Owns: the driver's thread, the links, the launcher, the timers of one cluster. Refuses: to decide anything itself.
+Threads. Each cluster has one driver thread. It alone receives: messages of the ranks on the hub link, news of their
+processes from the launcher, and expired timers. It alone merges and shows what the ranks print, and ends cells. Every
+other thread (the notebook's main thread, a thread of a view or of the user) acts on the cluster through `post`, which
+takes the lock `changed`, lets the state machine decide, and performs the resulting actions before it returns. Decisions
+are therefore made one at a time, whichever thread brings the event, and a task leaves on the thread that submits it,
+without a thread switch on its way out. Two actions `post` leaves to the driver thread, because they show something:
+notes to the user, and the end of a cell. After an event from another thread the driver thread is woken, for the event
+may have set a deadline that is earlier than the one it sleeps until.
 
-Any thread may hand in an event; the lock makes decisions one at a time, and what they need sent is sent at once, so
-that a cell costs no thread switch on its way out. Everything that arrives is handled by whoever drives: the driver's
-thread, or the one that waits for a cell (`taken_over`), which saves it the switch on the way back.
+Messages. A rank is sent tasks (`RunCell`, `CallFunction`, `Assign`, `Fetch`, `Regroup`, ...), of which it runs one at a
+time, and besides `Interrupt`, `Abort`, `InputReply`, `Leave` and the questions of the live views, which its control
+thread handles at once. A rank sends `Hello` when its process is ready, `Text`, `Display` and `Clear` while a task runs,
+`InputRequest` where the task calls `input()`, one `Done` for each task, and answers to questions. The forkserver
+reports each process that it has forked, and each one that has ended.
+
+A cell, from its submission to its end:
+
+1. The main thread makes a `Cell` and calls `submit`. If the cell's ranks are idle the state machine answers with
+   `SendTask`, and the tasks are on their way when `submit` returns. If not, the cell is queued until the `CellDone` of
+   other cells frees its ranks.
+2. The main thread calls `wait.wait_for` and sleeps on the queue `cell.inbox`. Three things wake it: a question for the
+   user, the end of the cell, and SIGINT, whose handler puts an empty notice into the queue.
+3. Output arrives. The driver thread merges it (`Cell.feed`) and emits what is due (`Fed.flush`), every 50 ms at most.
+4. An `InputRequest` becomes a `Question` in the queue. The main thread asks the user, and sends the answer by `reply`.
+5. `Done` of a rank becomes the event `CellDone`. After the last rank's, the state machine decides on `EndCell`. That
+   action is deferred until the driver thread has handled all that has arrived: another thread's event, such as a
+   second interrupt, must not end a cell while the driver thread is in the middle of merging its output.
+6. The driver thread ends the cell: it shows the rest of the output, builds the `CellResult`, calls the cell's listeners
+   (`on_change`), and puts `Ended` into the queue. The main thread returns from `wait_for`; all of the output has been
+   shown by then. Ranks that still run (stragglers) may send more, which is shown in the same cell.
+
+Failures. After an interrupt (`InterruptCell`) grace periods (`SetGrace`) determine when the cell's collectives are
+aborted, and when the cell ends without its stragglers. The end of a process is handled 20 ms after the forkserver has
+reported it, because the rank's last messages may still be on the link; `RankGone` then settles what waited for the
+rank. While a cell runs, the event `Look` compares what the ranks report of their collectives, and finds those that wait
+for a peer that will never come. A message that cannot be handled costs the rank that sent it (inbox.py). Any other
+exception on the driver thread ends all cells (`_fail`), so that no thread waits forever.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rankbook.comms import CommSaid
 from rankbook.coordinator import actions as act
@@ -86,9 +117,6 @@ class Driver:
         self._look_at: float | None = None
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
-        self._wheel = threading.Lock()
-        self._taken = False
-        self._drives: int | None = None
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
         vars(self._thread)["pydev_do_not_trace"] = True  # a debugger that pauses the notebook must not pause the ranks
 
@@ -115,7 +143,11 @@ class Driver:
             for action in self.state.handle(event):
                 self._perform(action)
             self.changed.notify_all()
-        if self._ending and threading.get_ident() != self._drives:
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the driver thread look at its queue and its timers. Any thread."""
+        if threading.get_ident() != self._thread.ident and not self._closing:
             self._hub.wake()
 
     def reply(self, rank: int, reply: InputReply) -> None:
@@ -123,10 +155,9 @@ class Driver:
         self._hub.send(rank, reply)
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back on the thread that drives. Any thread."""
+        """Call `callback` on the driver thread, in `seconds`. Any thread."""
         self._timers.add(seconds, callback)
-        if threading.get_ident() != self._drives:
-            self._hub.wake()
+        self.wake()
 
     def answering(self) -> tuple[int, ...]:
         """The ranks that can be asked something."""
@@ -218,82 +249,40 @@ class Driver:
 
     # Driving
 
-    @contextlib.contextmanager
-    def taken_over(self) -> Iterator[Callable[[float], None] | None]:
-        """Drive from this thread: gives `turn(longest)`, which handles what comes within `longest` seconds.
-
-        None when another thread has taken over already; then that one does the work.
-        """
-        with self.changed:
-            mine = not self._taken and not self._closing
-            self._taken = self._taken or mine
-        if not mine:
-            yield None
-            return
-        self._hub.take_over()
-        self._wheel.acquire()
-        self._drives = threading.get_ident()
-        try:
-            yield self._turn
-        finally:
-            self._drives = None
-            self._hub.give_back()
-            self._wheel.release()
-            self._taken = False  # last: the next one takes over what was given back
-            if self._closing or self._pause(None) is not None:
-                self._hub.wake()  # the driver's thread knows neither
-
-    def wake(self) -> None:
-        """End the turn that waits. Any thread, and a signal handler."""
-        self._hub.wake()
-
     def _run(self) -> None:
-        ready: tuple[bool, set[int]] = (False, set())
-        while not self._closing:
-            with self._wheel:
-                self._drives = threading.get_ident()
-                self._handle(*ready)
-                pause = self._pause(None)
-                self._drives = None
-            if not self._closing:
-                ready = self._hub.wait(pause, self._watched)
-
-    def _turn(self, longest: float) -> None:
-        self._handle(*self._hub.wait_here(self._pause(longest), self._watched))
-
-    def _handle(self, received: bool, files: set[int]) -> None:
-        if self.failure is not None:
-            self._closing = True
-            return
         try:
-            if received:
-                self._inbox.receive()
-            if files:
-                for news in self._launcher.read():
-                    self._hear(news)
-                if not self._launcher.alive:
-                    self._watched = ()
-                    self._lose_launcher()
-            self._timers.run_due()
-            if self._look_at is not None and (now := time.monotonic()) >= self._look_at:
-                self._look_at = None
-                self.post(ev.Look(now))
-            self._end_cells()
-            self._fed.flush(time.monotonic())
-        except Exception as error:  # noqa: BLE001 - `_fail` tells everyone who waits, and sys.excepthook the whole of it
+            while not self._closing:
+                received, files = self._hub.wait(self._pause(), self._watched)
+                if not self._closing:
+                    self._handle(received, files)
+        except Exception as error:  # noqa: BLE001 - reported to all threads that wait, and to sys.excepthook
             self._fail(error)
 
-    def _pause(self, longest: float | None) -> float | None:
+    def _handle(self, received: bool, files: set[int]) -> None:
+        if received:
+            self._inbox.receive()
+        if files:
+            for news in self._launcher.read():
+                self._hear(news)
+            if not self._launcher.alive:
+                self._watched = ()
+                self._lose_launcher()
+        self._timers.run_due()
+        if self._look_at is not None and (now := time.monotonic()) >= self._look_at:
+            self._look_at = None
+            self.post(ev.Look(now))
+        self._end_cells()
+        self._fed.flush(time.monotonic())
+
+    def _pause(self) -> float | None:
+        """Return the seconds until the next deadline; None without one."""
         if self._ending:
             return 0.0
         due = [self._timers.next, self._fed.deadline]
         if self.state.cells:
             due.append(self._look_at)
-        times = [each for each in due if each is not None]
-        if not times:
-            return longest
-        pause = max(0.0, min(times) - time.monotonic())
-        return pause if longest is None else min(pause, longest)
+        times = [deadline for deadline in due if deadline is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _end_cells(self) -> None:
         while self._ending:
@@ -388,7 +377,7 @@ class Driver:
                 self.post(ev.RankGone(rank.rank, rank.incarnation, "was lost: the forkserver ended"))
 
     def _fail(self, error: BaseException) -> None:
-        """A bug of ours or a broken wire: everyone who waits is told, nobody is left waiting."""
+        """End all cells with `error`, which is a bug of ours or a broken link. The driver thread ends."""
         with self.changed:
             self.failure = error
             for cell in self.active_cells():

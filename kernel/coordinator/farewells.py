@@ -15,7 +15,7 @@ from rankbook.transport.link import HubLink
 
 
 class Farewells:
-    """`after(seconds, callback)` calls back later, on the thread that drives."""
+    """`after(seconds, callback)` calls back later, on the driver thread."""
 
     def __init__(
         self,

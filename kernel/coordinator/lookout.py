@@ -217,7 +217,7 @@ class Lookout:
         return views_of(self._crew, self._driver)
 
     def glance(self) -> Glance:
-        """For who drives, and may not wait."""
+        """Return a non-blocking monitor for the driver thread."""
         return Glance(self._crew)
 
     # Asking
@@ -312,7 +312,7 @@ class Lookout:
 
 
 class Glance:
-    """A look now and then, by the thread that drives: it asks, and tells what was answered until then."""
+    """Monitors the ranks without waiting, for the driver thread: asks, and reports what was answered until then."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew, self._driver = crew, crew.driver

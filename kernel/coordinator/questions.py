@@ -27,7 +27,7 @@ class Questions:
         self._open: dict[int, Deliver] = {}
 
     def open(self, deliver: Deliver) -> int:
-        """A token for questions; `deliver(rank, answer)` is called by whoever drives, and must be quick."""
+        """A token for questions; `deliver(rank, answer)` is called on the driver thread, and must be quick."""
         token = next(self._tokens)
         self._open[token] = deliver
         return token

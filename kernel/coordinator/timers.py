@@ -1,6 +1,6 @@
 """What is to be done later.
 
-Owns: the order of deadlines. Refuses: a thread of its own; whoever drives asks when the next is due, and runs it.
+Owns: the order of deadlines. Refuses: a thread of its own; the driver thread asks when the next is due, and runs it.
 """
 
 from __future__ import annotations

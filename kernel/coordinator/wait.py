@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Ended, Question
+from rankbook.coordinator.cell import Cell, Question
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import Held, note_interrupt, plain_interrupts, wait_ending
 from rankbook.coordinator.vigil import Vigil
@@ -40,19 +40,13 @@ def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, 
     An interrupt goes to its ranks; the second gives control back at once.
     """
     desk = _Desk(driver, cell, ask)
-    held.on_interrupt = driver.wake
+    held.on_interrupt = lambda: cell.inbox.put(None)  # reentrant: it may hit this very thread in `inbox.get`
     give_up = None if patience is None else time.monotonic() + patience
-
-    def waiting() -> bool:
-        return cell.result is None and (give_up is None or time.monotonic() < give_up)
-
-    while waiting():
-        with driver.taken_over() as turn:
-            while waiting() and not desk.due:
-                desk.look(turn)
-                desk.vigil.look()
-                if held.take():
-                    desk.interrupt()
+    while not cell.ended and (give_up is None or time.monotonic() < give_up):
+        desk.wait_notice()
+        desk.vigil.look()
+        if held.take():
+            desk.interrupt()
         desk.serve()
 
 
@@ -92,18 +86,14 @@ class _Desk:
         self._last: int | None = None
         self._answered = 0.0
 
-    def look(self, turn: Callable[[float], None] | None) -> None:
-        """Wait a moment for what the ranks have to say, driving if it is our turn to."""
-        pause = 0.01 if self.questions else _STEP
-        if turn is not None:
-            turn(pause)
+    def wait_notice(self) -> None:
+        """Wait a moment for questions, the end of the cell or an interrupt."""
         with contextlib.suppress(queue.Empty):
+            notice = self._cell.inbox.get(timeout=0.01 if self.questions else _STEP)
             while True:
-                notice = self._cell.inbox.get(timeout=pause) if turn is None else self._cell.inbox.get_nowait()
                 if isinstance(notice, Question):
                     self.questions.append(notice)
-                elif turn is None:
-                    return
+                notice = self._cell.inbox.get_nowait()
 
     @property
     def due(self) -> bool:
@@ -123,13 +113,9 @@ class _Desk:
                 raise KeyboardInterrupt
             note_interrupt(self._cell.label)
         self.questions.clear()
-        notices: list[Question | Ended | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                notices.append(self._cell.inbox.get_nowait())
-        for notice in notices:
-            if not isinstance(notice, Question):
-                self._cell.inbox.put(notice)
+                self._cell.inbox.get_nowait()
         self._driver.post(ev.InterruptCell(self._cell.cell))
         self.vigil.ask()
 

@@ -115,7 +115,7 @@ def hear(message: CommHeard, frames: Sequence[memoryview]) -> None:
     """Have it heard, soon, on another thread."""
     _office.heard.put((message, frames))
     if _office.started.acquire(blocking=False):
-        _thread.start_new_thread(_office.run, ())  # Thread.start would wait, and the main thread be interrupted there
+        _thread.start_new_thread(_office.run, ())  # Thread.start would wait
 
 
 def is_open(name: object) -> bool:

@@ -1,7 +1,10 @@
-"""A rank's second thread: it always answers. Between two cells the main thread receives for itself.
+"""The control thread of a rank, and the interrupts that it raises in the main thread.
 
-Owns: what arrives, when the pipes are read, when the process must end. Refuses: to run user code. Interrupts name the
-cell they are for, so that one that comes late never hits the next cell.
+The control thread alone receives from the notebook. It handles interrupts, aborts and questions at once, whatever the
+main thread does, and hands tasks to the main thread through a queue, in the order in which they arrive. It also reads
+the pipes of stdout and stderr, and ends the process once the notebook is gone. It never runs user code.
+
+An interrupt names the cell that it is for, so that a late one never hits the next cell.
 """
 
 from __future__ import annotations
@@ -279,26 +282,15 @@ class Control(threading.Thread):
         self._interrupts = interrupts
         self._answers = answers
         self._liveness = liveness
-        self._receiving = threading.Lock()
         self._left = False
         self.patience = 0.0
         self._due: float | None = None
         self._told: set[str] = set()
 
     def next_task(self) -> Task | None:
-        """The next task; None when it is time to leave. The main thread, which waits on the link itself."""
-        self._link.take_over()
-        try:
-            while True:
-                self._receive()
-                if not self.tasks.empty():
-                    break
-                self._link.wait_here(None, ())
-        finally:
-            self._link.give_back()
+        """Return the next task; None when it is time to leave. The main thread."""
         task = self.tasks.get()
         if task is None:
-            self._link.wake()
             self.join()
         return task
 
@@ -344,12 +336,11 @@ class Control(threading.Thread):
             self._due = time.monotonic() + more if more else None
 
     def _receive(self) -> None:
-        with self._receiving:  # so that the main thread finds in `tasks` whatever the other has received
-            while (parcel := self._link.receive()) is not None:
-                try:
-                    self._dispatch(*parcel)
-                except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
-                    self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
+        while (parcel := self._link.receive()) is not None:
+            try:
+                self._dispatch(*parcel)
+            except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
+                self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
 
     def tell(self, words: str, error: BaseException) -> None:
         """To the person, once: not by way of the pipe, which may be full, and this is the thread that empties it."""

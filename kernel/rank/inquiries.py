@@ -1,8 +1,7 @@
 """The threads that look: a rank's third and fourth, each made by the first question of its kind; a peek has its own.
 
 Owns: questions in their order, and that each gets an answer. Refuses: to hold up the control thread, which must be free
-for interrupts, by more than an answer that is there already takes; and the main thread, which takes what arrives
-between two cells.
+for interrupts, by more than an answer that is there already takes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import queue
 import signal
 import traceback
 from collections.abc import Callable
-from threading import current_thread, main_thread
 from typing import Generic, Protocol, TypeVar
 
 from rankbook.errors import ProtocolError
@@ -49,9 +47,9 @@ class Inquiries(Generic[_Q]):
         self._asked = self._answered = 0
 
     def put(self, question: _Q) -> None:
-        """Have it answered. One thread at a time: the control thread, or the main one between two cells."""
+        """Answer `question`, soon, on another thread. The control thread."""
         looks = self._looks
-        if looks is not None and self._asked == self._answered and current_thread() is not main_thread():
+        if looks is not None and self._asked == self._answered:
             answer = self._try(looks.at_once, question)  # a thread less that wakes up beside a cell that computes
             if answer is not None:
                 _send(self._send, "look", question, answer)
@@ -59,7 +57,7 @@ class Inquiries(Generic[_Q]):
         self._asked += 1
         self._questions.put(question)
         if self._started.acquire(blocking=False):
-            _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up

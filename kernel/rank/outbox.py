@@ -230,18 +230,6 @@ class KeptLink:
         """See `RankLink`."""
         return self._link.wait(timeout, files)
 
-    def take_over(self) -> None:
-        """See `RankLink`."""
-        self._link.take_over()
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """See `RankLink`."""
-        return self._link.wait_here(timeout, files)
-
-    def give_back(self) -> None:
-        """See `RankLink`."""
-        self._link.give_back()
-
     def wake(self) -> None:
         """See `RankLink`."""
         self._link.wake()

@@ -4,8 +4,6 @@ Owns: sockets, framing, pickles that cross a process, shared memory. Refuses: to
 
 link.py       what a link is: the two ends as Protocols
 zmq_link.py   the real one; the only module that imports zmq
-watch.py      waiting for descriptors, which two threads may share
-memory_link.py  the fake, for tests and for reading
 stream.py     length-prefixed messages over a socket pair, for the forkserver
 payload.py    values to buffers and back
 culprit.py    what in a value cannot be pickled

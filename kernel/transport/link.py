@@ -1,10 +1,7 @@
-"""What a link between the notebook process and its ranks is.
+"""The link between the notebook process and its ranks: the Protocols of its two ends.
 
-Owns: the two Protocols. Refuses: to say how bytes travel.
-
-Both ends may *send* from any thread. One thread owns *receiving*, its home thread, until another that has nothing else
-to do takes it over for a while: the one that waits for a cell in the notebook, a rank's main thread between two cells.
-Together that saves two thread switches on each side of a cell, which is a third of what a cell costs.
+Any thread may send. One thread receives: the driver thread in the notebook process, the control thread of a rank. What
+arrives for another thread is handed to it in memory.
 """
 
 from __future__ import annotations
@@ -45,28 +42,19 @@ class HubLink(Protocol):
         """Send to the newest incarnation of `rank`. False when it is gone. Any thread."""
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """Wait, at most `timeout` seconds, for a message, a readable file descriptor, or `wake`. The home thread.
+        """Wait, at most `timeout` seconds, for a message, a readable file descriptor, or `wake`. The receiving thread.
 
-        While another thread has taken over, messages come to that one, and only `files` and the time end this.
+        Return whether there is a message, and which of `files` are readable.
         """
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
-        """The next message and who sent it, or None. The thread that messages come to.
+        """Return the next message and its sender, or None. The receiving thread.
 
         Raises `UnreadableMessage`; the next call goes on with the next message.
         """
 
-    def take_over(self) -> None:
-        """Messages and `wake` are this thread's from now on. Does not wake the home thread."""
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """As `wait`, for the thread that has taken over."""
-
-    def give_back(self) -> None:
-        """They are the home thread's again."""
-
     def wake(self) -> None:
-        """Make the `wait` return that messages come to. Any thread."""
+        """Make `wait` return. Any thread."""
 
     def close(self) -> None:
         """Close everything; what was sent leaves first, for a moment."""
@@ -82,15 +70,6 @@ class RankLink(Protocol):
         """As on the other end."""
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
-        """As on the other end."""
-
-    def take_over(self) -> None:
-        """As on the other end."""
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """As on the other end."""
-
-    def give_back(self) -> None:
         """As on the other end."""
 
     def wake(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import struct
 import threading
 from collections.abc import Collection
@@ -22,7 +23,6 @@ from rankbook.errors import StartError, UnreadableMessage
 from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.private_folder import ensure_private_folder
-from rankbook.transport.watch import Watch
 
 _SENDER = struct.Struct("<II")
 _LINGER_MS = 200
@@ -30,67 +30,42 @@ _FIRST_SEND_MS = 5_000
 
 
 class _Inbox:
-    """A PULL socket, a wake pipe and whatever files the caller watches, for a home thread and one that takes over.
+    """A PULL socket that one thread receives from, and a pipe with which any other thread wakes it.
 
-    Each of the two waits on a set of descriptors of its own. The socket's and the pipe's are in a third set, which is
-    one descriptor for the others (epoll and kqueue are): taking over takes it out of the home thread's set, behind its
-    back and without waking it. The socket itself, which knows no threads, is only touched under the lock.
+    `bind` is called by other threads, and a zmq socket must not be used by two threads at once: hence the lock. It is
+    never held while a thread waits, for the wait is not zmq's: the socket's descriptor is polled together with the pipe
+    and the caller's files. That descriptor is edge-triggered. It announces a change of the socket's state once, and any
+    call on the socket may consume the announcement, so the state itself (EVENTS) is read before and after each wait.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._lock = threading.Lock()
-        self._taken_by: int | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else _pipe()
-        self._mail = Watch(int(socket.getsockopt(zmq.FD)), self._wake_read)
-        self._home = Watch(self._mail.fileno())
-        self._here = Watch(self._mail.fileno())
-        self._home_files: Collection[int] = ()
-        self._here_files: Collection[int] = ()
+        self._selector = selectors.DefaultSelector()
+        for file in (int(socket.getsockopt(zmq.FD)), self._wake_read):
+            self._selector.register(file, selectors.EVENT_READ)
+        self._files: frozenset[int] = frozenset()
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        if self._home_files != files:
-            self._home.change(self._home_files, files)
-            self._home_files = tuple(files)
-        return self._sort(self._home.wait(0.0 if self._has_message() else timeout))
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        if self._here_files != files:
-            self._here.change(self._here_files, files)
-            self._here_files = tuple(files)
-        return self._sort(self._here.wait(0.0 if self._has_message() else timeout))
-
-    def _sort(self, ready: set[int]) -> tuple[bool, set[int]]:
-        if self._mail.fileno() not in ready:
-            return self._has_message(), ready
-        ready.discard(self._mail.fileno())
-        with contextlib.suppress(BlockingIOError):  # a message, then, and no wake
-            os.read(self._wake_read, 4096)
-        return self._has_message(), ready
+        if self._files != (wanted := frozenset(files)):
+            for file in self._files - wanted:
+                self._selector.unregister(file)
+            for file in wanted - self._files:
+                self._selector.register(file, selectors.EVENT_READ)
+            self._files = wanted
+        ready = {key.fd for key, _ in self._selector.select(0.0 if self._has_message() else timeout)}
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        return self._has_message(), ready & wanted
 
     def _has_message(self) -> bool:
-        """Whether there is one for this thread. The socket's descriptor alone does not tell: it is edge-triggered."""
         with self._lock:
-            mine = self._taken_by in (None, threading.get_ident())
-            return mine and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def take_over(self) -> None:
-        with self._lock:
-            self._taken_by = threading.get_ident()
-        self._home.remove(self._mail.fileno())
-
-    def give_back(self) -> None:
-        self._home.add(self._mail.fileno())
-        with self._lock:
-            self._taken_by = None
-            left = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if left:  # it came between the last look and now, and the descriptor has told us already
-            self.wake()
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> tuple[memoryview, list[memoryview]] | None:
         with self._lock:
-            if self._taken_by not in (None, threading.get_ident()):
-                return None
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an exception would cost ten times as much
                 return None
             head = memoryview(self._socket.recv(zmq.NOBLOCK))
@@ -103,15 +78,14 @@ class _Inbox:
         """Listen at another address too."""
         with self._lock:
             self._socket.bind(address)
-        self.wake()  # to bind may have taken what the socket's descriptor would have told
+        self.wake()  # binding may have consumed what the socket's descriptor announced
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._wake_write, b"w")
 
     def close(self) -> None:
-        for each in (self._home, self._here, self._mail):
-            each.close()
+        self._selector.close()
         self._socket.close(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -197,18 +171,6 @@ class ZmqHub:
         """See `HubLink`."""
         return self._inbox.wait(timeout, files)
 
-    def take_over(self) -> None:
-        """See `HubLink`."""
-        self._inbox.take_over()
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """See `HubLink`."""
-        return self._inbox.wait_here(timeout, files)
-
-    def give_back(self) -> None:
-        """See `HubLink`."""
-        self._inbox.give_back()
-
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
         parcel = self._inbox.receive()
@@ -279,18 +241,6 @@ class ZmqRank:
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """See `RankLink`."""
         return self._inbox.wait(timeout, files)
-
-    def take_over(self) -> None:
-        """See `RankLink`."""
-        self._inbox.take_over()
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """See `RankLink`."""
-        return self._inbox.wait_here(timeout, files)
-
-    def give_back(self) -> None:
-        """See `RankLink`."""
-        self._inbox.give_back()
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`."""

@@ -43,8 +43,8 @@ from rankbook.messages import (
 )
 from rankbook.output import OutputMerger, Stream
 from rankbook.transport.link import Sender
-from rankbook.transport.memory_link import MemoryHub, MemoryRank
 from tests.conftest import wait_until
+from tests.transport.memory_link import MemoryHub, MemoryRank
 
 SOON = 20.0
 
@@ -161,6 +161,7 @@ class Stage:
         self.launcher = NotingLauncher()
         self.tasks: dict[int, list[Message]] = {}
         self.aborts: list[tuple[int, Abort]] = []
+        self.asked = 0
         self.state = ClusterState(world_size, grace=grace)
         self.driver = Driver(self.state, self.hub, self.launcher, request)
         self.driver.start()
@@ -187,7 +188,9 @@ class Stage:
         while (received := self.ends[rank].receive()) is not None:
             if isinstance(received[0], Abort):
                 self.aborts.append((rank, received[0]))
-            elif not isinstance(received[0], AskCollectives):
+            elif isinstance(received[0], AskCollectives):
+                self.asked += 1
+            else:
                 self.tasks.setdefault(rank, []).append(received[0])
         return not self.tasks.get(rank)
 
@@ -256,6 +259,13 @@ def test_a_process_id_is_known_before_the_rank_says_hello(stage):
     stage.driver.post(ev.Launch((0, 1)))
     stage.launcher.tell(RankForked(rank=1, incarnation=1, pid=4711))
     wait_until(lambda: stage.driver.infos[1].pid == 4711, timeout=SOON, what="the pid")
+
+
+def test_an_event_from_another_thread_moves_the_drivers_deadline_forward(stage):
+    """The driver thread sleeps without a deadline, and nothing else wakes it."""
+    stage.launch()
+    stage.submit(0, 1)
+    wait_until(lambda: (stage.nothing_for(0), stage.asked)[1], timeout=SOON, what="a question about the collectives")
 
 
 def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(stage, monkeypatch):

