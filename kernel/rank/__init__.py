@@ -44,7 +44,6 @@ look.py           what the rank tells of itself to whoever looks
 peek.py           expressions, evaluated beside the cell that runs
 belongings.py     the models, optimizers and loaders that live here
 parts.py          their tensors, by metadata
-gradients.py      their bytes, read between two backward passes
 memory_use.py     how full the device is
 variables.py      the namespace, as a person lists it
 shard_map.py      which part of which tensor lies where

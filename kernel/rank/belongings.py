@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from rankbook.rank import parts
-from rankbook.rank.gradients import gradient_bytes
 from rankbook.rank.parts import Breath, Part, is_a, own
 from rankbook.telemetry import Holding
 
@@ -121,15 +120,15 @@ def _prepared() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is told of the belongings, in bytes. `gradients` is None where no moment was found to read them.
+    """What is told of the belongings, in bytes.
 
-    `counters` are the optimizers, as long as somebody else holds them.
+    `trainable` are the parameters that may have gradients and `counters` the optimizers, as long as they live.
     """
 
     holdings: tuple[Holding, ...]
     parameters: int
-    gradients: int | None
     optimizer: int
+    trainable: tuple[weakref.ref[torch.Tensor], ...]
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
@@ -151,7 +150,7 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
             breath()
             count("parameters", part.tensor)
         holdings.append(_tell_model(name, model, held, [each for _, each in tree]))
-    gradients = gradient_bytes([each for each in seen.values() if each.requires_grad])
+    trainable = tuple(weakref.ref(tensor) for tensor in seen.values() if tensor.requires_grad)
     for name, optimizer in found.optimizers.items():
         state = parts.parts_of_optimizer(optimizer, {}, breath)
         for part in state:
@@ -162,8 +161,8 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
     return Inventory(
         tuple(holdings),
         sizes["parameters"],
-        None if gradients is None else sum(gradients),
         sizes["optimizer"],
+        trainable,
         tuple(weakref.ref(each) for each in found.optimizers.values()),
     )
 

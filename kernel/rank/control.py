@@ -275,7 +275,7 @@ class Control(threading.Thread):
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
         self.pydev_do_not_trace = True  # whatever a debugger pauses, this one always answers
-        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Task | Callable[[], None] | None] = queue.SimpleQueue()
         self.replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
         self._link = link
         self._capture = capture
@@ -288,8 +288,9 @@ class Control(threading.Thread):
         self._told: set[str] = set()
 
     def next_task(self) -> Task | None:
-        """Return the next task; None when it is time to leave. The main thread."""
-        task = self.tasks.get()
+        """Return the next task; None when it is time to leave. Functions in the queue are called. The main thread."""
+        while callable(task := self.tasks.get()):
+            task()
         if task is None:
             self.join()
         return task

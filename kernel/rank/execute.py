@@ -83,6 +83,7 @@ class Executor:
         self.running: int | None = None
         self._number = 0
         self.wait_reply: Callable[[], InputReply] | None = None
+        self.run_when_idle: Callable[[Callable[[], None]], None] = lambda _: None
         self._shell = shell
         self._link = link
         self._capture = capture

@@ -32,7 +32,7 @@ from rankbook.looking import (
 from rankbook.messages import Frame
 from rankbook.rank import belongings, parts
 from rankbook.rank.belongings import Inventory
-from rankbook.rank.memory_use import Utilisation, device_name, memory_use
+from rankbook.rank.memory_use import GradientCounter, Utilisation, device_name, memory_use
 from rankbook.rank.parts import Breath
 from rankbook.rank.statistic import statistic
 from rankbook.rank.tracebacks import is_users
@@ -45,6 +45,8 @@ _SOONEST = 0.5
 """Seconds until the device's memory is read again. What only counts is read at each look."""
 _PAUSES = 1.0, 4.0
 """Seconds between two searches while a cell runs: the fewest, and the most, after some that found nothing new."""
+_COUNT_TIMEOUT = 0.02
+"""Seconds that a search waits for the count of gradients; a later one is in the next picture."""
 _LAST_SAVES = 16
 
 
@@ -68,6 +70,9 @@ class Work(Protocol):
     def hidden(self) -> Collection[str]:
         """The names that were there before any cell."""
 
+    def run_when_idle(self, function: Callable[[], None]) -> None:
+        """Call `function` on the main thread between two tasks: now, if no task runs."""
+
 
 class Lookout:
     """Answers for `rank`, which computes on `device`."""
@@ -82,7 +87,7 @@ class Lookout:
         self._utilised: float | None = None
         self._inventory: Inventory | None = None
         self._memory: MemoryUse | None = None
-        self._gradients = 0
+        self._gradients = GradientCounter(work.run_when_idle)
         self._due = self._searched = self._cost = 0.0
         self._pause = _PAUSES[0]
         self._cell: int | None = None
@@ -190,8 +195,7 @@ class Lookout:
             self._device_name = device_name(self._device)
         found = belongings.find(self._work.namespace(), breath)
         inventory = belongings.take_inventory(found, str(self._device), breath)
-        if inventory.gradients is not None:
-            self._gradients = inventory.gradients
+        self._gradients.request(inventory.trainable, timeout=_COUNT_TIMEOUT)
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
             self._holdings = inventory.holdings
@@ -205,7 +209,7 @@ class Lookout:
     def _measure(self) -> None:
         found = self._inventory
         assert found is not None
-        self._memory = memory_use(self._device, found.parameters, self._gradients, found.optimizer)
+        self._memory = memory_use(self._device, found.parameters, self._gradients.bytes, found.optimizer)
         self._utilised = self._utilisation.now()  # a call into the driver, which may take its time
         self._due = time.monotonic() + _SOONEST
 

@@ -131,7 +131,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     comms.attach(link, Office(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
     control = Control(link, capture, interrupts, executor, liveness)
-    executor.wait_reply = control.replies.get
+    executor.wait_reply, executor.run_when_idle = control.replies.get, control.tasks.put
     shell.give(
         {
             "rank": request.rank,

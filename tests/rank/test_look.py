@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rankbook.errors import BadRequest
 from rankbook.looking import AskLook, AskStatistic, NothingTold
 from rankbook.rank import belongings, parts, shard_map
 from rankbook.rank.look import Lookout
-from rankbook.rank.memory_use import Utilisation
+from rankbook.rank.memory_use import GradientCounter, Utilisation
 from rankbook.rank.parts import Breath
 from rankbook.rank.statistic import statistic
 from rankbook.rank.variables import list_variables
@@ -70,7 +71,7 @@ def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
     found = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
     assert [(each.kind, each.name) for each in found.holdings] == [("model", "model"), ("optimizer", "box['o']")]
     assert found.parameters == sum(each.nbytes for each in model.parameters())
-    assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
+    assert [each() for each in found.trainable] == list(model.parameters())
     assert found.optimizer == sum(each.nbytes for state in optimizer.state.values() for each in state.values())
     assert parts.steps_of_optimizer(optimizer) == 1
 
@@ -159,6 +160,9 @@ class _Work:
     def hidden(self):
         return ()
 
+    def run_when_idle(self, function):
+        function()
+
 
 def test_a_second_look_tells_holdings_only_where_they_changed():
     work = _Work({"model": torch.nn.Linear(2, 2)})
@@ -232,6 +236,101 @@ def test_a_device_of_which_nvml_tells_nothing_is_not_asked_again_and_other_error
                 found.now()
         else:
             assert (found.now(), found.now()) == (None, None)
+
+
+class Counting:
+    """A counter of gradients; `idle` is what the main thread calls between two cells."""
+
+    def __init__(self, *models):
+        self.idle = []
+        self.counter = GradientCounter(self.idle.append)
+        self.parameters = [weakref.ref(each) for model in models for each in model.parameters()]
+        self.request()
+
+    def request(self):
+        self.counter.request(self.parameters, timeout=0.0)
+
+    def end_cell(self):
+        while self.idle:
+            self.idle.pop()()
+
+
+def gradients_of(model):
+    return sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+
+
+def backward(model):
+    model(torch.ones(2, model.in_features)).sum().backward()
+
+
+def test_gradients_are_counted_at_the_end_of_a_step_once_for_each_request(monkeypatch):
+    model, never_stepped = torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    counting = Counting(model, never_stepped)
+    backward(model)
+    assert counting.counter.bytes == 0
+    optimizer.step()
+    assert counting.counter.bytes == gradients_of(model) > 0
+    optimizer.zero_grad()
+    monkeypatch.setattr(parts, "parameters_of_optimizer", lambda _: pytest.fail("nobody has looked again"))
+    optimizer.step()
+    assert counting.counter.bytes > 0
+    monkeypatch.undo()
+    counting.request()
+    optimizer.step()
+    assert counting.counter.bytes == 0
+
+
+def test_gradients_that_no_optimizer_steps_are_counted_between_two_cells():
+    model, sharded = torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+    backward(model)
+    counting = Counting(model, sharded)
+    counting.request()
+    assert len(counting.idle) == 1, "one count is enough, however often somebody looks meanwhile"
+    counting.end_cell()
+    assert counting.counter.bytes == gradients_of(model) > 0
+    model.weight.grad = None
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes == gradients_of(model) == model.bias.nbytes
+
+
+def test_the_main_thread_leaves_alone_what_another_thread_trains():
+    model, trained, ended = torch.nn.Linear(8, 3), threading.Event(), threading.Event()
+    optimizer = torch.optim.SGD(model.parameters())
+    counting = Counting(model)
+
+    def train():
+        backward(model)
+        optimizer.step()
+        trained.set()
+        ended.wait(20)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert trained.wait(20)
+    assert counting.counter.bytes == gradients_of(model) > 0, "counted where it was stepped"
+    optimizer.zero_grad()
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes > 0
+    ended.set()
+    thread.join()
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes == 0
+
+
+def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_alive():
+    model = torch.nn.Linear(8, 3)
+    backward(model)
+    lookout = Lookout(_Work({"model": model}), 0, torch.device("cpu"))
+    told = lookout.answer(AskLook(1, True, -1, True, False))
+    assert told.sample.memory.gradients == gradients_of(model)
+    parameter = weakref.ref(model.weight)
+    lookout._work.variables.clear()
+    del model
+    assert parameter() is None
 
 
 def test_a_look_survives_what_changes_meanwhile():
