@@ -4,6 +4,7 @@ Owns: the public names, imported when they are used. Refuses: to import torch in
 
 The rooms, from the wire up; imports point upwards in this list, never down:
 
+lazy_imports.py   imports public names when they are first used
 telemetry.py      what a rank can tell about itself
 ownership.py      which process owns a file or folder, and whether it lives
 wire.py           what a message is
@@ -42,8 +43,10 @@ all of this.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rankbook import runtime
+from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.coordinator.cluster import Cluster
@@ -70,37 +73,6 @@ if TYPE_CHECKING:
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "Cluster": "rankbook.coordinator.cluster",
-    "Healed": "rankbook.coordinator.heal",
-    "Peeked": "rankbook.coordinator.peek",
-    "RankStatus": "rankbook.coordinator.status",
-    "attach": "rankbook.coordinator.current",
-    "current": "rankbook.coordinator.current",
-    "start": "rankbook.coordinator.current",
-    "stop": "rankbook.coordinator.current",
-    "BadRequest": "rankbook.errors",
-    "CellError": "rankbook.errors",
-    "CellTimeout": "rankbook.errors",
-    "ClusterStopped": "rankbook.errors",
-    "CollectiveAborted": "rankbook.errors",
-    "LostRank": "rankbook.errors",
-    "NoCluster": "rankbook.errors",
-    "RankbookError": "rankbook.errors",
-    "StartError": "rankbook.errors",
-    "TransferError": "rankbook.errors",
-    "CellResult": "rankbook.results",
-    "RankOutcome": "rankbook.results",
-    "checkpoints": "rankbook.magics.views",
-    "dashboard": "rankbook.magics.views",
-    "debug_launcher": "rankbook.magics.launchers",
-    "load_ipython_extension": "rankbook.magics",
-    "notebook_launcher": "rankbook.magics.launchers",
-    "placement": "rankbook.magics.views",
-    "shards": "rankbook.magics.views",
-    "unload_ipython_extension": "rankbook.magics",
-}
 
 __all__ = [
     "BadRequest",
@@ -132,18 +104,32 @@ __all__ = [
     "stop",
     "unload_ipython_extension",
 ]
+__all__ += runtime.__all__
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
-    home = _HOMES.get(name)
-    if home is None:
-        if name.startswith("_") or name not in (runtime := import_module("rankbook.runtime")).__all__:
-            raise AttributeError(f"module 'rankbook' has no attribute {name!r}")
-        home = runtime.__name__
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *import_module("rankbook.runtime").__all__})
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        "rankbook.coordinator.cluster": ("Cluster",),
+        "rankbook.coordinator.heal": ("Healed",),
+        "rankbook.coordinator.peek": ("Peeked",),
+        "rankbook.coordinator.status": ("RankStatus",),
+        "rankbook.coordinator.current": ("attach", "current", "start", "stop"),
+        "rankbook.errors": (
+            "BadRequest",
+            "CellError",
+            "CellTimeout",
+            "ClusterStopped",
+            "CollectiveAborted",
+            "LostRank",
+            "NoCluster",
+            "RankbookError",
+            "StartError",
+            "TransferError",
+        ),
+        "rankbook.results": ("CellResult", "RankOutcome"),
+        "rankbook.magics.views": ("checkpoints", "dashboard", "placement", "shards"),
+        "rankbook.magics.launchers": ("debug_launcher", "notebook_launcher"),
+        "rankbook.magics": ("load_ipython_extension", "unload_ipython_extension"),
+        "rankbook.runtime": runtime.__all__,
+    },
+)

@@ -48,8 +48,9 @@ loading.py        load, load_plain, load_metadata
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
@@ -69,37 +70,6 @@ if TYPE_CHECKING:
     from rankbook.checkpoint.strictness import StrictHandling
     from rankbook.checkpoint.verifying import Report, verify
     from rankbook.errors import CheckpointingException
-
-_NAMES = {
-    "rankbook.checkpoint.async_save": ("SaveHandle",),
-    "rankbook.checkpoint.folders": ("remove", "steps"),
-    "rankbook.checkpoint.loading": (
-        "load",
-        "load_metadata",
-        "load_plain",
-    ),
-    "rankbook.checkpoint.mapping": (
-        "LocalNonpersistentObject",
-        "ShardedObject",
-        "ShardedTensor",
-        "ShardedTensorFactory",
-        "apply_factories",
-        "apply_factory_merges",
-        "is_main_replica",
-    ),
-    "rankbook.checkpoint.models": (
-        "load_sharded_state_dict",
-        "sharded_state_dict",
-    ),
-    "rankbook.checkpoint.saving": ("Saved", "save"),
-    "rankbook.checkpoint.strictness": ("StrictHandling",),
-    "rankbook.checkpoint.verifying": (
-        "Report",
-        "verify",
-    ),
-    "rankbook.errors": ("CheckpointingException",),
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CheckpointingException",
@@ -125,15 +95,25 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'rankbook.checkpoint' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        "rankbook.checkpoint.async_save": ("SaveHandle",),
+        "rankbook.checkpoint.folders": ("remove", "steps"),
+        "rankbook.checkpoint.loading": ("load", "load_metadata", "load_plain"),
+        "rankbook.checkpoint.mapping": (
+            "LocalNonpersistentObject",
+            "ShardedObject",
+            "ShardedTensor",
+            "ShardedTensorFactory",
+            "apply_factories",
+            "apply_factory_merges",
+            "is_main_replica",
+        ),
+        "rankbook.checkpoint.models": ("load_sharded_state_dict", "sharded_state_dict"),
+        "rankbook.checkpoint.saving": ("Saved", "save"),
+        "rankbook.checkpoint.strictness": ("StrictHandling",),
+        "rankbook.checkpoint.verifying": ("Report", "verify"),
+        "rankbook.errors": ("CheckpointingException",),
+    },
+)

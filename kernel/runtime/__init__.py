@@ -59,8 +59,9 @@ trim.py            from what all ranks gathered to the dataset's own samples
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.runtime.accelerator import Accelerator
@@ -124,59 +125,6 @@ if TYPE_CHECKING:
     )
     from rankbook.runtime.trim import trim
 
-_NAMES = {
-    "accelerator": ("Accelerator",),
-    "optimizer": ("AcceleratedOptimizer",),
-    "scheduler": ("AcceleratedScheduler",),
-    "options": (
-        "AutocastKwargs",
-        "DDPCommunicationHookType",
-        "DistributedDataParallelKwargs",
-        "DynamoBackend",
-        "FullyShardedDataParallelPlugin",
-        "GradScalerKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "KwargsHandler",
-        "ProfileKwargs",
-        "ProjectConfiguration",
-        "TorchDynamoPlugin",
-    ),
-    "parallelism": ("ParallelismConfig", "TorchTensorParallelConfig"),
-    "dispatcher": ("DataLoaderDispatcher",),
-    "loader_options": ("DataLoaderConfiguration",),
-    "loaders": ("DataLoaderShard", "prepare_data_loader"),
-    "samplers": ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler"),
-    "seeding": ("set_seed", "synchronize_rng_states"),
-    "skipping": ("SkipDataLoader", "skip_first_batches"),
-    "trim": ("trim",),
-    "collectives": (
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-    ),
-    "gradient_state": ("GradientState",),
-    "logs": ("get_logger",),
-    "memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
-    "process_state": ("DistributedType", "PartialState"),
-    "progress": ("tqdm",),
-    "state": ("AcceleratorState",),
-    "trackers": ("GeneralTracker", "JSONLinesTracker", "TensorBoardTracker", "Tracker", "filter_trackers"),
-    "tree": (
-        "concatenate",
-        "convert_to_fp32",
-        "find_batch_size",
-        "honor_type",
-        "recursively_apply",
-        "send_to_device",
-        "slice_tensors",
-    ),
-}
-_HOMES = {name: f"rankbook.runtime.{module}" for module, names in _NAMES.items() for name in names}
-
 __all__ = [
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
@@ -237,15 +185,68 @@ __all__ = [
     "trim",
 ]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'rankbook.runtime' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_imports(
+    __name__,
+    {
+        "rankbook.runtime.accelerator": ("Accelerator",),
+        "rankbook.runtime.optimizer": ("AcceleratedOptimizer",),
+        "rankbook.runtime.scheduler": ("AcceleratedScheduler",),
+        "rankbook.runtime.options": (
+            "AutocastKwargs",
+            "DDPCommunicationHookType",
+            "DistributedDataParallelKwargs",
+            "DynamoBackend",
+            "FullyShardedDataParallelPlugin",
+            "GradScalerKwargs",
+            "GradientAccumulationPlugin",
+            "InitProcessGroupKwargs",
+            "KwargsHandler",
+            "ProfileKwargs",
+            "ProjectConfiguration",
+            "TorchDynamoPlugin",
+        ),
+        "rankbook.runtime.parallelism": ("ParallelismConfig", "TorchTensorParallelConfig"),
+        "rankbook.runtime.dispatcher": ("DataLoaderDispatcher",),
+        "rankbook.runtime.loader_options": ("DataLoaderConfiguration",),
+        "rankbook.runtime.loaders": ("DataLoaderShard", "prepare_data_loader"),
+        "rankbook.runtime.samplers": (
+            "BatchSamplerShard",
+            "IterableDatasetShard",
+            "SeedableRandomSampler",
+            "SkipBatchSampler",
+        ),
+        "rankbook.runtime.seeding": ("set_seed", "synchronize_rng_states"),
+        "rankbook.runtime.skipping": ("SkipDataLoader", "skip_first_batches"),
+        "rankbook.runtime.trim": ("trim",),
+        "rankbook.runtime.collectives": (
+            "broadcast",
+            "broadcast_object_list",
+            "gather",
+            "gather_object",
+            "pad_across_processes",
+            "reduce",
+        ),
+        "rankbook.runtime.gradient_state": ("GradientState",),
+        "rankbook.runtime.logs": ("get_logger",),
+        "rankbook.runtime.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+        "rankbook.runtime.process_state": ("DistributedType", "PartialState"),
+        "rankbook.runtime.progress": ("tqdm",),
+        "rankbook.runtime.state": ("AcceleratorState",),
+        "rankbook.runtime.trackers": (
+            "GeneralTracker",
+            "JSONLinesTracker",
+            "TensorBoardTracker",
+            "Tracker",
+            "filter_trackers",
+        ),
+        "rankbook.runtime.tree": (
+            "concatenate",
+            "convert_to_fp32",
+            "find_batch_size",
+            "honor_type",
+            "recursively_apply",
+            "send_to_device",
+            "slice_tensors",
+        ),
+    },
+)
