@@ -269,8 +269,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/checkpoint/manifest.py",
-        "min(last * piece, chunk.nbytes)",
-        "last * piece",
+        "if len(chunk.pieces) == 1 else PIECE",
+        "if chunk.pieces else PIECE",
         "checkpoint/test_manifest.py",
     ),
     Mutant(

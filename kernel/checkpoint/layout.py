@@ -24,28 +24,6 @@ def volume(shape: Sequence[int]) -> int:
     return prod(shape)
 
 
-def overlap(
-    offset_a: Sequence[int], shape_a: Sequence[int], offset_b: Sequence[int], shape_b: Sequence[int]
-) -> tuple[Shape, Shape] | None:
-    """The box that two boxes of one space share, as `(offset, shape)`; None where they share no element.
-
-    Raises `CheckpointingException` for boxes of different numbers of axes.
-    """
-    if not len(offset_a) == len(shape_a) == len(offset_b) == len(shape_b):
-        raise CheckpointingException(
-            f"a box at {tuple(offset_a)} of shape {tuple(shape_a)} and one at {tuple(offset_b)} of shape "
-            f"{tuple(shape_b)} are not in one space: their numbers of axes differ"
-        )
-    starts, sizes = [], []
-    for a, size_a, b, size_b in zip(offset_a, shape_a, offset_b, shape_b, strict=True):
-        start, end = max(a, b), min(a + size_a, b + size_b)
-        if end <= start:
-            return None
-        starts.append(start)
-        sizes.append(end - start)
-    return tuple(starts), tuple(sizes)
-
-
 def byte_runs(
     stored_shape: Sequence[int], start: Sequence[int], shape: Sequence[int], itemsize: int
 ) -> list[tuple[int, int]]:

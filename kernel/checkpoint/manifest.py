@@ -141,19 +141,6 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def covering(chunk: Chunk, start: int, stop: int) -> tuple[int, int, int, int]:
-    """Which pieces to read to verify bytes [start, stop) of the chunk's data.
-
-    Returns (first, last, begin, end): pieces first to last - 1, which are bytes [begin, end) of the data. Without
-    checksums there are no pieces, and the bytes are those that were asked for.
-    """
-    if start >= stop or not chunk.pieces:
-        return 0, 0, start, max(start, stop)
-    piece = piece_bytes(chunk)
-    first, last = start // piece, -(-stop // piece)
-    return first, last, first * piece, min(last * piece, chunk.nbytes)
-
-
 def encode(manifest: Manifest) -> bytes:
     """The bytes of a manifest file. Raises `CheckpointingException` where `metadata` is not JSON."""
     check_json(manifest.metadata, "metadata")

@@ -127,7 +127,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
 def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[int, ...]:
     """Which of the pieces `first` to `last` - 1 of a chunk are damaged, by their numbers.
 
-    `buffer` holds their bytes, as `manifest.covering` gives them. A chunk without checksums has no damaged pieces.
+    `buffer` holds their bytes. A chunk without checksums has no damaged pieces.
     """
     piece = piece_bytes(chunk)
     flat = as_bytes(buffer)

@@ -308,7 +308,6 @@ class Driver:
         self.presence.hear(rank)
         match message:
             case Hello():
-                self.infos[rank].hello = message
                 self.post(ev.SaidHello(rank, incarnation))
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"

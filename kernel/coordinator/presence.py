@@ -21,7 +21,7 @@ from rankbook.coordinator.silence import Silence
 from rankbook.debugging import DebugSaid
 from rankbook.launch.look import look_at
 from rankbook.looking import Answer
-from rankbook.messages import AskStack, Hello, Stack
+from rankbook.messages import AskStack, Stack
 
 _LOOK_AFTER = 0.3
 """Seconds after which a silent rank's process is looked at: one that is stopped will not answer, however long one
@@ -33,7 +33,6 @@ class RankInfo:
     """What is known of a rank's process."""
 
     pid: int | None = None
-    hello: Hello | None = None
     last_cell: int | None = None
     segments: str = ""
 

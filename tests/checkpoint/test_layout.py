@@ -29,28 +29,6 @@ def test_a_scalar_has_one_element():
     assert (layout.volume(()), layout.volume((3, 0)), layout.volume((2, 3))) == (1, 0, 6)
 
 
-@given(boxes(), st.data())
-@settings(max_examples=60, deadline=None)
-def test_an_overlap_is_what_both_boxes_mark(box, data):
-    shape, start, size = box
-    other_start = tuple(data.draw(st.integers(0, each)) for each in shape)
-    other = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, other_start, strict=True))
-    space = np.zeros(shape, int)
-    space[slices(start, size)] += 1
-    space[slices(other_start, other)] += 1
-    found = layout.overlap(start, size, other_start, other)
-    if found is None:
-        assert not (space == 2).any()
-    else:
-        assert (space[slices(*found)] == 2).all()
-        assert (space == 2).sum() == layout.volume(found[1]) > 0
-
-
-def test_boxes_of_different_spaces_do_not_overlap_but_raise():
-    with pytest.raises(CheckpointingException, match="numbers of axes differ"):
-        layout.overlap((0,), (1,), (0, 0), (1, 1))
-
-
 @given(boxes(axes=4, most=5), st.sampled_from([1, 2, 4, 16]))
 @settings(max_examples=100, deadline=None)
 def test_byte_runs_are_the_bytes_of_the_slice(box, itemsize):

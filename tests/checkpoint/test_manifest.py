@@ -13,7 +13,6 @@ from rankbook.checkpoint.manifest import (
     StoredFile,
     StoredObject,
     StoredTensor,
-    covering,
     decode,
     encode,
     now,
@@ -116,17 +115,8 @@ def test_metadata_that_json_would_change_is_refused(metadata, message):
         encode(manifest(metadata=metadata))
 
 
-def test_a_slice_is_covered_by_whole_pieces():
-    large = chunk(nbytes=2 * PIECE + 10, pieces=(1, 2, 3))
-    assert covering(large, 0, 1) == (0, 1, 0, PIECE)
-    assert covering(large, PIECE - 1, PIECE + 1) == (0, 2, 0, 2 * PIECE)
-    assert covering(large, 2 * PIECE, 2 * PIECE + 4) == (2, 3, 2 * PIECE, 2 * PIECE + 10)
-    assert covering(large, 5, 5) == (0, 0, 5, 5)
-    assert piece_bytes(large) == PIECE
-
-
-def test_one_checksum_may_stand_for_a_large_chunk_or_there_is_none():
+def test_one_checksum_may_stand_for_a_large_chunk_or_each_piece_has_one():
     foreign = chunk(nbytes=2 * PIECE + 10, pieces=(1,))
     assert piece_bytes(foreign) == 2 * PIECE + 10
-    assert covering(foreign, PIECE, PIECE + 1) == (0, 1, 0, 2 * PIECE + 10)
-    assert covering(chunk(pieces=()), 3, 9) == (0, 0, 3, 9)
+    assert piece_bytes(chunk(nbytes=2 * PIECE + 10, pieces=(1, 2, 3))) == PIECE
+    assert piece_bytes(chunk(pieces=())) == PIECE
