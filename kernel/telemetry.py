@@ -7,18 +7,11 @@ listens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import msgspec
 
 Struct = msgspec.Struct
 """What all of these are."""
-_S = TypeVar("_S", bound=Struct)
-
-
-def replaced(struct: _S, **fields: Any) -> _S:  # noqa: ANN401 - the fields' own types
-    """`struct` with other values in these fields."""
-    return msgspec.structs.replace(struct, **fields)
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,12 +6,7 @@ outlive the notebook.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import msgspec
-
-_M = TypeVar("_M", bound="Message")
-
 
 RESULT = "rankbook.result"
 """In the metadata of a display: it is what the cell's last expression gave."""
@@ -19,8 +14,3 @@ RESULT = "rankbook.result"
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """What every message on the wire is."""
-
-
-def changed(message: _M, **fields: Any) -> _M:  # noqa: ANN401 - the fields' own types
-    """`message` with other values in these fields."""
-    return msgspec.structs.replace(message, **fields)

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rankbook.coordinator.tables import RankState
 from rankbook.looking import Looked, Sample
-from rankbook.telemetry import Holding, Placement, RankPlacement, RankSave, Saves, replaced
+from rankbook.telemetry import Holding, Placement, RankPlacement, RankSave, Saves
 
 UNRESPONSIVE_AFTER = 1.5
 """Seconds after a question that a rank has not answered."""
@@ -103,7 +105,7 @@ class Board:
         """All ranks, at `now` on the monotonic and `wall` on the wall clock."""
         rows = [self._row(view, now) for view in views]
         behind = lagging(rows)
-        ranks = tuple(replaced(row, lags=True) if row.rank in behind else row for row in rows)
+        ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in behind else row for row in rows)
         return Placement(ranks, wall, self._name)
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:

@@ -5,10 +5,11 @@ Owns: which rank is asked, and for how long it is waited for. Refuses: to be lat
 
 from __future__ import annotations
 
+import msgspec
+
 from rankbook.coordinator.crew import Crew
 from rankbook.errors import RankbookError
 from rankbook.looking import Answer, AskCompletions, AskInspection, Completion, CompletionsTold, Hint, InspectionTold
-from rankbook.wire import changed
 
 SOON = 0.09
 """Seconds: what a person has not seen by a tenth of one comes too late, and the front end needs some of that."""
@@ -43,6 +44,9 @@ class Hints:
         if asked is None:
             return None
         answers = driver.presence.questions.wait_answers(
-            (asked,), lambda token, _: changed(question, token=token), timeout=timeout, there=driver.answering
+            (asked,),
+            lambda token, _: msgspec.structs.replace(question, token=token),
+            timeout=timeout,
+            there=driver.answering,
         )
         return answers.get(asked)

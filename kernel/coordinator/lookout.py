@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from rankbook.coordinator.board import Board, RankView
 from rankbook.coordinator.crew import Crew
 from rankbook.coordinator.driver import Driver
@@ -31,7 +33,7 @@ from rankbook.looking import (
     Question,
     StatisticTold,
 )
-from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, Variable, replaced
+from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, Variable
 
 EVERY = 0.1
 """Seconds between two rounds of questions."""
@@ -66,9 +68,9 @@ class Watcher:
     def offer(self, picture: Placement | Saves) -> None:
         """Tell it, unless it only is later by the clock."""
         with self._changed:
-            same = self._last is not None and replaced(picture, at=0.0) == self._last
+            same = self._last is not None and msgspec.structs.replace(picture, at=0.0) == self._last
             if not same and not self._ended:
-                self._last = replaced(picture, at=0.0)
+                self._last = msgspec.structs.replace(picture, at=0.0)
                 self._next = picture
                 self._changed.notify_all()
 
@@ -243,7 +245,7 @@ class Lookout:
             return RankDetail(rank, (), output, ())
         answer = self._ask_one(rank, AskDetail, timeout)
         assert isinstance(answer, DetailTold)
-        return replaced(answer.detail, output=output)
+        return msgspec.structs.replace(answer.detail, output=output)
 
     def variables(self, ranks: tuple[int, ...], *, timeout: float) -> dict[int, tuple[Variable, ...]]:
         """See `Cluster.variables`."""

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from rankbook.forking import (
@@ -45,7 +46,6 @@ from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner
 from rankbook.transport.stream import MessageStream
-from rankbook.wire import changed
 
 PRELOAD_WHEN_IDLE = (
     "torch.distributed.device_mesh",
@@ -241,7 +241,9 @@ class Forkserver:
             stderr=texts[1],
         )
         self._owner.send(exited)
-        self._exits[exited.rank] = changed(exited, stdout=b"", stderr=b"") if self._owner.there() else exited
+        self._exits[exited.rank] = (
+            msgspec.structs.replace(exited, stdout=b"", stderr=b"") if self._owner.there() else exited
+        )
 
     def _tell_ranks(self) -> None:
         """To a new owner: each rank as it is."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+import msgspec
+
 from rankbook.keeping import Here, Recall, Seen
 from rankbook.messages import (
     Assign,
@@ -35,7 +37,6 @@ from rankbook.messages import (
     encode_from_rank,
 )
 from rankbook.transport.link import Frames, RankLink
-from rankbook.wire import changed
 
 MOST = 16 << 20
 """Bytes that are kept; the oldest output goes first. Text alone is bounded by capture.py."""
@@ -147,7 +148,7 @@ class Outbox:
         if entry is None or not isinstance(entry.message, Display):
             return False
         self._size -= entry.size
-        entry.message = changed(entry.message, data=message.data, metadata=message.metadata)
+        entry.message = msgspec.structs.replace(entry.message, data=message.data, metadata=message.metadata)
         entry.size = len(encode_from_rank(entry.message)) + 64
         self._size += entry.size
         return True

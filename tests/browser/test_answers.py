@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
-from rankbook.telemetry import Holding, replaced
+from rankbook.telemetry import Holding
 from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.part import compact
 from rankbook.widgets.placement import fixed_of, state_of
@@ -125,8 +126,8 @@ def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened
     view.reply("detail", answer=DETAIL)
     made = fakes.placement(4)
     holding = Holding("model", "net", "Linear", "", 6, 24, ("float32",), "cuda:0", "")
-    ranks = tuple(replaced(each, holdings=(holding,)) for each in made.ranks)
-    view.change("placement_fixed", compact(fixed_of(replaced(made, ranks=ranks))))
+    ranks = tuple(msgspec.structs.replace(each, holdings=(holding,)) for each in made.ranks)
+    view.change("placement_fixed", compact(fixed_of(msgspec.structs.replace(made, ranks=ranks))))
     expect(page.locator(".rb-near")).to_contain_text("model net: Linear")
     expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")
     expect(page.locator("[data-rank='1']")).to_be_focused()

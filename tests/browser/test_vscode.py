@@ -4,10 +4,10 @@ ipywidgets bring along; white paper below every widget; no class of JupyterLab's
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from rankbook.pieces import Piece
-from rankbook.telemetry import replaced
 from rankbook.widgets.live import STATIC
 from rankbook.widgets.panel_picture import piece_html, skeleton
 from rankbook.widgets.part import compact
@@ -77,7 +77,9 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     row = page.locator("[data-rank='1']")
     expect(row).to_contain_text("of 140 GB")
     made = fakes.placement(4)
-    died = replaced(made, ranks=tuple(replaced(each, state="dead", memory=None, rate=None) for each in made.ranks))
+    died = msgspec.structs.replace(
+        made, ranks=tuple(msgspec.structs.replace(each, state="dead", memory=None, rate=None) for each in made.ranks)
+    )
     page.evaluate("state => change('placement_state', state)", compact(state_of(died)))
     expect(row).to_contain_text("dead")
     expect(row.locator(".rb-bar")).to_have_count(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
+import msgspec
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -208,7 +209,7 @@ def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch)
         return lookout.answer(AskLook(1, False, -1, False, True)).saves
 
     done = telemetry.CheckpointSave("run", "step-3", 3, "done", 8, 8, 0.5, None, False, "")
-    other, again = (telemetry.replaced(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
+    other, again = (msgspec.structs.replace(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
     assert told() == ()
     for save in (done, other):
         telemetry.report(save)
@@ -216,7 +217,7 @@ def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch)
     telemetry.offer("checkpoint again", lambda: again)
     assert told() == (again, other)
     telemetry.withdraw("checkpoint again")
-    telemetry.report(later := telemetry.replaced(done, seconds=0.7))
+    telemetry.report(later := msgspec.structs.replace(done, seconds=0.7))
     assert told() == (other, later)
 
 

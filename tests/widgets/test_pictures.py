@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import msgspec
 import pytest
 
-from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap, replaced
+from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
 from rankbook.widgets import checkpoints_picture, drawing, panel_picture, placement_picture, shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
@@ -108,7 +109,7 @@ def test_a_save_is_as_far_as_its_last_rank():
 
 def test_one_is_one_and_many_are_many():
     (one,) = placement(1).ranks
-    late = [replaced(one, rank=rank, lags=True, rate=1234.5) for rank in range(3)]
+    late = [msgspec.structs.replace(one, rank=rank, lags=True, rate=1234.5) for rank in range(3)]
     assert placement_picture.summary(Placement((one,), 0.0, "")).startswith("1 rank: ")
     assert placement_picture.summary(Placement(tuple(late[:2]), 0.0, "")).endswith("; ranks 0-1 lag")
     assert "1230/s" in placement_picture.text(Placement(tuple(late), 0.0, ""))
