@@ -11,17 +11,18 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_numbers: list[dict[str, int]] = []
+_numbers: dict[str, int] | None = None
 
 
 def name_cells(numbers: dict[str, int]) -> None:
     """Have cells told by these numbers, by their file names; those that arrive are added. IPython's own table."""
-    _numbers[:] = [numbers]
+    global _numbers
+    _numbers = numbers
 
 
 def number_of(file: str) -> int | None:
     """The number of the cell that is this file; None for any other file."""
-    return _numbers[0].get(file) if _numbers else None
+    return None if _numbers is None else _numbers.get(file)
 
 
 class Sources:
@@ -35,8 +36,7 @@ class Sources:
         source = self._source_of(code.co_filename)
         if not source:
             return plain
-        number = _numbers[0].get(code.co_filename, 0) if _numbers else 0
-        return rebuild, (code.co_filename, source, number, *plain)
+        return rebuild, (code.co_filename, source, number_of(code.co_filename) or 0, *plain)
 
     def _source_of(self, file: str) -> str:
         if file not in self._found:
@@ -51,6 +51,6 @@ class Sources:
 def rebuild(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
     """What `make(*args)` gives, and its cell where tracebacks look for it."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    if number and _numbers:
-        _numbers[0][file] = number
+    if number and _numbers is not None:
+        _numbers[file] = number
     return make(*args)

@@ -122,7 +122,7 @@ _started: list[str] = []
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Guard a test without a marker that lets it start processes."""
-    global _guarded  # noqa: PLW0603 - the audit hook has no other way to know
+    global _guarded
     _guarded = None if _may_start(item) else item.nodeid
     try:
         return (yield)

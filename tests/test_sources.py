@@ -17,7 +17,7 @@ CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return 
 def cell(monkeypatch):
     """A function of cell [7], in a process that knows nothing else, and the table of its cells."""
     monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
-    monkeypatch.setattr(sources, "_numbers", [])
+    monkeypatch.setattr(sources, "_numbers", None)
     numbers = {"<cell>": 7}
     sources.name_cells(numbers)
     space = {"__name__": "__main__"}

@@ -21,7 +21,7 @@ from rankbook.output import Stream
 KEEP_SECONDS = 600.0
 """How long kept ranks stay without a notebook, if nothing else is said."""
 
-_current: list[Cluster] = []
+_current: Cluster | None = None
 _starting = threading.Lock()
 
 
@@ -43,7 +43,7 @@ class _Ahead:
             self.ended.set()
 
 
-_ahead: list[_Ahead] = []
+_ahead: _Ahead | None = None
 
 
 def start_ahead() -> None:
@@ -51,8 +51,9 @@ def start_ahead() -> None:
 
     It gives way, unused, to a start with another number of ranks or backend, and to ranks that are attached.
     """
-    _ahead[:] = [_Ahead()]
-    threading.Thread(target=_ahead[0].run, name="rankbook-start", daemon=True).start()
+    global _ahead
+    _ahead = _Ahead()
+    threading.Thread(target=_ahead.run, name="rankbook-start", daemon=True).start()
 
 
 def _refuse_on_a_rank() -> None:
@@ -66,17 +67,20 @@ def _refuse_on_a_rank() -> None:
 
 def starting() -> bool:
     """Whether ranks are started in the background, and are not there yet."""
-    return any(not each.ended.is_set() for each in _ahead)
+    return _ahead is not None and not _ahead.ended.is_set()
 
 
 def _wait_ahead() -> _Ahead | None:
     """What was started ahead and has been asked for by nobody before, once it is there."""
-    for each in tuple(_ahead):
-        each.ended.wait()
-        if each in _ahead:
-            _ahead.remove(each)
-            return each
-    return None
+    global _ahead
+    ahead = _ahead
+    if ahead is None:
+        return None
+    ahead.ended.wait()
+    if _ahead is not ahead:  # another thread has asked meanwhile
+        return None
+    _ahead = None
+    return ahead
 
 
 def wait_current() -> Cluster | None:
@@ -115,11 +119,11 @@ def start(
 
 
 def _start(n: int | None, backend: str | None, timeout: float, seconds: float | None) -> Cluster:
+    global _current
     with _starting:  # a second thread gets the first one's cluster, once it is there
         running = running_cluster()
         if running is None:
-            running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
-            _current[:] = [running]
+            _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
             raise BadRequest(
                 f"{running.world_size} ranks ({running.backend}) are running already; %distributed stop ends them first"
@@ -138,6 +142,7 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
     `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
     """
+    global _current
     _refuse_on_a_rank()
     ahead = _wait_ahead()
     if ahead is not None and ahead.cluster is not None:
@@ -150,13 +155,13 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
             sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
         cluster = Cluster.adopt(choose(found, key), sink=sink)
         local.cool_down()  # it was kept warm for ranks that need not be started now
-        _current[:] = [cluster]
+        _current = cluster
         return cluster
 
 
 def running_cluster() -> Cluster | None:
     """The notebook's cluster, if one runs."""
-    return _current[0] if _current and not _current[0].stopped else None
+    return None if _current is None or _current.stopped else _current
 
 
 def current() -> Cluster:

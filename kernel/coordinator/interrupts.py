@@ -27,7 +27,7 @@ class Held:
         return count > 0
 
 
-_holding: list[Held] = []
+_holding: Held | None = None
 
 
 RESTART_GRACE = 0.1
@@ -36,38 +36,40 @@ RESTART_GRACE = 0.1
 JUST_BEFORE = 5.0
 """Seconds before the end of a kernel in which an interrupt may have been part of a restart."""
 
-_is_ending: list[Callable[[], bool]] = []
+_is_ending: Callable[[], bool] | None = None
 
 
 def set_ending(is_ending: Callable[[], bool]) -> None:
     """Set the function that tells whether this process was asked to end, as a kernel that restarts is."""
-    _is_ending[:] = [is_ending]
+    global _is_ending
+    _is_ending = is_ending
 
 
 def wait_ending(*, timeout: float = RESTART_GRACE) -> bool:
     """Wait until this process is asked to end; return whether it was, at once where nothing could tell."""
     deadline = time.monotonic() + timeout
-    while _is_ending and not _is_ending[0]():
+    while _is_ending is not None and not _is_ending():
         left = deadline - time.monotonic()
         if left <= 0:
             return False
         threading.Event().wait(min(left, 0.005))
-    return bool(_is_ending)
+    return _is_ending is not None
 
 
-_last: list[tuple[str, float]] = []
+_last: tuple[str, float] | None = None
 
 
 def note_interrupt(label: str) -> None:
     """Remember that the cell `label`, of ranks that are kept, is interrupted now."""
-    _last[:] = [(label, time.monotonic())]
+    global _last
+    _last = label, time.monotonic()
 
 
 def describe_interrupt() -> str:
     """Return which cell was interrupted just before this process ends; empty if none was."""
-    if not _last or time.monotonic() - _last[0][1] > JUST_BEFORE:
+    if _last is None or (seconds := time.monotonic() - _last[1]) > JUST_BEFORE:
         return ""
-    return f"{_last[0][0]} was interrupted {time.monotonic() - _last[0][1]:.1f} s before the kernel ended"
+    return f"{_last[0]} was interrupted {seconds:.1f} s before the kernel ended"
 
 
 @contextlib.contextmanager
@@ -76,11 +78,12 @@ def held_interrupts() -> Iterator[Held]:
 
     On any but the main thread it does nothing: signals do not come there.
     """
+    global _holding
     if threading.current_thread() is not threading.main_thread():
         yield Held()
         return
-    if _holding:
-        held = _holding[-1]
+    if _holding is not None:
+        held = _holding
         outer = held.on_interrupt
         try:
             yield held
@@ -95,11 +98,11 @@ def held_interrupts() -> Iterator[Held]:
 
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, count)
-    _holding.append(held)
+    _holding = held
     try:
         yield held
     finally:
-        _holding.pop()
+        _holding = None
         signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
     if held.take():
         raise KeyboardInterrupt

@@ -200,10 +200,6 @@ class LocalLauncher:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()[-2000:]
 
-    def wait_ready(self, *, timeout: float = _IMPORT_TIMEOUT) -> ForkserverUp:
-        """Wait until torch is imported. Raises `StartError`."""
-        return self.up or self._wait_for(ForkserverUp, timeout=timeout)
-
 
 def _without_debugger() -> contextlib.AbstractContextManager[None]:
     """Return a context in which a debugger of this process does not attach itself to new processes.
@@ -218,43 +214,52 @@ def _without_debugger() -> contextlib.AbstractContextManager[None]:
 
 
 _lock = threading.Lock()
-_warm: list[LocalLauncher] = []
+_warm: LocalLauncher | None = None
 
 
 def warm_up() -> None:
     """Start the next cluster's forkserver now, so that it has torch imported when it is needed."""
+    global _warm
     with _lock:
-        if not any(launcher.alive for launcher in _warm):
-            _warm[:] = [LocalLauncher()]
+        if _warm is None or not _warm.alive:
+            _warm = LocalLauncher()
 
 
 def take() -> LocalLauncher:
     """The warm forkserver, or a new one."""
+    global _warm
     with _lock:
-        while _warm:
-            launcher = _warm.pop()
-            if launcher.alive:
-                return launcher
+        launcher, _warm = _warm, None
+        if launcher is not None and launcher.alive:
+            return launcher
+        if launcher is not None:
             launcher.terminate()
     return LocalLauncher()
 
 
 def _keep(launcher: LocalLauncher) -> None:
+    global _warm
     with _lock:
-        if not _warm:
-            _warm.append(launcher)
+        if _warm is None:
+            _warm = launcher
             return
     launcher.terminate()
 
 
 def cool_down() -> None:
     """End the forkserver that is kept warm, if there is one."""
+    global _warm
     with _lock:
-        launchers, _warm[:] = list(_warm), []
-    for launcher in launchers:
+        launcher, _warm = _warm, None
+    if launcher is not None:
         launcher.terminate()
+
+
+def _forget_warm() -> None:
+    global _warm
+    _warm = None
 
 
 atexit.register(cool_down)
 if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says what that means
-    os.register_at_fork(after_in_child=_warm.clear)  # a child of the notebook's has no forkserver to end
+    os.register_at_fork(after_in_child=_forget_warm)  # a child of the notebook's has no forkserver to end

@@ -130,7 +130,8 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], State] | Non
 
 def stand_for(namespace: dict[str, Any]) -> None:
     """Functions that arrive from a peer see this namespace."""
-    _namespaces[:] = [namespace]
+    global _namespace
+    _namespace = namespace
 
 
 class _Reducer:
@@ -195,7 +196,7 @@ def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
 
 def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | None, free: int) -> types.FunctionType:
     cells = tuple(types.CellType() for _ in range(free))
-    return types.FunctionType(code, _namespaces[0], name, defaults, cells)
+    return types.FunctionType(code, _namespace, name, defaults, cells)
 
 
 def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> None:

@@ -34,14 +34,14 @@ from rankbook.transport.last_words import crash_of, words_of
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.zmq_link import ZmqRank
 
-_prepared: list[RankShell] = []
+_shell: RankShell | None = None
 
 
 def prepare() -> None:
     """Make, in the forkserver, what every rank has: IPython's shell, with all that a first traceback imports."""
+    global _shell
     comms.prepare()
-    shell = make_shell()
-    _prepared.append(shell)
+    _shell = shell = make_shell()
     try:
         int("no number")
     except ValueError as error:
@@ -126,7 +126,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         folder=Path(request.segments),
     )
     lifeboat.board(group.rescue)
-    shell = _prepared[0]
+    shell = _shell
+    assert shell is not None
     heal.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     comms.attach(link, Office(capture, interrupts.shield, executor.tell).teach if request.widgets else None)

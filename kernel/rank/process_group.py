@@ -262,7 +262,8 @@ class GroupMember:
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             models.remember_models()
             _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
-        _creators[:] = [self]
+        global _installed
+        _installed = self
 
     def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
         """As torch's `_new_process_group_helper`, with a group of ours."""
@@ -376,16 +377,21 @@ class GroupMember:
         return result[0]
 
 
-_creators: list[GroupMember] = []
+_installed: GroupMember | None = None
+
+
+def _member() -> GroupMember:
+    assert _installed is not None
+    return _installed
 
 
 def _make_here(options: object, backend_options: object) -> RecoverableGroup:
-    return _creators[-1]._make(options, backend_options)
+    return _member()._make(options, backend_options)
 
 
 def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
     """Lead `init_method="env://"` to the cluster's store, unless the user has set another address."""
-    member = _creators[-1]
+    member = _member()
     if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
         yield from original(url, **options)
         return
@@ -399,6 +405,6 @@ def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
-        return _creators[-1].new_group(original, signature.bind(*args, **kwargs))
+        return _member().new_group(original, signature.bind(*args, **kwargs))
 
     return new_process_group

@@ -21,7 +21,7 @@ from rankbook.runtime.streams import stream_seed
 
 RNG_TYPES = ("generator", "torch", "cuda", "numpy", "python")
 
-_remembered: list[int] = []
+_remembered: int | None = None
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -30,7 +30,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     With `device_specific` each rank gets numbers of its own, derived from (seed, rank) by hashing; the loaders go on
     from `seed` itself, so that all ranks agree on the order of samples. `deterministic`: torch's algorithms too.
     """
-    _remembered[:] = [seed]
+    global _remembered
+    _remembered = seed
     own = stream_seed(seed, PartialState().process_index, "set_seed") >> 193 if device_specific else seed
     random.seed(own)
     np.random.seed(own % 2**32)  # noqa: NPY002 - the global state is the one that is to be set
@@ -41,7 +42,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def remembered_seed() -> int | None:
     """What `set_seed` was last given in this process."""
-    return _remembered[0] if _remembered else None
+    return _remembered
 
 
 def run_seed() -> int:

@@ -31,7 +31,7 @@ class FakeCluster:
 def fake(monkeypatch):
     FakeCluster.made = []
     monkeypatch.setattr(current, "Cluster", FakeCluster)
-    monkeypatch.setattr(current, "_current", [])
+    monkeypatch.setattr(current, "_current", None)
     return FakeCluster
 
 

@@ -76,7 +76,7 @@ def test_a_crash_of_a_cell_that_a_debugger_knows_is_told_so_too(monkeypatch):
     file = "/tmp/ipykernel_812/3634047808.py"
     told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
     assert told.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"
-    monkeypatch.setattr(sources, "_numbers", [{file: 4}])
+    monkeypatch.setattr(sources, "_numbers", {file: 4})
     told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
     assert told.splitlines()[-2:] == ["  Cell In[4], line 2 in deep", "  Cell In[4], line 3 in <module>"]
 

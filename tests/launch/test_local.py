@@ -46,7 +46,7 @@ def test_without_torch_one_line_names_the_python_that_lacks_it(tmp_path, monkeyp
     launcher = LocalLauncher()
     try:
         with pytest.raises(StartError) as caught:
-            launcher.wait_ready(timeout=60)
+            launcher.open((), timeout=60)
     finally:
         launcher.terminate()
     assert str(caught.value) == f"there is no torch for {sys.executable}: install it there, then %distributed start"
@@ -95,13 +95,13 @@ def test_a_forkserver_that_closes_its_connection_and_stays_is_named(tmp_path, mo
     launcher = LocalLauncher()
     try:
         with pytest.raises(StartError, match="it closed its connection, but has not exited"):
-            launcher.wait_ready(timeout=60)
+            launcher.open((), timeout=60)
     finally:
         launcher.terminate()
 
 
 def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
-    monkeypatch.setattr(local, "_warm", [stopped_launcher])
+    monkeypatch.setattr(local, "_warm", stopped_launcher)
     with pytest.raises(StartError, match="the forkserver is not ready within 1 s"):
         Cluster(2, timeout=1)

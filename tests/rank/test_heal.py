@@ -35,7 +35,7 @@ def scaled(x):
 def own_process_state(monkeypatch, tmp_path):
     """Taking over a peer's variables changes the import path, the current folder and the known namespace."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(heal, "_namespaces", [])
+    monkeypatch.setattr(heal, "_namespace", {})
     monkeypatch.chdir(tmp_path)
 
 

@@ -34,7 +34,7 @@ from rankbook.runtime.trim import trim
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered.clear()
+    seeding._remembered = None
 
 
 class Numbers(Dataset):

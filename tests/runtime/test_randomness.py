@@ -42,7 +42,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered.clear()
+    seeding._remembered = None
 
 
 class Draws(Dataset):

@@ -18,7 +18,7 @@ from tests.rank_processes import run_ranks
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered.clear()
+    seeding._remembered = None
 
 
 class Augmented(Dataset):
@@ -40,7 +40,7 @@ class AugmentedStream(IterableDataset):
 
 def fresh(data, ranks, rank, size=2, own=False, **options):
     """A loader as a fresh process makes it, that knows no seed of ours."""
-    seeding._remembered.clear()
+    seeding._remembered = None
     torch.seed()
     shuffle = {} if isinstance(data, IterableDataset) else {"shuffle": True}
     if own:
