@@ -35,9 +35,7 @@ saving.py          its checkpoints
 tracking.py        its trackers
 recovery.py        what begins anew after a collective was broken off
 accelerator.py     the Accelerator
-global_streams.py  the random states of the process, set for one batch and put back
-passive.py         which code is known to draw no random number
-streams.py         random streams: each batch draws from its own, derived by hashing
+streams.py         random numbers of prepared loaders: every batch has its own seed
 seeding.py         one seed for a run; the same random state on all ranks
 samplers.py        which rank gets which samples
 tickets.py         what is to be read in one pass over the data

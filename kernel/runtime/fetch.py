@@ -1,8 +1,5 @@
 """Reads one batch, in whichever process that happens: a loader's worker, or the rank itself.
 
-Owns: what a loader's index queue carries, and that each batch draws from its own random streams. Refuses: devices,
-other ranks, the order of batches.
-
 torch's loader is given tickets instead of lists of indices, and a dataset that takes tickets. A ticket says which
 batch it is, so a worker needs to know nothing else, however long it has lived.
 """
@@ -17,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rankbook.runtime.samplers import WHOLE, Dealt, IterableDatasetShard, Round, Share, with_last
-from rankbook.runtime.streams import Streams
+from rankbook.runtime.streams import BatchRng
 
 
 class Ticket(NamedTuple):
@@ -64,10 +61,10 @@ class MapFetch(Dataset[Any]):
         self.dataset = dataset
         self._collate = collate
         self._single = single
-        self._streams = Streams((dataset, collate))
+        self._rng = BatchRng(dataset, collate)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
-        if name.startswith("__") or name in {"dataset", "_streams"}:
+        if name.startswith("__") or name in {"dataset", "_rng"}:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -80,13 +77,8 @@ class MapFetch(Dataset[Any]):
     def __getitems__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
         if ticket.items is None:
             return NOTHING
-        streams = self._streams
-        streams.keep = get_worker_info() is None
-        saved = streams.begin((ticket.seed, ticket.epoch, ticket.number))
-        try:
+        with self._rng.seeded(ticket.seed, ticket.epoch, ticket.number):
             batch = self._read(ticket.items)
-        finally:
-            streams.end(saved)
         return Arrived(batch, ticket.share, ticket.last) if ticket.last or ticket.share else batch
 
     def _read(self, items: Any) -> Any:  # noqa: ANN401
@@ -101,7 +93,7 @@ class MapFetch(Dataset[Any]):
 class IterableFetch(Dataset[Any]):
     """An iterable dataset, as one that gives whole, collated batches for tickets.
 
-    Every process that reads runs the whole stream, under random streams that depend on (seed, epoch, round) alone, and
+    Every process that reads runs the whole stream, with generators seeded from (seed, epoch, round) alone, and
     keeps the part that it was asked for: so all of them see one and the same stream, and each sample is given once.
     A dataset that asks torch for its worker is told that it is the only one.
     """
@@ -113,8 +105,8 @@ class IterableFetch(Dataset[Any]):
         self._shard = shard
         self._collate = collate
         self._single = single
-        self._streams = Streams((dataset,))
-        self._collate_streams = Streams((collate,))
+        self._rng = BatchRng(dataset)
+        self._collate_rng = BatchRng(collate)
         self._run = -1
         self._rounds: Iterator[Round] = iter(())
         self._current: Round | None = None
@@ -124,7 +116,7 @@ class IterableFetch(Dataset[Any]):
         return {**self.__dict__, "_run": -1, "_rounds": None, "_current": None, "_at": -1}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
-        if name.startswith("__") or name in {"dataset", "_streams"}:
+        if name.startswith("__") or name in {"dataset", "_rng"}:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -137,19 +129,14 @@ class IterableFetch(Dataset[Any]):
         part = current.parts[ticket.rank] if current else None
         if current is None or part is None:
             return NOTHING
-        self._collate_streams.keep = get_worker_info() is None
-        saved = self._collate_streams.begin((ticket.seed, ticket.epoch, "collate", ticket.number))
-        try:
+        with self._collate_rng.seeded(ticket.seed, ticket.epoch, "collate", ticket.number):
             batch = self._collate(part[0] if self._single else list(part))
-        finally:
-            self._collate_streams.end(saved)
         share = whole_share(current.share) if self._single else current.share
         last = current.last[ticket.rank]
         return Arrived(batch, share, last) if last or share else batch
 
     def _advance(self, ticket: Ticket) -> Round | None:
         """Read up to the ticket's round. None if the stream ends before."""
-        self._streams.keep = get_worker_info() is None
         if ticket.run != self._run or ticket.round < self._at:
             self._run, self._at, self._current = ticket.run, -1, None
             if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
@@ -164,15 +151,12 @@ class IterableFetch(Dataset[Any]):
         self._rounds = with_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
 
     def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        """`rounds`, from number `first` on, each under its own streams."""
-        return self._streams.over(rounds, (ticket.seed, ticket.epoch, "round"), first)
+        """Yield `rounds`, from number `first` on, each read with generators seeded for it."""
+        return self._rng.iterate(rounds, ticket.seed, ticket.epoch, "round", first=first)
 
     def _open(self, ticket: Ticket) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
-        saved = self._streams.begin((ticket.seed, ticket.epoch, "start"))
-        try:
+        with self._rng.seeded(ticket.seed, ticket.epoch, "start"):
             return iter(self.dataset)
-        finally:
-            self._streams.end(saved)
 
 
 def whole_share(share: Share | None) -> Share | None:

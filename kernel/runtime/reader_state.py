@@ -104,20 +104,19 @@ class StatefulStream(IterableFetch):
     def _first_samples(self, ticket: Ticket, start: dict[str, Any]) -> list[Any]:
         """Those of the first round, which fill up the last: read again, for a checkpoint holds no samples."""
         stream = self._open_at(ticket, start)
-        saved = self._streams.begin((ticket.seed, ticket.epoch, "round", 0))
-        try:
-            return self._shard.first_samples(stream)
-        finally:
-            self._streams.end(saved)
-            if callable(close := getattr(stream, "close", None)):
-                close()
+        with self._rng.seeded(ticket.seed, ticket.epoch, "round", 0):
+            try:
+                return self._shard.first_samples(stream)
+            finally:
+                if callable(close := getattr(stream, "close", None)):
+                    close()
 
     def _open_at(self, ticket: Ticket, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
         before = self._state_before()
         self._load(state)
         if "dataset" in state and not _same(before, {"dataset": state["dataset"]}):
             self._sticks = _same(before, self._dataset_state())
-        self._streams.look_again()
+        self._rng.search_again()
         stream = self._open(ticket)
         if "iterator" in state:
             stream.load_state_dict(copy.deepcopy(state["iterator"]))

@@ -1,7 +1,6 @@
 """One seed for a run: set everywhere, remembered, and made the same on all ranks.
 
-Owns: `set_seed`, `synchronize_rng_states`, and which seed a loader starts from. Refuses: to derive a batch's streams;
-`streams.py` does.
+The generators of a batch are seeded by `streams.py`.
 """
 
 from __future__ import annotations

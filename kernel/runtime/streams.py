@@ -1,264 +1,227 @@
-"""Random streams: each batch draws from its own, derived by hashing.
+"""Random numbers of prepared loaders: each batch is read with generators seeded for it.
 
-Owns: how a stream's seed is derived, which generators a dataset can reach, and how all of them are set for a batch
-and put back. Refuses: adding numbers to seeds, and keeping a stream from one batch to the next.
-
-The key of a batch is (seed, epoch, number), and the number counts the batches of all ranks: so no two ranks, workers
-or epochs share a stream, a batch does not depend on how many workers there are, and a run that is resumed draws what
-it would have drawn.
+The seed of a batch is a hash of (seed, epoch, number), where the number counts the batches of all ranks. So no two
+ranks, workers, epochs or batches draw alike, a batch does not depend on how many workers there are, and a resumed run
+draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.utils.data import TensorDataset, default_collate, default_convert, get_worker_info
 
-from rankbook.runtime.global_streams import Saved, global_streams
-from rankbook.runtime.passive import cannot_draw
-
-Key = tuple[int | str, ...]
 T = TypeVar("T")
 
 MOST_ITEMS = 256
-"""A list or dict that is longer is data, and is not searched for generators."""
+"""A longer list or dict is taken for data and not searched for generators."""
 
 MOST_OBJECTS = 20_000
 """The search for generators ends after so many objects."""
 
 
 def stream_seed(*key: int | str) -> int:
-    """256 bits that depend on every part of `key`: (seed, epoch, rank, worker, stream), or any other names."""
+    """Return 256 bits that depend on every part of `key`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=32).digest(), "big")
 
 
-def _words(seed: int) -> Any:  # noqa: ANN401 - eight uint32, as numpy's seeds are given
-    return np.frombuffer(seed.to_bytes(32, "big"), dtype=np.uint32)
+class BatchRng:
+    """Seeds `random`, NumPy's and PyTorch's global generators, and those that `roots` hold, for one batch at a time.
+
+    Outside a worker, where the process has other use for its generators, their states are put back after the batch.
+    Generators in `skip` are left alone.
+    """
+
+    def __init__(self, *roots: object, skip: tuple[object, ...] = ()) -> None:
+        self._roots = tuple(root for root in roots if not _draws_nothing(root))
+        self._skip = skip
+        self._generators: list[tuple[str, _Generator]] = []
+        self._epoch: tuple[int | str, ...] = ()
+        self._searches = 0
+
+    @contextlib.contextmanager
+    def seeded(self, *key: int | str) -> Iterator[None]:
+        """Seed every generator from `key`, whose first two parts are the run's seed and the epoch."""
+        if not self._roots:
+            yield
+            return
+        # A dataset may make its generators late, in a worker or with its first sample: so search twice in an epoch.
+        if key[:2] != self._epoch:
+            self._epoch, self._searches = key[:2], 0
+        if self._searches < 2:
+            self._search()
+        keep = get_worker_info() is None
+        states = [generator.get_state() for _, generator in self._generators] if keep else []
+        try:
+            for name, generator in self._generators:
+                generator.seed(stream_seed(*key, name))
+            yield
+        finally:
+            for (_, generator), state in zip(self._generators, states, strict=False):
+                generator.set_state(state)
+
+    def iterate(self, items: Iterator[T], *key: int | str, first: int = 0) -> Iterator[T]:
+        """Yield `items`, each read with generators seeded from `key` and its number, which counts from `first`."""
+        for number in count(first):
+            with self.seeded(*key, number):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def search_again(self) -> None:
+        """Search the roots for other generators before the next batch."""
+        self._searches = 0
+
+    def _search(self) -> None:
+        self._searches += 1
+        skip = {id(generator) for generator in self._skip}
+        found = [(name, _generator(held)) for name, held in find_generators(*self._roots) if id(held) not in skip]
+        self._generators = [*_GLOBAL, *[(name, generator) for name, generator in found if generator is not None]]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what was found belongs to this process
+        return functools.partial(BatchRng, skip=self._skip), self._roots
 
 
-class _PythonStream:
-    """One `random.Random`."""
-
-    def __init__(self, source: Any) -> None:  # noqa: ANN401 - typed by its methods
-        self._source = source
-
-    def begin(self, seed: int) -> Any:  # noqa: ANN401 - opaque
-        state = self._source.getstate()
-        self._source.seed(seed)
-        return state
-
-    def seed(self, seed: int) -> None:
-        self._source.seed(seed)
-
-    def end(self, state: Any) -> None:  # noqa: ANN401
-        self._source.setstate(state)
+def _draws_nothing(root: object) -> bool:
+    return root is default_collate or root is default_convert or type(root) in {TensorDataset, list, tuple, range}
 
 
-class _TorchStream:
-    """One torch generator, on the CPU."""
+class _Generator(NamedTuple):
+    """The functions of a random number generator, under one name for every library."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def begin(self, seed: int) -> Any:  # noqa: ANN401
-        state = self._generator.get_state()
-        self._generator.manual_seed(seed >> 193)
-        return state
-
-    def seed(self, seed: int) -> None:
-        self._generator.manual_seed(seed >> 193)
-
-    def end(self, state: Any) -> None:  # noqa: ANN401
-        self._generator.set_state(state)
+    seed: Callable[[int], Any]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
 
 
-class _NumpyStream:
-    """A `numpy.random.Generator`, or a `RandomState`."""
-
-    def __init__(self, generator: Any) -> None:  # noqa: ANN401
-        self._legacy = isinstance(generator, np.random.RandomState)
-        self._generator = generator
-
-    def begin(self, seed: int) -> Any:  # noqa: ANN401
-        state = self._generator.get_state(legacy=False) if self._legacy else self._generator.bit_generator.state
-        self.seed(seed)
-        return state
-
-    def seed(self, seed: int) -> None:
-        if self._legacy:
-            self._generator.seed(_words(seed))
-        else:
-            bits = self._generator.bit_generator
-            bits.state = type(bits)(_words(seed)).state
-
-    def end(self, state: Any) -> None:  # noqa: ANN401
-        if self._legacy:
-            self._generator.set_state(state)
-        else:
-            self._generator.bit_generator.state = state
-
-
-_Saved = tuple[Saved, list[tuple[Any, Any]]]
-Stream = _PythonStream | _TorchStream | _NumpyStream
-
-
-def stream_of(thing: Any) -> Stream | None:  # noqa: ANN401 - any object
-    """How to set the generator `thing`; None if it is none."""
-    if isinstance(thing, np.random.Generator | np.random.RandomState):
-        return _NumpyStream(thing)
-    if isinstance(thing, torch.Generator):
-        return _TorchStream(thing) if thing.device.type == "cpu" else None
-    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
-        return _PythonStream(thing)
+def _generator(value: object) -> _Generator | None:
+    """Return the functions of the generator `value`; None if it is not one that can be seeded here."""
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return _Generator(lambda seed: value.manual_seed(seed >> 193), value.get_state, value.set_state)
+    if isinstance(value, np.random.RandomState):
+        get_state = functools.partial(value.get_state, legacy=False)
+        return _Generator(lambda seed: value.seed(_words(seed)), get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        set_state = functools.partial(setattr, bits, "state")
+        return _Generator(lambda seed: set_state(type(bits)(_words(seed)).state), lambda: bits.state, set_state)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _Generator(value.seed, value.getstate, value.setstate)
     return None
 
 
-@dataclass
-class Streams:
-    """Every random stream that the code of `roots` can draw from: `random`, numpy's, torch's, and what it holds.
-
-    `begin(key)` sets them all and returns what `end` puts back. With `keep=False`, in a process that has no other use
-    for its state (a loader's worker), nothing is saved. `skip` are generators that are somebody else's.
-    """
-
-    roots: tuple[Any, ...]
-    keep: bool = True
-    skip: tuple[Any, ...] = ()
-    _held: list[tuple[str, Stream]] = field(default_factory=list)
-    _idle: bool = False
-    _pass: Key = ()
-    _looks: int = 0
-
-    def begin(self, key: Key) -> _Saved | None:
-        """Set every stream to the one of `key`."""
-        if self._looks < 2 or key[:2] != self._pass:
-            self._look(key)
-        if self._idle:
-            return None
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=40).digest()
-        if not self.keep:
-            global_streams().seed(digest)
-            for name, stream in self._held:
-                stream.seed(stream_seed(*key, name))
-            return None
-        held = [(stream, stream.begin(stream_seed(*key, name))) for name, stream in self._held]
-        return global_streams().begin(digest), held
-
-    def end(self, saved: _Saved | None) -> None:
-        """Put back what `begin` found."""
-        if saved is not None:
-            global_streams().end(saved[0])
-            for stream, state in saved[1]:
-                stream.end(state)
-
-    def over(self, items: Iterator[T], key: Key, first: int = 0) -> Iterator[T]:
-        """`items`, each read with the streams at `key` and its number, which counts from `first`, however far ahead."""
-        for number in count(first):
-            saved = self.begin((*key, number))
-            try:
-                each = next(items, None)
-            finally:
-                self.end(saved)
-            if each is None:
-                return
-            yield each
-
-    def look_again(self) -> None:
-        """What held the generators may hold others by now."""
-        self._looks = 0
-
-    def _look(self, key: Key) -> None:
-        """Search again: a dataset may make its generators late, in a worker or with its first sample."""
-        self._looks = self._looks + 1 if key[:2] == self._pass else 1
-        self._pass = key[:2]
-        self._idle = all(cannot_draw(root) for root in self.roots)
-        if self._idle:
-            return
-        skip = {id(each) for each in self.skip}
-        roots = tuple(root for root in self.roots if not cannot_draw(root))
-        found = [(name, stream_of(each)) for name, each in find_generators(roots) if id(each) not in skip]
-        self._held = [(name, stream) for name, stream in found if stream is not None]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Streams, (self.roots, self.keep, self.skip)
+def _words(seed: int) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(seed.to_bytes(32, "big"), dtype=np.uint32)
 
 
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic, types.ModuleType)
+# NumPy's global generator is replaced by one of ours while a batch is read: putting the other one back takes a
+# microsecond, setting its 624 words 55. Replacing it loses the second half of a pair of normal numbers, which `randn`
+# keeps for its next call. So the state is set where there is one, and where a batch is read within another one.
+_numpy: Any = np.random
+_bits = np.random.MT19937(0)
 
 
-def find_generators(roots: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """The random generators that `roots` hold, each once, by the path that leads to it.
+def _seed_numpy(seed: int) -> None:
+    _numpy.set_bit_generator(_bits)
+    _numpy.seed(_words(seed))
 
-    Looks into attributes, slots, short lists and dicts, partial functions, bound methods, closures, and the global
-    names that the functions and the methods of the objects' classes use. Looks into no tensor, array or module.
+
+def _numpy_state() -> tuple[object, dict[str, Any]]:
+    return _numpy.get_bit_generator(), _numpy.get_state(legacy=False)
+
+
+def _set_numpy_state(saved: tuple[object, dict[str, Any]]) -> None:
+    bits, state = saved
+    _numpy.set_bit_generator(bits)
+    if bits is _bits or state["has_gauss"]:
+        _numpy.set_state(state)
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed >> 193)
+
+
+_GLOBAL = (
+    ("random", _Generator(random.seed, random.getstate, random.setstate)),
+    ("numpy", _Generator(_seed_numpy, _numpy_state, _set_numpy_state)),
+    ("torch", _Generator(_seed_torch, torch.default_generator.get_state, torch.default_generator.set_state)),
+)
+
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic, types.ModuleType, type)
+
+
+def find_generators(*roots: object) -> Iterator[tuple[str, object]]:
+    """Yield the random generators that `roots` hold, once each, with the path that leads to it.
+
+    The search follows attributes, slots, short lists and dicts, partial functions, bound methods, closures, and the
+    global names that functions and the methods of the objects' classes use.
     """
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [(f"{number}", root) for number, root in enumerate(roots)][::-1]
+    waiting = [(str(number), root) for number, root in enumerate(roots)][::-1]
     while waiting and len(seen) < MOST_OBJECTS:
-        path, thing = waiting.pop()
-        if isinstance(thing, _PLAIN) or id(thing) in seen:
+        path, value = waiting.pop()
+        if isinstance(value, _DATA) or id(value) in seen:
             continue
-        seen.add(id(thing))
-        if stream_of(thing) is not None:
-            yield path, thing
+        seen.add(id(value))
+        if _generator(value) is not None:
+            yield path, value
         else:
-            waiting += [(f"{path}.{name}", each) for name, each in _parts(thing) if id(each) not in seen][::-1]
+            waiting += [(f"{path}.{name}", child) for name, child in _children(value)][::-1]
 
 
-def _parts(thing: Any) -> list[tuple[str, Any]]:  # noqa: ANN401
-    if isinstance(thing, Mapping):
-        return [(str(name), each) for name, each in thing.items()] if len(thing) <= MOST_ITEMS else []
-    if isinstance(thing, list | tuple | set | frozenset):
-        return [(str(number), each) for number, each in enumerate(thing)] if len(thing) <= MOST_ITEMS else []
-    if isinstance(thing, types.FunctionType):
-        return [] if _is_library(thing.__module__) else _parts_of_function(thing)
-    if isinstance(thing, types.MethodType):
-        return [("self", thing.__self__), ("function", thing.__func__)]
-    if isinstance(thing, functools.partial):
-        return [("func", thing.func), ("args", thing.args), ("keywords", thing.keywords)]
-    if isinstance(thing, type):
+def _children(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= MOST_ITEMS else []
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(enumerate(value)) if len(value) <= MOST_ITEMS else []
+    if isinstance(value, types.FunctionType):
+        return _children_of_function(value)
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__), ("function", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    children: list[tuple[object, object]] = list(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        if _is_library(cls.__module__):
+            continue
+        for name, member in vars(cls).items():
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(member, types.MemberDescriptorType):  # a slot
+                children.append((name, getattr(value, name, None)))
+            elif isinstance(function, types.FunctionType) or _generator(function) is not None:
+                children.append((name, function))
+    return children
+
+
+def _children_of_function(function: types.FunctionType) -> list[tuple[object, object]]:
+    if _is_library(function.__module__):
         return []
-    parts = list(getattr(thing, "__dict__", {}).items())
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        parts += [(name, getattr(thing, name)) for name in names if hasattr(thing, name) and name != "__dict__"]
-        if not _is_library(kind.__module__):
-            parts += [part for name, each in kind.__dict__.items() for part in _parts_of_member(name, each)]
-    return parts
+    children: list[tuple[object, object]] = [
+        ("defaults", function.__defaults__),
+        ("kwdefaults", function.__kwdefaults__),
+        ("attributes", function.__dict__),
+    ]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # a name without a value yet
+            children.append((name, cell.cell_contents))
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.FunctionType) or _generator(value) is not None:
+            children.append((name, value))
+    return children
 
 
 def _is_library(module: str | None) -> bool:
-    """Whether it is code whose generators are known: the global ones."""
+    """Return True for modules that draw from the global generators only."""
     return (module or "").split(".", 1)[0] in {"torch", "builtins", "numpy", "random", "collections", "abc", "typing"}
-
-
-def _parts_of_member(name: str, member: Any) -> list[tuple[str, Any]]:  # noqa: ANN401
-    member = getattr(member, "__func__", getattr(member, "fget", member))
-    if isinstance(member, types.FunctionType):
-        return [(f"{name}.{inner}", each) for inner, each in _parts_of_function(member)]
-    return [(name, member)] if stream_of(member) is not None else []
-
-
-def _parts_of_function(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    assert isinstance(function, types.FunctionType)
-    parts = [("defaults", function.__defaults__), ("attributes", function.__dict__)]
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    for name, cell in cells:
-        try:
-            parts.append((name, cell.cell_contents))
-        except ValueError:  # a name that has no value yet
-            continue
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if stream_of(value) is not None or isinstance(value, types.FunctionType):
-            parts.append((name, value))
-    return parts

@@ -24,7 +24,7 @@ from rankbook.runtime.samplers import (
     Share,
     forward_epoch,
 )
-from rankbook.runtime.streams import Streams, stream_seed
+from rankbook.runtime.streams import BatchRng, stream_seed
 
 _GIVEN_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _DRAW_NOTHING_ELSE = (SequentialSampler, SeedableRandomSampler, DistributedSampler, *_GIVEN_A_GENERATOR)
@@ -56,7 +56,7 @@ class OneByOne:
 
 
 class Shuffle:
-    """The random streams of a batch sampler, drawn from (seed, epoch), so that all ranks shuffle alike.
+    """Seeds a batch sampler from (seed, epoch), so that all ranks shuffle alike.
 
     `batch_sampler` is a copy of the person's, as deep as it must be: torch's samplers are given a generator, and theirs
     stay as they were. A torch generator that the person gave is theirs: it is used, and `own` gives it.
@@ -76,8 +76,8 @@ class Shuffle:
         if type(sampler) is SeedableRandomSampler and not sampler.seed_given:
             self._seedable = self._replace(copy.copy(sampler))
         known = type(batch_sampler) in {BatchSampler, OneByOne} and type(sampler) in _DRAW_NOTHING_ELSE
-        passive = known or isinstance(batch_sampler, list | tuple)
-        self._streams = None if passive else Streams((batch_sampler,), skip=(self.own,) if self.own else ())
+        roots = () if known else (batch_sampler,)
+        self._rng = BatchRng(*roots, skip=(self.own,) if self.own else ())
 
     def _replace(self, sampler: Any) -> Any:  # noqa: ANN401 - any sampler
         self.batch_sampler = copy.copy(self.batch_sampler)
@@ -92,10 +92,8 @@ class Shuffle:
             self._generator.manual_seed(stream_seed(a_pass.seed, a_pass.epoch, "shuffle") >> 193)
 
     def draw(self, rounds: Iterator[Round], a_pass: Pass) -> Iterator[Round]:
-        """`rounds`, each read under the shuffle's streams where the sampler may draw from any."""
-        if self._streams is None:
-            return rounds
-        return self._streams.over(rounds, (a_pass.seed, a_pass.epoch, "shuffle"))
+        """Yield `rounds`, read with generators seeded for the pass where the sampler may draw from any."""
+        return self._rng.iterate(rounds, a_pass.seed, a_pass.epoch, "shuffle")
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler

@@ -1,19 +1,22 @@
-"""Random streams: derived by hashing, found wherever a dataset has them, put back."""
+"""Random numbers of a batch: seeded from a hash, in every generator that a dataset holds, and put back."""
 
 # ruff: noqa: NPY002 - numpy's global state is one of the streams
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset, default_collate
 
-from rankbook.runtime.global_streams import global_streams, python_memory
-from rankbook.runtime.streams import MOST_ITEMS, Streams, find_generators, stream_seed
+from rankbook.runtime import streams
+from rankbook.runtime.streams import MOST_ITEMS, BatchRng, find_generators, stream_seed
 
 parts = st.integers(0, 2**32) | st.text(max_size=5)
 
@@ -37,8 +40,8 @@ class Something:
     """Code that could draw."""
 
 
-def test_what_is_drawn_depends_on_the_key_alone_and_all_is_put_back():
-    streams, runs = Streams((Something(),)), []
+def test_draws_depend_on_the_key_alone_and_the_states_are_put_back():
+    rng, runs = BatchRng(Something()), []
     for seed in (0, 1):
         random.seed(seed)
         np.random.seed(seed)
@@ -50,9 +53,8 @@ def test_what_is_drawn_depends_on_the_key_alone_and_all_is_put_back():
         inside, outside = [], []
         for number in range(6):
             outside.append(draw())
-            saved = streams.begin((7, 0, number % 3))
-            inside.append(draw())
-            streams.end(saved)
+            with rng.seeded(7, 0, number % 3):
+                inside.append(draw())
         assert outside == expected
         assert inside[:3] == inside[3:]
         assert len({value for drawn in inside[:3] for value in drawn}) == 15
@@ -60,52 +62,73 @@ def test_what_is_drawn_depends_on_the_key_alone_and_all_is_put_back():
     assert runs[0] == runs[1]
 
 
-def test_the_front_door_gives_the_same_promise_where_memory_is_not_as_expected(monkeypatch):
-    monkeypatch.setattr(global_streams(), "_memory", None)
-    test_what_is_drawn_depends_on_the_key_alone_and_all_is_put_back()
+def test_the_states_are_put_back_after_an_error():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    expected = draw()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    with contextlib.suppress(LookupError), BatchRng(Something()).seeded(0, 0, 0):
+        draw()
+        raise LookupError
+    assert draw() == expected
 
 
-def test_pythons_memory_is_where_it_is_expected_on_this_interpreter():
-    source = random.Random(3)
-    for _ in range(5):
-        source.random()
-    memory = python_memory(source)
-    assert memory is not None
-    seen = bytes(memory)
-    first = source.random()
-    memory[:] = seen
-    assert source.random() == first
-    assert python_memory(random.SystemRandom()) is None
+def test_a_worker_seeds_and_puts_nothing_back(monkeypatch):
+    monkeypatch.setattr(streams, "get_worker_info", object)
+    rng = BatchRng(Something())
+    with rng.seeded(0, 0, 0):
+        first = draw()
+        following = draw()
+    with rng.seeded(0, 0, 0):
+        assert draw() == first
+    assert draw() == following
 
 
-def test_a_batch_may_be_read_while_another_one_is_read():
-    streams = Streams((Something(),))
-    outer = streams.begin((0, 0, 0))
-    expected = draw() + draw()
-    streams.end(outer)
-    outer = streams.begin((0, 0, 0))
-    found = draw()
-    inner = streams.begin((0, 0, 1))
-    assert set(draw()).isdisjoint(expected)
-    streams.end(inner)
-    assert found + draw() == expected
-    streams.end(outer)
+def test_a_batch_may_be_read_within_another_one():
+    rng = BatchRng(Something())
+    with rng.seeded(0, 0, 0):
+        expected = draw() + draw()
+    with rng.seeded(0, 0, 0):
+        found = draw()
+        with rng.seeded(0, 0, 1):
+            assert set(draw()).isdisjoint(expected)
+        assert found + draw() == expected
 
 
-def test_numpys_own_state_may_be_of_another_kind():
+def test_numpys_global_generator_may_be_of_another_kind():
     bits = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        streams = Streams((Something(),))
-        first = np.random.rand()
-        saved = streams.begin((0, 0, 0))
-        np.random.rand()
-        streams.end(saved)
-        second = np.random.rand()
+        first = np.random.randn()
+        with BatchRng(Something()).seeded(0, 0, 0):
+            np.random.randn()
+        second = np.random.randn()
         np.random.set_bit_generator(np.random.PCG64(1))
-        assert [np.random.rand(), np.random.rand()] == [first, second]
+        assert [np.random.randn(), np.random.randn()] == [first, second]
     finally:
         np.random.set_bit_generator(bits)
+
+
+def test_a_dataset_may_seed_the_global_generators_itself():
+    with BatchRng(Something()).seeded(0, 0, 0):
+        np.random.seed(3)
+        random.seed(3)
+        drawn = [np.random.rand(), random.random()]
+    assert drawn == [np.random.RandomState(3).rand(), random.Random(3).random()]
+
+
+def test_code_of_torch_that_draws_nothing_is_read_as_it_is(monkeypatch):
+    def fail(*_):
+        raise AssertionError("seeded")
+
+    monkeypatch.setattr(streams, "stream_seed", fail)
+    with BatchRng(TensorDataset(torch.ones(2)), default_collate).seeded(0, 0, 0):
+        pass
+    with pytest.raises(AssertionError, match="seeded"), BatchRng(Subset(Something(), [0])).seeded(0, 0, 0):
+        pass
 
 
 class Holder:
@@ -133,25 +156,27 @@ class Slotted:
 
 
 default = np.random.default_rng(5)
+keyword_default = np.random.default_rng(8)
 global_generator = np.random.default_rng(7)
 
 
-def function_with_default(rng=default, other=None):
-    return rng, other
+def function_with_default(rng=default, other=None, *, keyword=keyword_default):
+    return rng, other, keyword
 
 
 def test_generators_are_found_in_all_the_places_where_people_keep_them():
-    found = dict(find_generators((Holder(),)))
+    found = dict(find_generators(Holder()))
     ends = {path.split(".")[-1] for path in found}
-    assert len(found) == 9
-    assert {"shared", "numpy", "legacy", "python", "torch", "other", "inner", "global_generator"} <= ends
-    assert [path for path, _ in find_generators((Holder(),))] == list(found)
-    assert list(find_generators(([random.Random()] * (MOST_ITEMS + 1),))) == []
+    assert len(found) == 10
+    named = {"shared", "numpy", "legacy", "python", "torch", "other", "inner", "keyword", "global_generator"}
+    assert named <= ends
+    assert [path for path, _ in find_generators(Holder())] == list(found)
+    assert list(find_generators([random.Random()] * (MOST_ITEMS + 1))) == []
 
 
-def test_held_generators_draw_from_their_own_streams_and_are_put_back():
+def test_held_generators_are_seeded_apart_and_put_back():
     holder = Holder()
-    streams = Streams((holder,))
+    rng = BatchRng(holder)
 
     def draws():
         return [
@@ -163,37 +188,40 @@ def test_held_generators_draw_from_their_own_streams_and_are_put_back():
             holder[0],
         ]
 
-    saved = streams.begin((1, 2, 3))
-    inside = draws()
-    streams.end(saved)
+    with rng.seeded(1, 2, 3):
+        inside = draws()
     assert len(set(inside)) == 6
     other = Holder()
     assert holder.numpy.random() == other.numpy.random() and holder.python.random() == other.python.random()
-    saved = streams.begin((1, 2, 3))
-    assert draws() == inside
-    streams.end(saved)
+    with rng.seeded(1, 2, 3):
+        assert draws() == inside
 
 
 def test_a_generator_that_is_made_late_is_found():
     holder = Something()
-    streams = Streams((holder,), keep=False)
-    streams.begin((0, 0, 0))
+    rng = BatchRng(holder)
+    with rng.seeded(0, 0, 0):
+        holder.rng = np.random.default_rng()
+    with rng.seeded(0, 0, 1):
+        first = holder.rng.random()
+    with rng.seeded(0, 0, 1):
+        assert holder.rng.random() == first
     holder.rng = np.random.default_rng()
-    streams.begin((0, 0, 1))
-    first = holder.rng.random()
-    streams.begin((0, 0, 1))
-    assert holder.rng.random() == first
+    rng.search_again()
+    with rng.seeded(0, 0, 1):
+        assert holder.rng.random() == first
 
 
-def test_a_generator_that_is_somebody_elses_is_left_alone():
+def test_a_skipped_generator_is_left_alone():
     holder = Something()
     holder.rng = torch.Generator().manual_seed(1)
-    Streams((holder,), skip=(holder.rng,)).begin((0, 0, 0))
-    assert torch.equal(holder.rng.get_state(), torch.Generator().manual_seed(1).get_state())
+    with BatchRng(holder, skip=(holder.rng,)).seeded(0, 0, 0):
+        assert torch.equal(holder.rng.get_state(), torch.Generator().manual_seed(1).get_state())
 
 
-def test_streams_travel_without_what_they_found():
-    streams = Streams((Slotted(random.Random(1)),))
-    streams.begin((0, 0, 0))
-    back = pickle.loads(pickle.dumps(streams))
-    assert back._held == [] and type(back.roots[0]) is Slotted
+def test_it_is_pickled_without_the_generators_that_it_found():
+    rng = BatchRng(Slotted(random.Random(1)))
+    with rng.seeded(0, 0, 0):
+        pass
+    back = pickle.loads(pickle.dumps(rng))
+    assert back._generators == [] and type(back._roots[0]) is Slotted
