@@ -31,7 +31,7 @@ from rankbook.transport.payload import Packed, pack
 from rankbook.transport.segments import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
-_namespaces: list[dict[str, Any]] = []
+_namespace: dict[str, Any] = {}
 """The namespace of this rank's cells, which functions that arrive from a peer see."""
 
 
