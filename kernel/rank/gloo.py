@@ -31,6 +31,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from rankbook.rank.sockets import (
     Address,
@@ -76,6 +77,15 @@ def make_gloo(
     attempt.forget()
     with _closed_after(_guarded_listeners()) as listeners, listeners.admit_own():
         return _connect(listeners, dist.PrefixStore("guarded", store), rank, size, timeout)
+
+
+def make_unconnected() -> Any:  # noqa: ANN401
+    """Return a backend that is connected to nobody and holds no descriptor or thread.
+
+    torch wants a backend registered for the life of a group and offers no way to replace it. A `RecoverableGroup`
+    overrides every method through which a call would reach the registered one.
+    """
+    return FakeProcessGroup._create_internal(0, 1)
 
 
 class _Attempt:

@@ -36,6 +36,7 @@ from rankbook.messages import Abort
 from rankbook.rank import forks, lifeboat, models
 from rankbook.rank.backends import backends_of, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
+from rankbook.rank.gloo import make_unconnected
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import watch_opened
 from rankbook.rank.store import FolderStore, generation_prefix
@@ -302,7 +303,8 @@ class GroupMember:
         for device, backend in backends.items():  # a mesh asks the outer one for what it has
             kind = dist.Backend.backend_type_map[backend]
             member.group._set_default_backend(kind)
-            member.group._register_backend(torch.device(device), kind, inner.group._get_backend(torch.device(device)))
+            registered = make_unconnected() if backend == "gloo" else inner.group._get_backend(torch.device(device))
+            member.group._register_backend(torch.device(device), kind, registered)
         self._members[name] = member
         return member.group
 

@@ -215,6 +215,10 @@ class RecoverableGroup(dist.ProcessGroup):
         """The backend's name."""
         return str(self._inner.group.name())
 
+    def getBackendName(self) -> str:  # noqa: N802 - the name that C++ calls
+        """Return a name that torch has no C++ class for: of "gloo", DDP's logger casts the registered backend to it."""
+        return "rankbook"
+
     def get_group_store(self) -> dist.Store:
         """The store it was made with."""
         return self._store
