@@ -357,7 +357,7 @@ class Stage:
         assert f"rank {victim} was killed by signal 9" in outcome.text + outcome.evalue + outcome.traceback
         others = ",".join(str(rank) for rank in self.pids if rank != victim)
         before = time.time()
-        self.notebook.ok(f"%distributed {way_back} {victim}", timeout=HUNG / 2)  # a hang shows its stacks
+        self.notebook.ok(f"%distributed {way_back} {victim}", timeout=HUNG - 1)  # a hang shows its stacks
         self.check_works()
         works = control + time.time() - before
         if others:
