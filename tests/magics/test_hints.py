@@ -171,8 +171,8 @@ def in_time(notebook):
 
 
 def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask, in_time):
-    pids = notebook.ok("%%distributed\nimport os\nos.getpid()").displays
-    first = int(pids[0]["text/plain"].split()[-1])
+    shown = notebook.ok("%%distributed --ranks 0\nimport os\nos.getpid()").displays
+    first = int(shown[0]["text/plain"].split()[-1])
     os.kill(first, signal.SIGSTOP)
     try:
         for kind in ("complete", "inspect"):

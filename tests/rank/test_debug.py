@@ -102,8 +102,8 @@ def test_whoever_connects_without_the_word_is_sent_away():
         address = listener.getsockname()
         said = []
 
-        def connect(answer):
-            with socket.create_connection(address) as connection, connection.makefile("rb") as stream:
+        def serve(connection, answer):
+            with connection, connection.makefile("rb") as stream:
                 said.append(read_message(stream)["command"])
                 content = json.dumps(answer).encode()
                 connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
@@ -114,11 +114,9 @@ def test_whoever_connects_without_the_word_is_sent_away():
 
         threads = []
         for each in ({"type": "event", "event": "x", "body": None}, answer(None), answer("wrong"), answer("right")):
-            threads.append(threading.Thread(target=connect, args=(each,)))
+            connection = socket.create_connection(address)  # in this order they are accepted
+            threads.append(threading.Thread(target=serve, args=(connection, each)))
             threads[-1].start()
-            if each == answer("right"):
-                break
-            time.sleep(0)
         began = time.monotonic()
         debug_seconds, debug._SECONDS = debug._SECONDS, 2.0
         try:
