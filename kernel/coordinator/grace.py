@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class GracePeriods:
     """The grace periods of a cluster, in seconds.
 
-    The defaults are what a person at a notebook needs. `Cluster(2, grace=GracePeriods(leave=2.0))` has another.
+    The defaults are what a person at a notebook needs. `Cluster(2, grace=GracePeriods(leave=3.0))` has another.
     """
 
     raised: float = 1.0
@@ -29,7 +29,7 @@ class GracePeriods:
     """From an interrupt until the collective that a rank may wait in is broken off."""
     interrupt_release: float = 5.0
     """From an interrupt until the notebook gets control back, also from ranks that still run."""
-    leave: float = 0.5
+    leave: float = 1.5
     """An idle rank ends by itself after it was asked to."""
     save: float = 30.0
     """A rank that ends finishes a save in the background and calls its exit functions."""
