@@ -224,12 +224,6 @@ def _split(prog: str, line: str) -> list[str]:
         raise BadRequest(f"{prog}: {error}") from error
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
-    """Return `; near: ...` with the public names similar to `name`, or an empty string if there are none."""
-    close = get_close_matches(name, [candidate for candidate in names if not candidate.startswith("_")], n=3)
-    return f"; near: {', '.join(close)}" if close else ""
-
-
 def complete(
     command: str | None,
     words: Sequence[str],

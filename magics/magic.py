@@ -20,6 +20,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.interrupts import held_interrupts, set_ending
 from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
+from rankbook.formatting import plural, suggest
 from rankbook.magics import arguments, auto, debug, hints, reports
 from rankbook.magics.comms import Bridge
 from rankbook.magics.failures import raise_for
@@ -181,7 +182,8 @@ class DistributedMagics(Magics):
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
         self._say(
-            f"{_count(cluster.world_size)} {verb} {told}: {cluster.describe()}{reports.describe_keeping(cluster)}"
+            f"{plural(cluster.world_size, 'rank')} {verb} {told}: "
+            f"{cluster.describe()}{reports.describe_keeping(cluster)}"
         )
         return cluster
 
@@ -239,7 +241,7 @@ class DistributedMagics(Magics):
     def _command_stop(self, _command: argparse.Namespace) -> None:
         running = clusters.running_cluster()
         if clusters.stop() and running is not None:
-            self._say(f"{_count(running.world_size)} stopped")
+            self._say(f"{plural(running.world_size, 'rank')} stopped")
         else:
             self._say("no ranks are running")
 
@@ -286,7 +288,7 @@ class DistributedMagics(Magics):
 
     def _own(self, name: str) -> Any:  # noqa: ANN401 - any variable
         if name not in self._shell.user_ns:
-            near = arguments.suggest(name, self._shell.user_ns)
+            near = suggest(name, self._shell.user_ns)
             raise BadRequest(f"%distributed push: there is no variable {name!r} in the notebook{near}")
         return self._shell.user_ns[name]
 
@@ -334,10 +336,6 @@ def _cell_number(shell: InteractiveShell) -> int:
     running = shell.displayhook.exec_result
     number = None if running is None else running.execution_count
     return int(shell.execution_count if number is None else number)
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _note_of(status: RankStatus) -> str:

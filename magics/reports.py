@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.peek import Peeked
 from rankbook.errors import BadRequest
-from rankbook.formatting import format_bytes
+from rankbook.formatting import format_bytes, suggest
 from rankbook.launch.records import find_records
-from rankbook.magics.arguments import suggest
 from rankbook.messages import Stack
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.telemetry import Variable

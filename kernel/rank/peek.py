@@ -17,12 +17,12 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
 from IPython.lib.pretty import pretty
 
+from rankbook.formatting import suggest
 from rankbook.looking import AskPeek, PeekTold
 from rankbook.rank import waits
 from rankbook.rank.tracebacks import is_users
@@ -141,10 +141,7 @@ def tell_error(error: BaseException, names: Mapping[str, object]) -> str:
         value = " ".join(str(error).split())[:500]
     except Exception as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
         value = f"<{type(failure).__name__} while it was put into words>"
-    near = ""
-    if isinstance(error, NameError) and error.name:
-        found = get_close_matches(error.name, [each for each in names if not each.startswith("_")], n=3)
-        near = f"; near: {', '.join(found)}" if found else ""
+    near = suggest(error.name, names) if isinstance(error, NameError) and error.name else ""
     return f"{type(error).__name__}: {value}".removesuffix(": ") + near
 
 
