@@ -12,7 +12,7 @@ from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, suggest
 from rankbook.launch.records import find_records
 from rankbook.messages import Stack
-from rankbook.ranks import format_ranks, name_ranks
+from rankbook.ranks import format_ranks, group_ranks, name_ranks
 from rankbook.telemetry import Variable
 
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
@@ -21,21 +21,13 @@ _VARIABLE_FIELDS = (("type", "type"), ("shape", "shape"), ("dtype", "dtype"), ("
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
-def _ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each distinct text."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(text, []).append(rank)
-    return groups
-
-
 def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str]) -> str:
     """Return each distinct stack once, after its ranks, with the outermost user frame first.
 
     `states` describes the ranks that have no stack, because they are dead or do not answer.
     """
     texts = {rank: states[rank] if stack is None else _describe_stack(stack) for rank, stack in stacks.items()}
-    return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in _ranks_by_text(texts).items())
+    return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in group_ranks(texts.items()).items())
 
 
 def _describe_stack(stack: Stack) -> str:
@@ -63,7 +55,7 @@ def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:
 
 def _prefix_ranks(texts: Mapping[int, str]) -> str:
     """Return the lines of each distinct text with its ranks; texts that differ in addresses only count as one."""
-    groups = _ranks_by_text({rank: _ADDRESS.sub("0x", text) for rank, text in texts.items()})
+    groups = group_ranks((rank, _ADDRESS.sub("0x", text)) for rank, text in texts.items())
     return "".join(
         f"[{format_ranks(ranks)}] {line}\n" for ranks in groups.values() for line in texts[ranks[0]].split("\n")
     )
@@ -117,7 +109,7 @@ def _rows_of_variable(name: str, by_rank: Mapping[int, Variable], ranks: tuple[i
 
 def _describe_values(values: Mapping[int, str]) -> str:
     """Return the value if all ranks have the same, else the first few values with their ranks."""
-    groups = _ranks_by_text(values)
+    groups = group_ranks(values.items())
     if len(groups) == 1:
         return next(iter(groups))
     shown = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MOST_VALUES]]

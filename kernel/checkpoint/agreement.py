@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rankbook.checkpoint.coverage import said
 from rankbook.checkpoint.replicas import control_device, gather_objects
 from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.ranks import group_ranks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,9 +46,7 @@ class RanksFailed(Exception):
 
     def message(self, operation: str) -> str:
         """Name all ranks that failed with their reasons, in the same words on every rank."""
-        ranks: dict[str, list[int]] = {}
-        for rank, failure in sorted(self.failures.items()):
-            ranks.setdefault(failure.text, []).append(rank)
+        ranks = group_ranks((rank, failure.text) for rank, failure in sorted(self.failures.items()))
         if len(ranks) == 1 and all(failure.expected for failure in self.failures.values()):
             return next(iter(ranks))
         unchanged = ", and nothing was changed" if operation == "save" else ""
@@ -162,19 +161,14 @@ def _all_alike(text: str) -> bool:
 
 
 def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Exception | None) -> None:
-    failed: dict[str, list[int]] = {}
-    for rank, (complaint, _, _) in enumerate(told):
-        if complaint:
-            failed.setdefault(complaint, []).append(rank)
+    failed = group_ranks((rank, complaint) for rank, (complaint, _, _) in enumerate(told) if complaint)
     if failed:
         words = "; ".join(f"{said(ranks)}: {complaint}" for complaint, ranks in failed.items())
         asked = all(bad for complaint, bad, _ in told if complaint)
         raise (BadRequest if asked else CheckpointingException)(f"the {what} has not begun: {words}") from error
     differing = []
     for name in told[0][2]:
-        sides: dict[str, list[int]] = {}
-        for rank, (_, _, own) in enumerate(told):
-            sides.setdefault(own[name], []).append(rank)
+        sides = group_ranks((rank, own[name]) for rank, (_, _, own) in enumerate(told))
         if len(sides) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {said(ranks)}" for value, ranks in sides.items()))
     raise BadRequest(f"the {what} has not begun, for the ranks do not ask for the same: {'; '.join(differing)}")

@@ -30,6 +30,7 @@ from rankbook.checkpoint.stores import ASIDE, Storage, read_all
 from rankbook.checkpoint.strictness import Decision, StrictHandling, decide
 from rankbook.checkpoint.structure import decode, sizes_hold
 from rankbook.errors import CheckpointingException
+from rankbook.ranks import group_ranks
 
 Step = int | Literal["latest"]
 
@@ -162,10 +163,9 @@ class Loader:
 
     def decide(self, requests: list[Request]) -> list[Decision]:
         """Raise `CheckpointingException` about mismatches and, as the mode says, about keys. Return one for all."""
-        mismatches: dict[str, list[int]] = {}
-        for rank, request in enumerate(requests):
-            for mismatch in request.mismatches:
-                mismatches.setdefault(mismatch, []).append(rank)
+        mismatches = group_ranks(
+            (rank, mismatch) for rank, request in enumerate(requests) for mismatch in request.mismatches
+        )
         if mismatches:
             lines = [f"{mismatch} ({said(ranks)})" for mismatch, ranks in mismatches.items()]
             more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from rankbook.looking import Answer, Box, HeldTensor, NothingTold, ShardsTold
-from rankbook.ranks import name_ranks
+from rankbook.ranks import group_ranks, name_ranks
 from rankbook.telemetry import Shard, ShardedTensorMap, ShardMap
 
 
@@ -18,11 +18,11 @@ def fold_shards(
 ) -> ShardMap:
     """The map. What a rank says of its own part counts; what others have computed stands for ranks that are silent."""
     told = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, ShardsTold)}
-    troubles: dict[str, list[int]] = {}
-    for rank, each in sorted(answers.items()):
-        trouble = each.trouble if isinstance(each, (NothingTold, ShardsTold)) else ""
-        if trouble:
-            troubles.setdefault(trouble, []).append(rank)
+    troubles = group_ranks(
+        (rank, answer.trouble)
+        for rank, answer in sorted(answers.items())
+        if isinstance(answer, NothingTold | ShardsTold) and answer.trouble
+    )
     for rank in everyone:
         if rank not in answers:
             troubles.setdefault("no answer; its parts are as the others computed them", []).append(rank)
