@@ -427,7 +427,9 @@ def _merged(loaded: Any, factories: Any, key: Path) -> Any:  # noqa: ANN401 - an
     if isinstance(loaded, dict) and isinstance(factories, dict):
         for name, below in factories.items():
             if name not in loaded:
-                raise CheckpointingException(f"{_spell(key)}: no key {name!r} among what was loaded: {list(loaded)}")
+                raise CheckpointingException(
+                    f"{format_path(key)}: no key {name!r} among what was loaded: {list(loaded)}"
+                )
             loaded[name] = _merged(loaded[name], below, (*key, name))
         return loaded
     if isinstance(loaded, list | tuple) and isinstance(factories, list | tuple | dict):
@@ -437,7 +439,8 @@ def _merged(loaded: Any, factories: Any, key: Path) -> Any:  # noqa: ANN401 - an
             return loaded
         return type(loaded)(*merged) if hasattr(loaded, "_fields") else type(loaded)(merged)
     raise CheckpointingException(
-        f"{_spell(key)}: a {type(loaded).__name__} was loaded where the factories have a {type(factories).__name__}"
+        f"{format_path(key)}: a {type(loaded).__name__} was loaded "
+        f"where the factories have a {type(factories).__name__}"
     )
 
 
@@ -445,14 +448,14 @@ def _merged_list(loaded: list[Any], factories: Any, key: Path) -> list[Any]:  # 
     if not isinstance(factories, dict):
         if len(loaded) != len(factories):
             raise CheckpointingException(
-                f"{_spell(key)}: {len(loaded)} elements were loaded where the factories have {len(factories)}"
+                f"{format_path(key)}: {len(loaded)} elements were loaded where the factories have {len(factories)}"
             )
         factories = dict(enumerate(factories))
     for index, below in factories.items():
         if not isinstance(index, int):
-            raise CheckpointingException(f"{_spell(key)}: {index!r} is no index of the list that was loaded")
+            raise CheckpointingException(f"{format_path(key)}: {index!r} is no index of the list that was loaded")
         if not 0 <= index < len(loaded):
-            raise CheckpointingException(f"{_spell(key)}: {index} is out of the bounds of {len(loaded)} elements")
+            raise CheckpointingException(f"{format_path(key)}: {index} is out of the bounds of {len(loaded)} elements")
         loaded[index] = _merged(loaded[index], below, (*key, index))
     return loaded
 
@@ -464,5 +467,6 @@ def _merged_inside(loaded: Any, factory: ShardedTensorFactory, key: Path) -> Any
     return _merged(loaded, inner, key) if inner != {} else loaded
 
 
-def _spell(key: Path) -> str:
-    return "".join(f"[{each!r}]" for each in key) or "the state dict"
+def format_path(path: Iterable[object]) -> str:
+    """Format the path of an entry as the subscripts after the state dict's name."""
+    return "".join(f"[{key!r}]" for key in path) or "the state dict"

@@ -26,6 +26,7 @@ from rankbook.checkpoint.mapping import (
     apply_factories,
     apply_factory_merges,
     factories_of,
+    format_path,
     is_main_replica,
 )
 from rankbook.checkpoint.replicas import Copy, Gather, gather_objects, settle
@@ -79,7 +80,7 @@ def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noq
     given = dict(leaves)
     paths = [path for path, _ in flatten(container)]
     if given.keys() != set(paths):
-        wrong = sorted(map(spell, given.keys() ^ set(paths)))
+        wrong = sorted(map(format_path, given.keys() ^ set(paths)))
         raise CheckpointingException(f"these are not the leaves of the state dict: {wrong}")
     return map_leaves(lambda path, _: given[path], container)
 
@@ -135,11 +136,6 @@ def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a con
         and sorted(below) == list(range(len(below)))
     )
     return [below[number] for number in range(len(below))] if in_order else below
-
-
-def spell(path: Path) -> str:
-    """The path as it would be written after the state dict's name."""
-    return "".join(f"[{each!r}]" for each in path) or "the state dict"
 
 
 @dataclass
@@ -270,7 +266,7 @@ def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, cop
             key = ".".join(map(str, path))
             if key in keys:
                 raise CheckpointingException(
-                    f"two tensors would be stored as {key!r}: {spell(keys[key])} and {spell(path)}"
+                    f"two tensors would be stored as {key!r}: {format_path(keys[key])} and {format_path(path)}"
                 )
             keys[key] = path
             copy = copy_of(key, leaf)
@@ -323,7 +319,8 @@ def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: se
         return common
     if common is not _MISSING and not isinstance(common, dict | list | tuple):
         raise CheckpointingException(
-            f"{spell(path)}: a {type(common).__name__} is stored where the state dict has a {type(container).__name__}"
+            f"{format_path(path)}: a {type(common).__name__} is stored "
+            f"where the state dict has a {type(container).__name__}"
         )
     stored = {} if common is _MISSING else dict(_children(common) or ())
     found = [(key, _assembled(each, values, stored.pop(key, _MISSING), gone, (*path, key))) for key, each in children]
@@ -332,7 +329,7 @@ def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: se
         return {**dict(there), **stored} if there or stored else _MISSING
     if there and len(there) < len(found):
         lost = sorted({key for key, _ in found} - {key for key, _ in there})
-        raise CheckpointingException(f"{spell(path)}: nothing is stored for its elements {lost}")
+        raise CheckpointingException(f"{format_path(path)}: nothing is stored for its elements {lost}")
     return _rebuilt(container, there) if there else _MISSING
 
 
