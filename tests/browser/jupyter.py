@@ -146,7 +146,10 @@ class Notebook:
         return self.page.locator(CELL).nth(index)
 
     def start(self, index: int) -> None:
-        """Run a cell and do not wait; what is pressed before the kernel is connected is lost: press again."""
+        """Run a cell and do not wait; what is pressed before the kernel is connected is lost: press again.
+
+        Not soon: on a busy machine the page shows a key's effect seconds later, and a second one would run it twice.
+        """
         prompt = self.cell(index).locator(".jp-InputPrompt").first
         before = prompt.text_content() or ""
         for attempt in range(10):
@@ -157,7 +160,7 @@ class Notebook:
             self.page.keyboard.press("Control+Enter")
             self.page.evaluate(SETTLED)  # a page that is slow has done by now what the key asks for
             with contextlib.suppress(AssertionError):
-                expect(prompt).not_to_have_text(before, timeout=1000 * (attempt + 1))
+                expect(prompt).not_to_have_text(before, timeout=1000 * (attempt + 8))
                 return
         raise AssertionError(f"cell {index} did not start")
 
