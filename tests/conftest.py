@@ -94,6 +94,16 @@ def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> f
     return time.monotonic() - began
 
 
+def stop_process(pid: int) -> None:
+    """Stop a process with SIGSTOP and wait until it stands still.
+
+    Until its main thread had a turn to take the signal, the other threads still run: on a busy machine long enough to
+    answer a question.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout=20, what="the process stops")
+
+
 def _pause(seconds: float) -> None:
     with contextlib.suppress(queue.Empty):
         queue.SimpleQueue[None]().get(timeout=seconds)

@@ -17,7 +17,7 @@ from rankbook.coordinator.feed import ClusterFeed
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.looking import AskLook, Question
 from rankbook.telemetry import Placement
-from tests.conftest import wait_until
+from tests.conftest import stop_process, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -368,7 +368,7 @@ def test_a_rank_that_is_stopped_is_unresponsive_and_comes_back(cluster):
     end = cluster.watch("placement", seen.append)
     wait_until(lambda: seen, timeout=10, what="a picture")
     pid = seen[-1].ranks[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         wait_until(lambda: seen[-1].ranks[1].state == "unresponsive", timeout=10, what="its silence")
         assert seen[-1].ranks[0].state == "idle"

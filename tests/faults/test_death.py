@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Gate, Kernel, Notebook, Outcome, cluster_folders, wait_until
+from tests.conftest import Gate, Kernel, Notebook, Outcome, cluster_folders, stop_process, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -272,7 +272,7 @@ def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
         }
 
     earlier = joined()
-    os.kill(before[0], signal.SIGSTOP)  # rank 0 will not join, so the others wait for it
+    stop_process(before[0])  # rank 0 will not join, so the others wait for it
     try:
         message = four.send("%distributed restart 1")
         fresh = new_rank(four, known)

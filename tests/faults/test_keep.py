@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Gate, Notebook, check_nothing_left, leftovers, marked_processes, wait_until
+from tests.conftest import Gate, Notebook, check_nothing_left, leftovers, marked_processes, stop_process, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -516,7 +516,7 @@ def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_w
         "from rankbook.coordinator import reattach\nfrom rankbook.transport import zmq_link\n"
         "reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 1.0, 300"
     )
-    os.kill(pids[1], signal.SIGSTOP)
+    stop_process(pids[1])
     told = refusal(notebook, "%distributed attach")
     assert f"rank 1 (pid {pids[1]}) did not answer within 1 s" in told
     os.kill(pids[1], signal.SIGCONT)

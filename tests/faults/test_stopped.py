@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.conftest import Kernel, Notebook, Outcome, wait_until
+from tests.conftest import Kernel, Notebook, Outcome, stop_process, wait_until
 from tests.faults.test_death import REDUCE, pids, status, told
 
 pytestmark = pytest.mark.slow
@@ -36,11 +36,6 @@ def two(two_ranks: Notebook) -> Iterator[Notebook]:
     assert "[0-1] sum 1" in two_ranks.ok(REDUCE, timeout=20).stdout
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout=20, what="the rank is stopped")
-
-
 def begin(notebook: Notebook, body: str, *, ranks: str = "1") -> Outcome:
     """Begin a background cell and wait until it says so; `handle` is its handle."""
     message = notebook.send(f"%%distributed --background --ranks {ranks}\n{body}")
@@ -60,7 +55,7 @@ def test_a_stopped_rank_is_told_as_such_and_goes_on_as_if_nothing_had_happened(t
     outcome = two.finish(message)
     two.ok("handle = _")
     two.follow(message, outcome, lambda seen: "begun" in seen.stdout)
-    stop(pid)
+    stop_process(pid)
     rows = status(two)
     assert re.search(rf"1 +unresponsive.*process stopped: kill -CONT {pid} lets it go on", rows[1])
     assert "dead" not in rows[1]
@@ -78,7 +73,7 @@ def test_a_stopped_rank_is_told_as_such_and_goes_on_as_if_nothing_had_happened(t
 
 def test_an_idle_rank_that_is_stopped_is_told_and_the_other_goes_on(two):
     pid = pids(two)[1]
-    stop(pid)
+    stop_process(pid)
     shown = two.ok("%distributed status")
     assert "process stopped" in shown.text and shown.seconds < 10
     assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=20).stdout
@@ -93,7 +88,7 @@ def test_the_cell_that_waits_for_a_stopped_rank_says_so_and_is_interrupted(two):
 
     def follow(outcome: Outcome) -> None:
         if "[0-1] begun" in outcome.stdout and not pressed:
-            stop(pid)
+            stop_process(pid)
             pressed.append("stopped")
         if "process stopped" in outcome.stderr and len(pressed) == 1:
             pressed.append(two.interrupt())
@@ -112,7 +107,7 @@ def test_a_stopped_rank_can_be_restarted(two, busy):
     if busy:
         begin(two, "import time\nprint('begun')\ntime.sleep(60)")
     pid = pids(two)[1]
-    stop(pid)
+    stop_process(pid)
     assert "rank 1 restarted" in two.ok("%distributed restart 1", timeout=20).stdout
     assert not psutil.pid_exists(pid)
     assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)").stdout
@@ -171,7 +166,7 @@ def test_a_stopped_rank_does_not_outlive_the_others(fresh_notebook, busy, end):
     if busy:
         begin(fresh_notebook, "import time\nprint('begun')\ntime.sleep(60)")
     ranks = pids(fresh_notebook)
-    stop(ranks[1])
+    stop_process(ranks[1])
     if end == "stop":
         stopped = fresh_notebook.ok("%distributed stop", timeout=30)
         assert "2 ranks stopped" in stopped.stdout

@@ -11,7 +11,7 @@ import ipykernel
 import psutil
 import pytest
 
-from tests.conftest import wait_until
+from tests.conftest import stop_process, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -173,7 +173,7 @@ def in_time(notebook):
 def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask, in_time):
     shown = notebook.ok("%%distributed --ranks 0\nimport os\nos.getpid()").displays
     first = int(shown[0]["text/plain"].split()[-1])
-    os.kill(first, signal.SIGSTOP)
+    stop_process(first)
     try:
         for kind in ("complete", "inspect"):
             answers = [ask(kind, "%%distributed --ranks 0\nmodel.layers") for _ in range(3)]
