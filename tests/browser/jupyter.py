@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,11 @@ class Server:
         self.wait_ready(timeout=60)
 
     def wait_ready(self, *, timeout: float) -> None:
-        """Wait until it answers."""
+        """Wait until it lists its kernels: a page that asks for them too early lets the person choose one."""
+        kernels = f"http://127.0.0.1:{self.port}/api/kernelspecs?token=t"
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            with contextlib.suppress(OSError), urllib.request.urlopen(kernels, timeout=timeout):
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=0.1)
