@@ -162,18 +162,13 @@ class Crew:
     def wait_exits(self, *, timeout: float = _ANSWER_TIMEOUT) -> None:
         """Wait until the state knows of every rank that has ended by now.
 
-        The forkserver tells of an end some milliseconds later. A rank that answers lives; of one that does not, the
-        process is looked at.
+        The forkserver tells of an end some milliseconds later.
         """
         driver = self.driver
         deadline = time.monotonic() + timeout
-        ended = [
-            rank
-            for rank, silence in driver.presence.wait_silent(driver.answering(), timeout=timeout).items()
-            if silence.look is None
-        ]
+        ended = driver.presence.wait_ended(driver.answering(), timeout=timeout)
         with driver.changed:
-            while not set(ended).isdisjoint(driver.answering()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
+            while not ended.isdisjoint(driver.answering()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
                 driver.changed.wait(0.05)
 
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:

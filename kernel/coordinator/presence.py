@@ -27,6 +27,9 @@ _LOOK_AFTER = 0.3
 """Seconds after which a silent rank's process is looked at: one that is stopped will not answer, however long one
 waits. Any other may only be slow, and gets the whole time."""
 
+_LOOK_EVERY = 0.05
+"""Seconds between two looks at the processes of ranks that may be ending."""
+
 
 @dataclass
 class RankInfo:
@@ -128,6 +131,27 @@ class Presence:
             self._wait_answers(asked, began + timeout)
             silent = self.silent(asked)
         return silent
+
+    def wait_ended(self, ranks: Iterable[int], *, timeout: float) -> set[int]:
+        """Those of `ranks` whose process has ended by now. Any thread but the driver's.
+
+        Alive is who answers a question that is asked now: another message may have been on its way when the rank was
+        killed. Who neither answers nor ends within `timeout` seconds, sooner where it is stopped, counts as alive.
+        """
+        token = next(self._tokens)
+        answers = self._stacks[token] = {}
+        unknown = {rank for rank in ranks if self._ask(rank, token)}
+        ended = set[int]()
+        began = time.monotonic()
+        with self._changed:
+            while (unknown := unknown - answers.keys()) and (left := began + timeout - time.monotonic()) > 0:
+                self._changed.wait(min(left, _LOOK_EVERY))
+                looks = {rank: look_at(self._pid_of(rank)) for rank in unknown - answers.keys()}
+                ended |= {rank for rank, look in looks.items() if look is None}
+                late = time.monotonic() - began > _LOOK_AFTER
+                unknown = {rank for rank, look in looks.items() if look is not None and not (late and look.stopped)}
+            del self._stacks[token]
+        return ended
 
     def silent(self, ranks: Iterable[int]) -> dict[int, Silence]:
         """Those of `ranks` that owe an answer, with a look at their processes."""

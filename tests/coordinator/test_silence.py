@@ -126,6 +126,24 @@ def test_an_answer_that_comes_too_late_is_dropped():
 
 
 @pytest.mark.processes
+def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
+    sent: list[int] = []
+
+    def send(rank: int, _: AskStack) -> bool:
+        sent.append(rank)
+        presence.hear(rank)  # it was on its way already
+        return True
+
+    presence = Presence(threading.Condition(threading.RLock()), send, lambda _: sleeper.pid)
+    assert presence.wait_ended((1,), timeout=0.2) == set(), "who is only slow has not ended"
+    os.kill(sleeper.pid, signal.SIGKILL)
+    assert presence.wait_ended((1,), timeout=20) == {1}
+    assert sent == [1, 1]
+    ranks = Ranks(0, 1)
+    assert ranks.presence.wait_ended((0, 1, 2), timeout=60) == set()
+
+
+@pytest.mark.processes
 def test_of_a_straggler_that_was_not_asked_only_a_stop_is_told(sleeper):
     presence = Presence(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
     assert presence.straggler(0) is None
