@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -27,11 +26,11 @@ KERNELSPEC = {  # where Jupyter finds the kernel after a plain install
 
 def expected_files() -> set[str]:
     """Every file below the package's folders, under its name in the wheel."""
-    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    folders = {"rankbook": "kernel/rankbook", "rankbook/magics": "magics", "rankbook/widgets": "widgets"}
     return {
-        f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"
+        f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
         for package, folder in folders.items()
-        for file in (ROOT / folder).rglob("*")
+        for file in (ROOT / folder).rglob("*")  # which does not follow the links below kernel/rankbook
         if file.is_file() and file.suffix not in NOT_SHIPPED
     }
 

@@ -18,20 +18,12 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto
 from rankbook.magics.debug_desk import Desk
 from rankbook.magics.stopped_threads import Message
+from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_HERE, _COORDINATOR = Path(__file__), Path(clusters.__file__).parent
-_OURS = [
-    str(folder / "**")
-    for folder in (
-        _HERE.parent,
-        _HERE.resolve().parent,
-        _COORDINATOR.parent,
-        Path(clusters.__file__).resolve().parent.parent,
-    )
-]
+_OURS = [f"{folder}**" for folder in PACKAGE_FOLDERS]
 """Files in which the notebook's own debugger is not to stop: an exception in there is no person's."""
 _LONG = 200
 """Characters of a cell from which on it is faster to look its name up than to make it."""

@@ -62,106 +62,106 @@ class Mutant:
 MUTANTS = (
     # Those that survived when they were tried first.
     Mutant(
-        "kernel/coordinator/adoption.py",
+        "kernel/rankbook/coordinator/adoption.py",
         "for task in tasks if not task.running and not task.internal",
         "for task in tasks if not task.internal",
         "coordinator/test_adoption.py",
     ),
     Mutant(
-        "kernel/coordinator/adoption.py",
+        "kernel/rankbook/coordinator/adoption.py",
         "return None if account.here.seen and not account.here.running else account.here.cell",
         "return account.here.cell",
         "coordinator/test_adoption.py",
     ),
     Mutant(
-        "kernel/coordinator/state.py",
+        "kernel/rankbook/coordinator/state.py",
         "unsure = cell.failed or cell.interrupted or",
         "unsure = cell.failed or",
         "coordinator/test_state.py",
     ),
     Mutant(
-        "kernel/launch/records.py",
+        "kernel/rankbook/launch/records.py",
         'if segments.name.startswith(f"rankbook-{os.getuid()}-"):',
         "if segments.name:",
         "launch/test_records.py",
     ),
     Mutant(
-        "kernel/transport/payload.py",
+        "kernel/rankbook/transport/payload.py",
         " or (buffer.segment is None and end < len(whole)):",
         ":",
         "transport/test_payload.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
     ),
     Mutant(
-        "kernel/rank/recoverable.py",
+        "kernel/rankbook/rank/recoverable.py",
         "and not (self._forsaken and _EMPTY.search(str(error))):",
         "and not _EMPTY.search(str(error)):",
         "rank/test_recoverable.py",
     ),
     Mutant(
-        "kernel/rank/recoverable.py",
+        "kernel/rankbook/rank/recoverable.py",
         "        except BaseException:\n            self.ledger.withdraw(key)\n",
         "        except BaseException:\n",
         "rank/test_recoverable.py",
     ),
     Mutant(
-        "kernel/runtime/samplers.py",
+        "kernel/rankbook/runtime/samplers.py",
         "rows = max([*lengths, *map(len, repeated)])",
         "rows = max(lengths)",
         "runtime/test_samplers.py",
     ),
     Mutant(
-        "kernel/runtime/accumulation.py",
+        "kernel/rankbook/runtime/accumulation.py",
         "if self._rescale != 1.0:",
         "if self._rescale:",
         "runtime/test_accumulation.py",
     ),
     Mutant(
-        "kernel/checkpoint/verifying.py",
+        "kernel/rankbook/checkpoint/verifying.py",
         "if joined and joined[-1][1] == start:",
         "if joined and joined[-1][1] > start:",
         "checkpoint/test_verifying.py::test_adjacent_damaged_pieces_are_named_as_one_range",
     ),
     # The notebook's side.
     Mutant(
-        "kernel/coordinator/state.py",
+        "kernel/rankbook/coordinator/state.py",
         "if event.incarnation != rank.incarnation or rank.cell != event.cell:",
         "if event.incarnation != rank.incarnation:",
         "coordinator/test_state.py",
     ),
     Mutant(
-        "kernel/coordinator/supervisor.py",
+        "kernel/rankbook/coordinator/supervisor.py",
         "if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:",
         "if doom.seconds >= self._grace.finished:",
         "coordinator/test_supervisor.py",
     ),
     Mutant(
-        "kernel/coordinator/supervisor.py",
+        "kernel/rankbook/coordinator/supervisor.py",
         "if group.pending and not set(group.ranks)",
         "if not set(group.ranks)",
         "coordinator/test_state.py",
     ),
     Mutant(
-        "kernel/coordinator/watch.py",
+        "kernel/rankbook/coordinator/watch.py",
         "view.count >= launch.number and not view.broken",
         "view.count >= launch.number",
         "coordinator/test_watch.py",
     ),
-    Mutant("kernel/output.py", "        self._open.discard(rank)\n", "", "test_output.py"),
+    Mutant("kernel/rankbook/output.py", "        self._open.discard(rank)\n", "", "test_output.py"),
     Mutant(
-        "kernel/queues.py",
+        "kernel/rankbook/queues.py",
         "if item.time + hold > now and not item.alone:",
         "if item.time + hold > now:",
         "test_output.py",
     ),
-    Mutant("kernel/results.py", '"replace", not self.cut)', '"replace", True)', "test_results.py"),
+    Mutant("kernel/rankbook/results.py", '"replace", not self.cut)', '"replace", True)', "test_results.py"),
     Mutant(
-        "kernel/launch/folders.py",
+        "kernel/rankbook/launch/folders.py",
         "if is_abandoned(folder):",
         "if True:",
         "launch/test_folders.py",
     ),
     Mutant(
-        "kernel/launch/records.py",
+        "kernel/rankbook/launch/records.py",
         "if stat.S_IMODE(status.st_mode) & 0o077:",
         "if stat.S_IMODE(status.st_mode) & 0o007:",
         "launch/test_records.py",
@@ -180,113 +180,113 @@ MUTANTS = (
     ),
     # Between notebook and ranks.
     Mutant(
-        "kernel/transport/payload.py",
+        "kernel/rankbook/transport/payload.py",
         "if not buffer or buffer.readonly or ctypes",
         "if not buffer or ctypes",
         "transport/test_payload.py::test_frames_that_arrive_misaligned_or_read_only_become_usable",
     ),
     Mutant(
-        "kernel/transport/segments.py",
+        "kernel/rankbook/transport/segments.py",
         "if size > _free(self.folder) // 2:",
         "if size > _free(self.folder):",
         "transport/test_segments.py",
     ),
     Mutant(
-        "kernel/transport/stream.py",
+        "kernel/rankbook/transport/stream.py",
         "if len(self._pending) < end:",
         "if len(self._pending) <= end:",
         "transport/test_stream.py",
     ),
     # The ranks' side.
     Mutant(
-        "kernel/rank/collectives.py",
+        "kernel/rankbook/rank/collectives.py",
         "        self.count -= launched.number > 0\n",
         "",
         "rank/test_collectives.py",
     ),
     Mutant(
-        "kernel/rank/outbox.py",
+        "kernel/rankbook/rank/outbox.py",
         "if not isinstance(each.message, Done)), None)",
         "if each.message), None)",
         "rank/test_outbox.py",
     ),
-    Mutant("kernel/rank/capture.py", "        self._room -= size\n", "", "rank/test_capture.py"),
+    Mutant("kernel/rankbook/rank/capture.py", "        self._room -= size\n", "", "rank/test_capture.py"),
     Mutant(
-        "kernel/rank/heal.py",
+        "kernel/rankbook/rank/heal.py",
         'if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):',
         "if name in hidden or isinstance(value, types.ModuleType):",
         "rank/test_heal.py",
     ),
     # Training.
     Mutant(
-        "kernel/runtime/samplers.py",
+        "kernel/rankbook/runtime/samplers.py",
         "elif len(batch_list) == ranks and self.drop_last:",
         "elif self.drop_last:",
         "runtime/test_samplers.py",
     ),
     Mutant(
-        "kernel/runtime/loaders.py",
+        "kernel/rankbook/runtime/loaders.py",
         "rank * mesh.size(axis) + mesh.get_local_rank(axis)",
         "rank + mesh.get_local_rank(axis)",
         "runtime/test_loaders.py",
     ),
     Mutant(
-        "kernel/runtime/accumulation.py",
+        "kernel/rankbook/runtime/accumulation.py",
         "            self._stale = True\n        loader =",
         "        loader =",
         "runtime/test_accelerator.py",
     ),
     Mutant(
-        "kernel/runtime/precision.py",
+        "kernel/rankbook/runtime/precision.py",
         "if installed.replaced is not None:",
         "if installed.replaced is None:",
         "runtime/test_precision.py",
     ),
     Mutant(
-        "kernel/runtime/gradient_state.py",
+        "kernel/rankbook/runtime/gradient_state.py",
         "        self._remove_dataloader(dataloader)\n        self._active.append",
         "        self._active.append",
         "runtime/test_gradient_state.py",
     ),
     # Checkpoints.
     Mutant(
-        "kernel/checkpoint/plan.py",
+        "kernel/rankbook/checkpoint/plan.py",
         "if same_common and asked == self._known else",
         "if asked == self._known else",
         "checkpoint/test_plan.py",
     ),
     Mutant(
-        "kernel/checkpoint/folders.py",
+        "kernel/rankbook/checkpoint/folders.py",
         "for step in finished(storage) if step <= latest]",
         "for step in finished(storage)]",
         "checkpoint/test_folders.py::test_steps_above_the_latest_are_another_story_and_stay",
     ),
     Mutant(
-        "kernel/checkpoint/verifying.py",
+        "kernel/rankbook/checkpoint/verifying.py",
         "(size := self._names[file.name]) != file.size:",
         "(size := self._names[file.name]) < file.size:",
         "checkpoint/test_verifying.py::test_bytes_appended_to_a_file_are_told",
     ),
     Mutant(
-        "kernel/checkpoint/manifest.py",
+        "kernel/rankbook/checkpoint/manifest.py",
         "if len(chunk.pieces) == 1 else PIECE",
         "if chunk.pieces else PIECE",
         "checkpoint/test_manifest.py",
     ),
     Mutant(
-        "kernel/checkpoint/reading.py",
+        "kernel/rankbook/checkpoint/reading.py",
         "starts[1:] > ends[:-1] + gap",
         "starts[1:] >= ends[:-1] + gap",
         "checkpoint/test_reading.py",
     ),
     Mutant(
-        "kernel/checkpoint/coverage.py",
+        "kernel/rankbook/checkpoint/coverage.py",
         "same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
         "same = volume == volumes(whole)",
         "checkpoint/test_plan.py",
     ),
     Mutant(
-        "kernel/checkpoint/checksums.py",
+        "kernel/rankbook/checkpoint/checksums.py",
         "length = min(left, piece)",
         "length = piece",
         "checkpoint/test_checksums.py",
@@ -302,13 +302,10 @@ class Copy:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder / name)
-        package = folder / "path" / "rankbook"  # kernel/, with magics and widgets as its subpackages
-        package.mkdir(parents=True)
-        for source in [*(folder / "kernel").iterdir(), folder / "magics", folder / "widgets"]:
-            (package / source.name).symlink_to(source)
+        package = folder / "kernel" / "rankbook"
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(package.parent),  # ahead of the editable install

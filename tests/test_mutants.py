@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants import MUTANTS, ROOT, Mutant, check_table
 
-FILE = "kernel/ranks.py"
+FILE = "kernel/rankbook/ranks.py"
 
 
 def test_every_mutant_fits_the_sources_and_names_tests_that_are_there(tmp_path):

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.formatting import strip_ansi
 from rankbook.messages import ErrorReport, Frame
+from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_OURS = (str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.parent))
 _LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 _DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
 _MOST_FRAMES = 12
@@ -34,7 +34,7 @@ _own_members = BaseExceptionGroup.__dict__["exceptions"].__get__
 
 def is_users(file: str) -> bool:
     """Whether a file is the user's own: a cell or a module of theirs, not a library's."""
-    return not file.startswith((*_LIBRARIES, *_OURS)) and "site-packages" not in file
+    return not file.startswith((*_LIBRARIES, *PACKAGE_FOLDERS)) and "site-packages" not in file
 
 
 def text_of(value: object) -> str:
@@ -155,7 +155,7 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
             if place > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # once for the line, once for its tracing
                 entries.pop()
             break
-    while entries and entries[-1].tb_frame.f_code.co_filename.startswith(_OURS):
+    while entries and entries[-1].tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
         entries.pop()  # an interrupt is raised in a handler of ours
     first = next((i for i, entry in enumerate(entries) if is_users(entry.tb_frame.f_code.co_filename)), 0)
     entries = entries[first:]

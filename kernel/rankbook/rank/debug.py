@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankbook.debugging import DebugHeard, DebugSaid
+from rankbook.package_folders import PACKAGE_FOLDERS
 
-_OURS = sorted({str(Path(__file__).parent.parent), str(Path(__file__).resolve().parent.parent)})
 _SECONDS = 10.0
 """For the engine to connect, and to be gone."""
 _OWN = 1 << 30
@@ -126,7 +126,7 @@ class Debuggee:
         if not self.attached and command != "disconnect":
             self._start()
         if command == "attach":
-            rules = [{"path": f"{folder}/**", "include": False} for folder in _OURS]
+            rules = [{"path": f"{folder}**", "include": False} for folder in PACKAGE_FOLDERS]
             options = {"justMyCode": True, "rules": rules, "stopAllThreadsOnSuspend": False, "subProcess": False}
             request["arguments"] = {**request.get("arguments", {}), **options}
         if command in _STEPS:
