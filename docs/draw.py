@@ -15,13 +15,13 @@ from typing import get_args
 
 import msgspec
 
-from rankbook import messages
 from rankbook.coordinator import actions, events, tables
+from rankbook.protocol import messages
 
 FOLDER = Path(__file__).resolve().parent
 MADE = "<!-- Made by docs/draw.py from the code; change that, and run it again. -->"
 WIRE_INTRODUCTION = """\
-Every message is a frozen `msgspec` struct of `rankbook.messages` or a vocabulary that it imports, sent as MessagePack
+Every message is a frozen `msgspec` struct of `rankbook.protocol.messages` or a vocabulary that it imports, sent as MessagePack
 and tagged with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never ignored."""
 STATES_INTRODUCTION = """\
 `rankbook.coordinator.state` decides what each rank and each cell may do next. Events go in, actions come out; it knows

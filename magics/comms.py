@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from comm.base_comm import BaseComm
 
-from rankbook.comms import CommHeard, CommSaid
 from rankbook.coordinator.cluster import Cluster
+from rankbook.protocol.comm import CommHeard, CommSaid
 
 _WIDGET = "jupyter.widget"
 _CONTROL = "jupyter.widget.control"

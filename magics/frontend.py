@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.output import ClearOutput, Emit, Rich, Stream
-from rankbook.wire import RESULT
+from rankbook.protocol.base import RESULT
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

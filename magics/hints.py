@@ -17,8 +17,8 @@ from IPython.core import completer, page
 from rankbook.coordinator import current as clusters
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.looking import Completion
 from rankbook.magics import arguments, auto
+from rankbook.protocol.queries import Completion
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

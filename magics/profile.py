@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook.errors import BadRequest
-from rankbook.measuring import OpTime
+from rankbook.protocol.profiling import OpTime
 from rankbook.widgets.table import table
 
 _MARK = b'{"rankbook": '

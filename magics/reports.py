@@ -11,9 +11,9 @@ from rankbook.coordinator.peek import Peeked
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, suggest
 from rankbook.launch.records import find_records
-from rankbook.messages import Stack
+from rankbook.protocol.messages import Stack
+from rankbook.protocol.telemetry import Variable
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
-from rankbook.telemetry import Variable
 
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
 _MOST_VALUES = 4

@@ -19,7 +19,7 @@ from rankbook.checkpoint.stores import read_all
 from rankbook.checkpoint.structure import decode
 from rankbook.checkpoint.verifying import verify
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.telemetry import CheckpointFolder, StoredCheckpoint
+from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint
 
 Loader = Callable[[str, Manifest], str | None]
 """Loads the checkpoint of this path on the ranks, and says what it did; None where it cannot."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest, CellError, cell_error
-from rankbook.messages import ErrorReport
+from rankbook.protocol.messages import ErrorReport
 
 
 def report(name):

@@ -201,8 +201,8 @@ def test_violation_is_found(check, made_up):
 
 def test_sources_that_keep_to_the_rules_pass():
     made_up = {
-        "rankbook.errors": "if TYPE_CHECKING:\n  from rankbook.messages import ErrorReport",
-        "rankbook.messages": "from rankbook.errors import ProtocolError",
+        "rankbook.errors": "if TYPE_CHECKING:\n  from rankbook.protocol.messages import ErrorReport",
+        "rankbook.protocol.messages": "from rankbook.errors import ProtocolError",
         "rankbook.rank.__init__": "",
         "rankbook.rank.main": "import torch.distributed\nfrom rankbook.errors import StartError",
         "rankbook.transport.link": "import zmq",

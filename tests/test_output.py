@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.messages import Clear, Display, Text, TextCut
 from rankbook.output import ClearOutput, Emit, OutputMerger, Rich, Stream
+from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 HOLD, AFTER, EVERY = 0.1, 0.3, 0.1
 

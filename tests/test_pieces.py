@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook import pieces as module
-from rankbook.messages import Clear, Display, Text
 from rankbook.output import OutputMerger
 from rankbook.pieces import Change, Drop, Head, More, Piece, Pieces, Put
+from rankbook.protocol.messages import Clear, Display, Text
 
 
 class Reader:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rankbook.errors import BadRequest, CellError, CollectiveAborted, LostRank
-from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
+from rankbook.protocol.messages import Display, Done, ErrorReport, Text, TextCut
 from rankbook.results import CellResult, RankOutcome, ResultBuilder, describe_errors
 
 VALUE = ErrorReport(

@@ -12,7 +12,7 @@ from typing import Any
 import traitlets
 
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.telemetry import CheckpointFolder, Saves, StoredCheckpoint
+from rankbook.protocol.telemetry import CheckpointFolder, Saves, StoredCheckpoint
 from rankbook.widgets import checkpoints_picture as picture
 from rankbook.widgets.feed import Feed, Shelf
 from rankbook.widgets.live import LiveView, end_of, script

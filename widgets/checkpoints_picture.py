@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rankbook.formatting import format_bytes, format_duration, format_time, plural
-from rankbook.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
+from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.drawing import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
 from rankbook.widgets.table import table
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from rankbook.telemetry import CheckpointFolder
+from rankbook.protocol.telemetry import CheckpointFolder
 
 
 class Feed(Protocol):

@@ -12,7 +12,7 @@ import traitlets
 
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, format_shape
-from rankbook.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
+from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
 from rankbook.widgets import placement_picture as picture
 from rankbook.widgets.feed import Feed
 from rankbook.widgets.live import LiveView, end_of, script

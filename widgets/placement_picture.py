@@ -10,8 +10,8 @@ from html import escape
 from itertools import groupby
 
 from rankbook.formatting import format_3g, format_bytes, format_count, format_time, plural
+from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.ranks import name_ranks
-from rankbook.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.widgets.drawing import (
     FAINT,
     LINE,

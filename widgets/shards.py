@@ -13,7 +13,7 @@ from typing import Any
 import traitlets
 
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
+from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
 from rankbook.widgets import shards_picture as picture
 from rankbook.widgets.feed import Feed
 from rankbook.widgets.live import LiveView, script

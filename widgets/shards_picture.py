@@ -9,8 +9,8 @@ from collections import Counter
 from html import escape
 
 from rankbook.formatting import format_bytes, format_shape, plural
+from rankbook.protocol.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
-from rankbook.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.widgets.drawing import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
 from rankbook.widgets.table import table
 

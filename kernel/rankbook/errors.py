@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankbook.messages import ErrorReport
+    from rankbook.protocol.messages import ErrorReport
 
 
 class RankbookError(Exception):

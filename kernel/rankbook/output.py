@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rankbook.lines import LiveRegions, Row, StreamName
-from rankbook.messages import Clear, Display, Text, TextCut
+from rankbook.protocol.messages import Clear, Display, Text, TextCut
 from rankbook.queues import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.record import Record

@@ -15,7 +15,7 @@ from typing import cast
 
 from rankbook.formatting import format_bytes, plural
 from rankbook.lines import Screen, StreamName
-from rankbook.messages import Clear, Display, Text, TextCut
+from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 Ranks = tuple[int, ...]
 Rows = Sequence[tuple[Ranks, str]]

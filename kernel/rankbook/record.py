@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rankbook.lines import StreamName
-from rankbook.messages import Display
+from rankbook.protocol.messages import Display
 from rankbook.queues import Ranks, Rows, Shown
 
 _MOST_TEXT, _MOST = 256 << 10, 200

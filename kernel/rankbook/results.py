@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rankbook.errors import BadRequest, CellError, LostRank, cell_error, is_consequence
-from rankbook.messages import Display, Done, ErrorReport, Text, TextCut
+from rankbook.protocol.messages import Display, Done, ErrorReport, Text, TextCut
 from rankbook.ranks import group_ranks, name_ranks
 
 _MOST_DISPLAYS = 100

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from rankbook.telemetry import Holding
+from rankbook.protocol.telemetry import Holding
 from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.part import compact
 from rankbook.widgets.placement import fixed_of, state_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook import telemetry
 from rankbook.checkpoint import async_save, telling
 from rankbook.checkpoint.telling import Telling
+from rankbook.protocol import telemetry
 
 
 def test_each_phase_is_told_and_bytes_now_and_then(monkeypatch):

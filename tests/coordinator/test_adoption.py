@@ -16,11 +16,11 @@ from rankbook.coordinator.reunion import Account, Reunion
 from rankbook.coordinator.state import RankState
 from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.errors import BadRequest, NoCluster
-from rankbook.forking import RankExited
-from rankbook.keeping import Here, Seen
 from rankbook.launch.records import Found, KeptRank, Record
-from rankbook.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text
 from rankbook.output import Emit, Stream
+from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text
+from rankbook.protocol.reattach import Here, Seen
 from rankbook.transport.link import Sender
 from tests.coordinator.test_driver import Keeper, Stage, request
 from tests.coordinator.test_state import waits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rankbook.coordinator.board import Board, RankView, lagging
 from rankbook.coordinator.tables import RankState
-from rankbook.looking import Looked, Sample
-from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
+from rankbook.protocol.queries import Looked, Sample
+from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
 
 HOLDING = Holding("model", "model", "Net", parameters=3, bytes=12)
 MEMORY = MemoryUse(total=100, parameters=12, gradients=0, optimizer=0, other=8, free=80, shared=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rankbook.coordinator.debugs import Debugs
-from rankbook.debugging import DebugHeard, DebugSaid
+from rankbook.protocol.dap import DebugHeard, DebugSaid
 
 
 def test_what_is_said_reaches_the_listener_and_a_rank_that_is_gone_is_paused_no_more():

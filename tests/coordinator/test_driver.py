@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
-from rankbook.comms import CommSaid
 from rankbook.coordinator import driver
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended, Question
@@ -21,8 +20,10 @@ from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
-from rankbook.forking import ForkRank, KillRank, RankExited, RankForked
-from rankbook.messages import (
+from rankbook.output import OutputMerger, Stream
+from rankbook.protocol.comm import CommSaid
+from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
+from rankbook.protocol.messages import (
     Abort,
     AskCollectives,
     AskStack,
@@ -41,7 +42,6 @@ from rankbook.messages import (
     Stack,
     Text,
 )
-from rankbook.output import OutputMerger, Stream
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
 from tests.transport.memory_link import MemoryHub, MemoryRank

@@ -7,7 +7,7 @@ import pytest
 from rankbook import sources
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.exits import describe_crash, describe_failure
-from rankbook.messages import Done, ErrorReport
+from rankbook.protocol.messages import Done, ErrorReport
 
 
 def done(status: str, name: str = "ValueError", line: int | None = 3) -> Done:

@@ -14,7 +14,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Ended
 from rankbook.coordinator.state import RankState
 from rankbook.magics.frontend import as_message
-from rankbook.messages import FromRank, Regroup
+from rankbook.protocol.messages import FromRank, Regroup
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
 from tests.coordinator.test_driver import SOON, Stage, exited

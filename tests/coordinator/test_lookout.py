@@ -15,8 +15,8 @@ import torch
 import rankbook
 from rankbook.coordinator.feed import ClusterFeed
 from rankbook.errors import BadRequest, CellError, LostRank
-from rankbook.looking import AskLook, Question
-from rankbook.telemetry import Placement
+from rankbook.protocol.queries import AskLook, Question
+from rankbook.protocol.telemetry import Placement
 from tests.conftest import stop_process, wait_until
 
 pytestmark = pytest.mark.processes

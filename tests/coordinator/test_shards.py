@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankbook.coordinator.shards import fold_shards
-from rankbook.looking import Box, HeldTensor, NothingTold, ShardsTold
+from rankbook.protocol.queries import Box, HeldTensor, NothingTold, ShardsTold
 
 DEVICES = {0: "cpu", 1: "cpu", 2: "cpu", 3: "cuda:3"}
 TWO_BY_TWO = (Box(0, (0, 0), (2, 4)), Box(1, (2, 0), (2, 4)), Box(2, (0, 0), (2, 4)), Box(3, (2, 0), (2, 4)))

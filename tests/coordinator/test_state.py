@@ -19,8 +19,8 @@ from rankbook.coordinator.state import (
 )
 from rankbook.coordinator.watch import Told
 from rankbook.errors import IllegalTransition
-from rankbook.messages import Collectives
-from rankbook.telemetry import GroupReport, Launch
+from rankbook.protocol.messages import Collectives
+from rankbook.protocol.telemetry import GroupReport, Launch
 
 
 def only(actions: list[act.Action], kind: type) -> list[act.Action]:

@@ -9,8 +9,8 @@ from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.supervisor import LOOK_EVERY, Supervisor
 from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
 from rankbook.coordinator.watch import Told
-from rankbook.messages import Collectives
-from rankbook.telemetry import GroupReport, Launch
+from rankbook.protocol.messages import Collectives
+from rankbook.protocol.telemetry import GroupReport, Launch
 
 CELL = 8
 PERIODS = GracePeriods()

@@ -10,7 +10,7 @@ import pytest
 from rankbook.coordinator import wait
 from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.wait import wait_for
-from rankbook.messages import InputReply, InputRequest, Interrupt, RunCell, Text
+from rankbook.protocol.messages import InputReply, InputRequest, Interrupt, RunCell, Text
 from tests.conftest import wait_until
 from tests.coordinator.test_driver import SOON, Keeper, Stage
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rankbook.coordinator.watch import Disagreement, Doomed, Out, Told, deadlock, disagreements, doomed, warning
-from rankbook.messages import Collectives
-from rankbook.telemetry import GroupReport, Launch
+from rankbook.protocol.messages import Collectives
+from rankbook.protocol.telemetry import GroupReport, Launch
 
 NOW = 100.0
 

@@ -11,7 +11,7 @@ from rankbook.errors import BadRequest
 from rankbook.magics.arguments import parse_cell_line
 from rankbook.magics.measured import Measuring, latecomers, seconds, times_table
 from rankbook.magics.profile import Trace, check_file, merge_ops, profile_table
-from rankbook.measuring import OpTime, Times
+from rankbook.protocol.profiling import OpTime, Times
 from tests.conftest import Kernel
 
 MARK = '{"rankbook": "profile of cell [7]"'

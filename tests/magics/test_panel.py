@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.magics.panel import Panel
-from rankbook.messages import Text
 from rankbook.output import OutputMerger
+from rankbook.protocol.messages import Text
 from tests.conftest import Gate
 
 pytestmark = pytest.mark.processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankbook.magics.status_line import describe_running
-from rankbook.telemetry import RankPlacement
+from rankbook.protocol.telemetry import RankPlacement
 from rankbook.widgets.handle import line
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rankbook.errors import BadRequest
 from rankbook.magics.reports import VARIABLE_HEADINGS, variable_rows
-from rankbook.telemetry import Variable
+from rankbook.protocol.telemetry import Variable
 
 
 def tensor(name, *shape, dtype="float32", device="cpu"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.messages import Text, TextCut
+from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank import capture
 from rankbook.rank.capture import SHOWN, TAIL, Pace
 

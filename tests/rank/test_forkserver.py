@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankbook.forking import (
+from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
     ClusterOpened,
@@ -29,7 +29,7 @@ from rankbook.forking import (
     RankExited,
     RankForked,
 )
-from rankbook.messages import Done, Hello, Leave, RunCell, Text, decode_from_forkserver
+from rankbook.protocol.messages import Done, Hello, Leave, RunCell, Text, decode_from_forkserver
 from rankbook.transport.stream import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until

@@ -11,7 +11,7 @@ import pandas
 import pytest
 import torch
 
-from rankbook.looking import AskCompletions, AskInspection
+from rankbook.protocol.queries import AskCompletions, AskInspection
 from rankbook.rank import reading
 from rankbook.rank.hints import MOST, Guide
 

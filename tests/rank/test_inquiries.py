@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from rankbook.looking import AskLook, NothingTold
+from rankbook.protocol.queries import AskLook, NothingTold
 from rankbook.rank.inquiries import Inquiries
 from tests.conftest import wait_until
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from rankbook import telemetry
 from rankbook.errors import BadRequest
-from rankbook.looking import AskLook, AskStatistic, NothingTold
+from rankbook.protocol import telemetry
+from rankbook.protocol.queries import AskLook, AskStatistic, NothingTold
 from rankbook.rank import belongings, parts, shard_map
 from rankbook.rank.look import Lookout
 from rankbook.rank.memory_use import GradientCounter, Utilisation

@@ -6,11 +6,9 @@ from collections.abc import Collection
 
 import pytest
 
-from rankbook.comms import CommHeard
-from rankbook.debugging import DebugHeard
-from rankbook.keeping import Here, Recall, Seen
-from rankbook.looking import AskCompletions, AskInspection, AskLook, AskPeek
-from rankbook.messages import (
+from rankbook.protocol.comm import CommHeard
+from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.messages import (
     Abort,
     AskCollectives,
     AskStack,
@@ -31,6 +29,8 @@ from rankbook.messages import (
     Text,
     ToRank,
 )
+from rankbook.protocol.queries import AskCompletions, AskInspection, AskLook, AskPeek
+from rankbook.protocol.reattach import Here, Recall, Seen
 from rankbook.rank.outbox import KeptLink, Outbox
 from rankbook.transport.link import Frames
 

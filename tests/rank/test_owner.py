@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.forking import CloseCluster
-from rankbook.keeping import Claim, Claimed, ClaimRefused, KeepCluster
-from rankbook.messages import FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
+from rankbook.protocol.forkserver import CloseCluster
+from rankbook.protocol.messages import FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import host
 from rankbook.rank.owner import Owner
 from rankbook.transport.stream import MessageStream

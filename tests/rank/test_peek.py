@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from rankbook.looking import AskPeek
+from rankbook.protocol.queries import AskPeek
 from rankbook.rank import waits
 from rankbook.rank.peek import Peeks, describe, names_in, read_locals
 from tests.conftest import wait_until

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rankbook.measuring import OpTime
+from rankbook.protocol.profiling import OpTime
 from rankbook.rank.profiling import Profiling
 from rankbook.rank.trace import RankTrace, add_up
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from rankbook import telemetry
 from rankbook.errors import BadRequest
+from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,

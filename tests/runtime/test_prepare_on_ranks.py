@@ -405,7 +405,7 @@ def join_and_tell():
     """Uneven inputs under DDP, and what is told of shards."""
     from torch.utils.data import DataLoader
 
-    from rankbook import telemetry
+    from rankbook.protocol import telemetry
     from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))

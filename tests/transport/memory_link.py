@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
+from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
 
 _Parcel = tuple[bytes, list[memoryview]]

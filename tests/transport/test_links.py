@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.messages import Clear, Hello, Interrupt, Leave
+from rankbook.protocol.messages import Clear, Hello, Interrupt, Leave
 from rankbook.transport.link import Sender
 from rankbook.transport.zmq_link import ZmqHub, ZmqRank
 from tests.transport.memory_link import MemoryHub

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from rankbook.errors import ProtocolError, TransferError
-from rankbook.messages import Buffer, Payload
+from rankbook.protocol.messages import Buffer, Payload
 from rankbook.transport.payload import pack, unpack
 from rankbook.transport.segments import SegmentStore
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankbook.messages import Interrupt, encode
+from rankbook.protocol.messages import Interrupt, encode
 from rankbook.transport.stream import MessageStream
 
 ONE, OTHER = encode(Interrupt(cell=1)), encode(Interrupt(cell=2))

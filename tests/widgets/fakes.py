@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rankbook.errors import BadRequest
-from rankbook.telemetry import (
+from rankbook.protocol.telemetry import (
     CheckpointFolder,
     CheckpointSave,
     Holding,

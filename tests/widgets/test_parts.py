@@ -9,7 +9,7 @@ import pytest
 from msgspec import Struct
 
 from rankbook.errors import BadRequest
-from rankbook.telemetry import CheckpointFolder
+from rankbook.protocol.telemetry import CheckpointFolder
 from rankbook.widgets.checkpoints import CheckpointsPart
 from rankbook.widgets.placement import PlacementPart
 from rankbook.widgets.shards import MOST_DRAWN, ShardsPart, chunks_of, tensor_of

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from rankbook.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
+from rankbook.protocol.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
 from rankbook.widgets import checkpoints_picture, drawing, panel_picture, placement_picture, shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 

@@ -81,7 +81,7 @@ from rankbook.checkpoint.stores import Storage
 from rankbook.checkpoint.telling import Telling
 from rankbook.checkpoint.writing import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.telemetry import CheckpointSave
+from rankbook.protocol.telemetry import CheckpointSave
 
 Folder = str | os.PathLike[str] | Storage
 

@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from rankbook import telemetry
-from rankbook.telemetry import CheckpointSave
+from rankbook.protocol import telemetry
+from rankbook.protocol.telemetry import CheckpointSave
 
 logger = logging.getLogger(__name__)
 

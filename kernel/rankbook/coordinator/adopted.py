@@ -18,11 +18,11 @@ from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.coordinator.tables import Cell as CellOfState
 from rankbook.coordinator.tables import CellStep, RankStep
-from rankbook.forking import ForkRank
-from rankbook.keeping import Seen
 from rankbook.launch.environment import abort_grace
 from rankbook.launch.launcher import Launcher
-from rankbook.messages import Done, FromRank
+from rankbook.protocol.forkserver import ForkRank
+from rankbook.protocol.messages import Done, FromRank
+from rankbook.protocol.reattach import Seen
 from rankbook.transport.link import HubLink, Sender
 
 

@@ -13,9 +13,9 @@ from rankbook.coordinator.adopted import FoundCell, FoundRank, Inventory
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.exits import describe_exit, describe_failure
 from rankbook.coordinator.reunion import Account
-from rankbook.forking import RankExited
-from rankbook.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
 from rankbook.output import Stream
+from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.results import CellResult, describe_errors
 

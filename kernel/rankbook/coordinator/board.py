@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rankbook.coordinator.tables import RankState
-from rankbook.looking import Looked, Sample
-from rankbook.telemetry import Holding, Placement, RankPlacement, RankSave, Saves
+from rankbook.protocol.queries import Looked, Sample
+from rankbook.protocol.telemetry import Holding, Placement, RankPlacement, RankSave, Saves
 
 UNRESPONSIVE_AFTER = 1.5
 """Seconds after a question that a rank has not answered."""

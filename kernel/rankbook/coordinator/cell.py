@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankbook.messages import (
+from rankbook.output import Emit, OutputMerger, Page, Stream
+from rankbook.protocol.messages import (
     Assign,
     CallFunction,
     Clear,
@@ -31,7 +32,6 @@ from rankbook.messages import (
     Text,
     TextCut,
 )
-from rankbook.output import Emit, OutputMerger, Page, Stream
 from rankbook.results import CellResult, ResultBuilder
 
 Frames = Sequence[bytes | memoryview]

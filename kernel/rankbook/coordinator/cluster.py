@@ -27,9 +27,9 @@ from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.formatting import plural
 from rankbook.launch.records import Record
-from rankbook.measuring import Measure
-from rankbook.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
 from rankbook.output import Page
+from rankbook.protocol.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
+from rankbook.protocol.profiling import Measure
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.results import CellResult
 from rankbook.transport.payload import Packed, pack

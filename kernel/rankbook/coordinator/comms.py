@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rankbook.comms import CommHeard, CommSaid
+from rankbook.protocol.comm import CommHeard, CommSaid
 
 Listener = Callable[[int, CommSaid, Sequence[memoryview]], None]
 

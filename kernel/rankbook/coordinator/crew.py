@@ -25,11 +25,11 @@ from rankbook.coordinator.silence import describe_silence
 from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
-from rankbook.forking import ForkRank
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores
 from rankbook.launch.folders import Folders, make_folders
 from rankbook.launch.records import KeptRank, Record, started_at, this_session, write_record
+from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.segments import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub

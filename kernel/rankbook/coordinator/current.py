@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 
-from rankbook import telemetry
 from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.interrupts import held_interrupts
@@ -17,6 +16,7 @@ from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
 from rankbook.launch.records import find_records
 from rankbook.output import Stream
+from rankbook.protocol import telemetry
 
 KEEP_SECONDS = 600.0
 """How long kept ranks stay without a notebook, if nothing else is said."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from rankbook.debugging import DebugHeard, DebugSaid
+from rankbook.protocol.dap import DebugHeard, DebugSaid
 
 Listener = Callable[[int, str | None], None]
 """Called with a rank and what its debugger says; None when the rank's process is gone, and its debugger with it."""

@@ -47,7 +47,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rankbook.comms import CommSaid
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cell import Cell, Fed, nobody_to_ask
@@ -60,13 +59,12 @@ from rankbook.coordinator.state import ClusterState
 from rankbook.coordinator.tables import RankState
 from rankbook.coordinator.timers import Timers
 from rankbook.coordinator.watch import Told
-from rankbook.debugging import DebugSaid
 from rankbook.errors import RankbookError
-from rankbook.forking import ForkRank, RankExited, RankForked
-from rankbook.keeping import Here
 from rankbook.launch.launcher import Launcher
-from rankbook.looking import Answered
-from rankbook.messages import (
+from rankbook.protocol.comm import CommSaid
+from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
+from rankbook.protocol.messages import (
     Abort,
     AskCollectives,
     Collectives,
@@ -82,6 +80,8 @@ from rankbook.messages import (
     Stack,
     StartFailed,
 )
+from rankbook.protocol.queries import Answered
+from rankbook.protocol.reattach import Here
 from rankbook.transport.link import HubLink, Sender
 
 _LAST_WORDS_SECONDS = 0.02

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook.coordinator.cell import Cell
-from rankbook.forking import RankExited
-from rankbook.messages import Done, Text
+from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.messages import Done, Text
 from rankbook.sources import number_of
 from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.launch.launcher import Launcher
-from rankbook.messages import Leave
+from rankbook.protocol.messages import Leave
 from rankbook.transport.link import HubLink
 
 

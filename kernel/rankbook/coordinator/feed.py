@@ -10,8 +10,8 @@ from typing import Any
 
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest
+from rankbook.protocol.telemetry import Struct
 from rankbook.ranks import name_ranks
-from rankbook.telemetry import Struct
 
 
 class ClusterFeed:

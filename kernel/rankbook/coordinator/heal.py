@@ -12,7 +12,7 @@ from typing import Any
 
 from rankbook.errors import TransferError
 from rankbook.formatting import plural
-from rankbook.messages import Payload
+from rankbook.protocol.messages import Payload
 from rankbook.ranks import name_ranks
 
 

@@ -9,7 +9,15 @@ import msgspec
 
 from rankbook.coordinator.crew import Crew
 from rankbook.errors import RankbookError
-from rankbook.looking import Answer, AskCompletions, AskInspection, Completion, CompletionsTold, Hint, InspectionTold
+from rankbook.protocol.queries import (
+    Answer,
+    AskCompletions,
+    AskInspection,
+    Completion,
+    CompletionsTold,
+    Hint,
+    InspectionTold,
+)
 
 SOON = 0.09
 """Seconds: what a person has not seen by a tenth of one comes too late, and the front end needs some of that."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 
-from rankbook.comms import CommSaid
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.tables import Rank
-from rankbook.debugging import DebugSaid
 from rankbook.errors import ProtocolError, UnreadableMessage
-from rankbook.looking import Answered
-from rankbook.messages import Clear, Collectives, Display, FromRank, Lingering, Stack, Text, TextCut
+from rankbook.protocol.comm import CommSaid
+from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.messages import Clear, Collectives, Display, FromRank, Lingering, Stack, Text, TextCut
+from rankbook.protocol.queries import Answered
 from rankbook.transport.link import HubLink, Sender
 
 _DISPENSABLE = (Text, TextCut, Display, Clear, CommSaid, DebugSaid, Stack, Collectives, Answered, Lingering)

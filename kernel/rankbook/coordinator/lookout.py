@@ -21,7 +21,7 @@ from rankbook.coordinator.shards import fold_shards
 from rankbook.coordinator.tables import RankState
 from rankbook.errors import BadRequest, LostRank, RankbookError
 from rankbook.formatting import strip_ansi
-from rankbook.looking import (
+from rankbook.protocol.queries import (
     Answer,
     AskDetail,
     AskLook,
@@ -33,7 +33,7 @@ from rankbook.looking import (
     Question,
     StatisticTold,
 )
-from rankbook.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, Variable
+from rankbook.protocol.telemetry import Placement, RankDetail, Saves, ShardMap, Statistic, Struct, Variable
 
 EVERY = 0.1
 """Seconds between two rounds of questions."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rankbook.coordinator.driver import Driver
 from rankbook.errors import BadRequest
-from rankbook.looking import AskPeek, NothingTold, PeekTold
+from rankbook.protocol.queries import AskPeek, NothingTold, PeekTold
 
 _GRACE = 1.0
 """Seconds that a rank has to tell that the time is over."""

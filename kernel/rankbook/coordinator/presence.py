@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rankbook.comms import CommSaid
 from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.debugs import Debugs
 from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.silence import Silence
-from rankbook.debugging import DebugSaid
 from rankbook.launch.look import look_at
-from rankbook.looking import Answer
-from rankbook.messages import AskStack, Stack
+from rankbook.protocol.comm import CommSaid
+from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.messages import AskStack, Stack
+from rankbook.protocol.queries import Answer
 
 _LOOK_AFTER = 0.3
 """Seconds after which a silent rank's process is looked at: one that is stopped will not answer, however long one

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from rankbook.looking import Answer, Question
+from rankbook.protocol.queries import Answer, Question
 
 _LOOK_EVERY = 0.1
 """Seconds between two looks at whether the ranks that owe an answer are still there."""

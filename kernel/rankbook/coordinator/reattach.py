@@ -19,8 +19,8 @@ from rankbook.launch.environment import Placement
 from rankbook.launch.folders import Folders
 from rankbook.launch.kept import KeptLauncher
 from rankbook.launch.records import Found, Record, this_session
-from rankbook.messages import FromRank
 from rankbook.output import Stream
+from rankbook.protocol.messages import FromRank
 from rankbook.results import CellResult
 from rankbook.transport.link import Sender
 from rankbook.transport.segments import SegmentStore

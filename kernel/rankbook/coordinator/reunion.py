@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rankbook.errors import StartError, UnreadableMessage
-from rankbook.keeping import Here, Recall
-from rankbook.messages import FromRank, Text
+from rankbook.protocol.messages import FromRank, Text
+from rankbook.protocol.reattach import Here, Recall
 from rankbook.ranks import name_ranks
 from rankbook.transport.link import HubLink, Sender
 

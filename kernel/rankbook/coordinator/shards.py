@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from rankbook.looking import Answer, Box, HeldTensor, NothingTold, ShardsTold
+from rankbook.protocol.queries import Answer, Box, HeldTensor, NothingTold, ShardsTold
+from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.telemetry import Shard, ShardedTensorMap, ShardMap
 
 
 def fold_shards(

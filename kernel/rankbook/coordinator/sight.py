@@ -14,9 +14,9 @@ from rankbook.coordinator.debugs import Debugs
 from rankbook.coordinator.lookout import ANSWER_TIMEOUT, Glance
 from rankbook.coordinator.peek import Peeked, peek
 from rankbook.coordinator.work import RankSelection, Workplace
-from rankbook.looking import Completion
-from rankbook.messages import Stack
-from rankbook.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
+from rankbook.protocol.messages import Stack
+from rankbook.protocol.queries import Completion
+from rankbook.protocol.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
 
 STACK_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""

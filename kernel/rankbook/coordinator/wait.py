@@ -18,7 +18,7 @@ from rankbook.coordinator.cell import Cell, Question
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.interrupts import Held, note_interrupt, plain_interrupts, wait_ending
 from rankbook.coordinator.vigil import Vigil
-from rankbook.messages import InputReply
+from rankbook.protocol.messages import InputReply
 
 Ask = Callable[[str, bool], str]
 """Asks the person: (prompt, password) to the answer. Raises EOFError where nobody can be asked."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rankbook.messages import Collectives
+from rankbook.protocol.messages import Collectives
+from rankbook.protocol.telemetry import GroupReport, Launch
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.telemetry import GroupReport, Launch
 
 How = Literal["failed", "dead", "finished"]
 _WAY_OUT = "interrupt the cell (■, or %distributed interrupt) to end the wait"

@@ -17,8 +17,8 @@ from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.lookout import Lookout
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import CellTimeout, ClusterStopped, LostRank
-from rankbook.messages import Assign, CallFunction, Message
 from rankbook.output import Page
+from rankbook.protocol.messages import Assign, CallFunction, Message
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, unpack

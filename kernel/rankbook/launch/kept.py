@@ -16,11 +16,11 @@ import time
 import psutil
 
 from rankbook.errors import BadRequest, StartError
-from rankbook.forking import CloseCluster, ClusterClosed, ForkserverUp, RankExited, RankForked
-from rankbook.keeping import Claim, Claimed, ClaimRefused
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.records import Record
-from rankbook.messages import FromForkserver, decode_from_forkserver
+from rankbook.protocol.forkserver import CloseCluster, ClusterClosed, ForkserverUp, RankExited, RankForked
+from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused
 from rankbook.transport.stream import MessageStream
 
 _CLAIM_TIMEOUT = 10.0

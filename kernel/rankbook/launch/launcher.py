@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from rankbook.forking import ForkRank
-from rankbook.messages import FromForkserver
+from rankbook.protocol.forkserver import ForkRank
+from rankbook.protocol.messages import FromForkserver
 
 
 class Launcher(Protocol):

@@ -21,10 +21,18 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
 from rankbook.errors import StartError
-from rankbook.forking import CloseCluster, ClusterClosed, ClusterOpened, ForkRank, ForkserverUp, KillRank, OpenCluster
-from rankbook.keeping import KeepCluster
 from rankbook.launch.look import describe_look, look_at
-from rankbook.messages import FromForkserver, decode_from_forkserver
+from rankbook.protocol.forkserver import (
+    CloseCluster,
+    ClusterClosed,
+    ClusterOpened,
+    ForkRank,
+    ForkserverUp,
+    KillRank,
+    OpenCluster,
+)
+from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
+from rankbook.protocol.reattach import KeepCluster
 from rankbook.transport.stream import MessageStream
 
 _T = TypeVar("_T")

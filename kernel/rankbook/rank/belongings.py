@@ -20,9 +20,9 @@ import numpy
 import torch
 from torch.utils.data import DataLoader
 
+from rankbook.protocol.telemetry import Holding
 from rankbook.rank import parts
 from rankbook.rank.parts import Breath, Part, is_a, own
-from rankbook.telemetry import Holding
 
 _DEEPEST = 3
 """Steps from a variable: `trainers[0].model` takes two."""

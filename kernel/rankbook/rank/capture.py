@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rankbook.messages import Text, TextCut
+from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank import host
 from rankbook.rank.streams import TurnTakingStream, print_in_one_write
 from rankbook.transport.last_words import LastWords

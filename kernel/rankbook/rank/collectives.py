@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from rankbook.telemetry import GroupReport, Launch
+from rankbook.protocol.telemetry import GroupReport, Launch
 
 _REMEMBERED = 16
 """How many collectives of a group are remembered after their end, to compare them with what the other ranks did."""

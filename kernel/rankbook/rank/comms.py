@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import comm
 from comm.base_comm import BaseComm, CommManager
 
-from rankbook.comms import CommHeard, CommSaid
+from rankbook.protocol.comm import CommHeard, CommSaid
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.link import RankLink
 

@@ -23,10 +23,20 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from rankbook.comms import CommHeard
-from rankbook.debugging import DebugHeard
-from rankbook.looking import Asked, Question
-from rankbook.messages import Abort, AskCollectives, AskStack, Collectives, InputReply, Interrupt, Leave, Stack, ToRank
+from rankbook.protocol.comm import CommHeard
+from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.messages import (
+    Abort,
+    AskCollectives,
+    AskStack,
+    Collectives,
+    InputReply,
+    Interrupt,
+    Leave,
+    Stack,
+    ToRank,
+)
+from rankbook.protocol.queries import Asked, Question
 from rankbook.rank import comms, host, originals
 from rankbook.rank.capture import Capture
 from rankbook.transport.link import RankLink

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from rankbook.debugging import DebugHeard, DebugSaid
 from rankbook.package_folders import PACKAGE_FOLDERS
+from rankbook.protocol.dap import DebugHeard, DebugSaid
 
 _SECONDS = 10.0
 """For the engine to connect, and to be gone."""

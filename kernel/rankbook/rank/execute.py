@@ -17,12 +17,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from rankbook.debugging import DebugHeard
 from rankbook.errors import BadRequest, StartError
 from rankbook.formatting import suggest
-from rankbook.looking import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
-from rankbook.measuring import Measure
-from rankbook.messages import (
+from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.messages import (
     Abort,
     AdoptState,
     Assign,
@@ -45,6 +43,8 @@ from rankbook.messages import (
     Stack,
     ToRank,
 )
+from rankbook.protocol.profiling import Measure
+from rankbook.protocol.queries import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
 from rankbook.rank import failures, farewell, heal, host, originals, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.control import Interrupts, Task

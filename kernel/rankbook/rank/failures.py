@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from IPython.core.error import UsageError
 
 from rankbook.errors import CollectiveAborted, RankbookError
-from rankbook.messages import ErrorReport
+from rankbook.protocol.messages import ErrorReport
 from rankbook.rank import out_of_memory, tracebacks
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from rankbook.forking import (
+from rankbook.ownership import hold_folder
+from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
     ClusterOpened,
@@ -39,9 +40,8 @@ from rankbook.forking import (
     RankExited,
     RankForked,
 )
-from rankbook.keeping import KeepCluster
-from rankbook.messages import ToForkserver, decode_to_forkserver
-from rankbook.ownership import hold_folder
+from rankbook.protocol.messages import ToForkserver, decode_to_forkserver
+from rankbook.protocol.reattach import KeepCluster
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner

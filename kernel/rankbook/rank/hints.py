@@ -13,7 +13,15 @@ import types
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from rankbook.looking import Answer, AskCompletions, AskInspection, Completion, CompletionsTold, Hint, InspectionTold
+from rankbook.protocol.queries import (
+    Answer,
+    AskCompletions,
+    AskInspection,
+    Completion,
+    CompletionsTold,
+    Hint,
+    InspectionTold,
+)
 from rankbook.rank import members, reading
 from rankbook.rank.describe import describe
 from rankbook.rank.members import Known

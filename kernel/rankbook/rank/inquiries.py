@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from rankbook.errors import ProtocolError
-from rankbook.looking import Answer, AskPeek, Hint, Look, NothingTold
+from rankbook.protocol.queries import Answer, AskPeek, Hint, Look, NothingTold
 from rankbook.rank.tracebacks import name_of
 
 _Q = TypeVar("_Q", bound=Look | Hint | AskPeek)

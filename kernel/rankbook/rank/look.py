@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from rankbook import telemetry
 from rankbook.errors import RankbookError
-from rankbook.looking import (
+from rankbook.protocol import telemetry
+from rankbook.protocol.messages import Frame
+from rankbook.protocol.queries import (
     Answer,
     AskDetail,
     AskLook,
@@ -29,7 +30,7 @@ from rankbook.looking import (
     Sample,
     StatisticTold,
 )
-from rankbook.messages import Frame
+from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Struct
 from rankbook.rank import belongings, parts
 from rankbook.rank.belongings import Inventory
 from rankbook.rank.memory_use import GradientCounter, Utilisation, device_name, memory_use
@@ -37,7 +38,6 @@ from rankbook.rank.parts import Breath
 from rankbook.rank.statistic import statistic
 from rankbook.rank.tracebacks import is_users
 from rankbook.rank.variables import list_variables
-from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Struct
 
 _AT_MOST = {True: 1 / 200, False: 1 / 50}
 """The share of a processor that the search for what lives here may take while a cell runs, and while none does."""

@@ -19,9 +19,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from rankbook import telemetry
-from rankbook.forking import ForkRank
-from rankbook.messages import ErrorReport, Hello, Lingering, StartFailed
+from rankbook.protocol import telemetry
+from rankbook.protocol.forkserver import ForkRank
+from rankbook.protocol.messages import ErrorReport, Hello, Lingering, StartFailed
 from rankbook.rank import comms, farewell, heal, lifeboat, originals, tracebacks
 from rankbook.rank.capture import Capture, Pace
 from rankbook.rank.control import FAILURES_APART, Control, Interrupts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankbook.measuring import Measure, Measured, Profile, Times
+from rankbook.protocol.profiling import Measure, Measured, Profile, Times
 from rankbook.rank import waits
 from rankbook.rank.wait_clock import WaitClock, cpu_clock_of
 

@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from rankbook.protocol.telemetry import MemoryUse
 from rankbook.rank import parts
-from rankbook.telemetry import MemoryUse
 
 
 def memory_use(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:

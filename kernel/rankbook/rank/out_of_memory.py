@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.errors import CollectiveAborted
 from rankbook.formatting import format_bytes
-from rankbook.messages import ErrorReport
+from rankbook.protocol.messages import ErrorReport
 from rankbook.rank.memory import Found, Holding, find_holdings
 from rankbook.rank.tracebacks import cause_of, context_of, is_users, members_of, traceback_of, value_of
 

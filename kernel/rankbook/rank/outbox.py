@@ -17,8 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from rankbook.keeping import Here, Recall, Seen
-from rankbook.messages import (
+from rankbook.protocol.messages import (
     Assign,
     Clear,
     Display,
@@ -36,6 +35,7 @@ from rankbook.messages import (
     ToRank,
     encode_from_rank,
 )
+from rankbook.protocol.reattach import Here, Recall, Seen
 from rankbook.transport.link import Frames, RankLink
 
 MOST = 16 << 20

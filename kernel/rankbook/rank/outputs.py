@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rankbook.messages import ErrorReport
+from rankbook.protocol.messages import ErrorReport
 from rankbook.rank import comms, tracebacks
 from rankbook.rank.capture import Capture
 from rankbook.rank.captured import Captured, Cleared, Displayed, Event, Failed, Printed, Updated, size_of

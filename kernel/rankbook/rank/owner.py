@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 from rankbook.errors import ProtocolError
-from rankbook.keeping import Claim, Claimed, ClaimRefused, KeepCluster
-from rankbook.messages import Message, ToForkserver, decode_to_forkserver
+from rankbook.protocol.messages import Message, ToForkserver, decode_to_forkserver
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import host
 from rankbook.transport.stream import MessageStream
 

@@ -23,7 +23,7 @@ import torch
 from IPython.lib.pretty import pretty
 
 from rankbook.formatting import suggest
-from rankbook.looking import AskPeek, PeekTold
+from rankbook.protocol.queries import AskPeek, PeekTold
 from rankbook.rank import waits
 from rankbook.rank.tracebacks import is_users
 

@@ -32,7 +32,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from rankbook.errors import CollectiveAborted
-from rankbook.messages import Abort
+from rankbook.protocol.messages import Abort
+from rankbook.protocol.telemetry import GroupReport
 from rankbook.rank import forks, lifeboat, models
 from rankbook.rank.backends import backends_of, make_backend
 from rankbook.rank.collectives import Launched, Ledger, Op, Promised
@@ -40,7 +41,6 @@ from rankbook.rank.gloo import make_unconnected
 from rankbook.rank.recoverable import Inner, RecoverableGroup
 from rankbook.rank.sockets import watch_opened
 from rankbook.rank.store import FolderStore, generation_prefix
-from rankbook.telemetry import GroupReport
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the others to join."""

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rankbook.formatting import format_bytes
-from rankbook.measuring import Profile
+from rankbook.protocol.profiling import Profile
 from rankbook.rank.trace import RankTrace
 
 _MOST = 400_000_000

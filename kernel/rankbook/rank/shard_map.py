@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rankbook.errors import BadRequest
-from rankbook.looking import Box, HeldTensor, ShardsTold
+from rankbook.protocol.queries import Box, HeldTensor, ShardsTold
 from rankbook.rank import belongings, parts
 from rankbook.rank.parts import Breath, is_a, own
 

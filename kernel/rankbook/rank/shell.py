@@ -34,10 +34,10 @@ from traitlets import Type
 from traitlets.config import Config
 
 from rankbook.errors import TransferError
+from rankbook.protocol.base import RESULT
 from rankbook.rank import comms
 from rankbook.rank.tracebacks import text_of
 from rankbook.sources import name_cells
-from rankbook.wire import RESULT
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")

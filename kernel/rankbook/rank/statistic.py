@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from rankbook.errors import BadRequest
-from rankbook.telemetry import Statistic
+from rankbook.protocol.telemetry import Statistic
 
 LONGEST = 1.5
 """Seconds."""

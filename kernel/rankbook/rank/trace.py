@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from rankbook.measuring import OpTime
+from rankbook.protocol.profiling import OpTime
 
 Event = dict[str, Any]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankbook.formatting import strip_ansi
-from rankbook.messages import ErrorReport, Frame
 from rankbook.package_folders import PACKAGE_FOLDERS
+from rankbook.protocol.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -12,9 +12,9 @@ import numpy
 import torch
 
 from rankbook.formatting import plural
+from rankbook.protocol.telemetry import Variable
 from rankbook.rank import parts
 from rankbook.rank.parts import Breath, is_a
-from rankbook.telemetry import Variable
 
 MOST = 500
 _LONGEST = 80

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from rankbook import telemetry
+from rankbook.protocol import telemetry
 from rankbook.runtime import agreement, reader_state
 from rankbook.runtime.fetch import Arrived
 from rankbook.runtime.gradient_state import GradientState

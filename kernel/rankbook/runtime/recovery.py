@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rankbook import telemetry
+from rankbook.protocol import telemetry
 from rankbook.runtime.accumulation import window
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.prepare import generations, optimizers

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from rankbook.errors import ProtocolError, UnreadableMessage
-from rankbook.messages import FromRank, Message, ToRank, decode_from_rank
+from rankbook.protocol.messages import FromRank, Message, ToRank, decode_from_rank
 
 Frames = Sequence[bytes | memoryview]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from rankbook.errors import ProtocolError, TransferError
-from rankbook.messages import Buffer, Payload
+from rankbook.protocol.messages import Buffer, Payload
 from rankbook.sources import Sources
 from rankbook.transport.culprit import PROTOCOL, cannot_send
 from rankbook.transport.segments import Bytes, SegmentStore

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from rankbook.messages import Message, encode
+from rankbook.protocol.messages import Message, encode
 
 _T = TypeVar("_T")
 _HEADER = struct.Struct("<I")

@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from rankbook.errors import StartError, UnreadableMessage
-from rankbook.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
+from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.private_folder import ensure_private_folder
 

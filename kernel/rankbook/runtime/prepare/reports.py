@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rankbook import telemetry
+from rankbook.protocol import telemetry
 from rankbook.runtime.prepare.context import Context
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rankbook import messages
 from rankbook.errors import ProtocolError
-from rankbook.looking import Answered, Asked
+from rankbook.protocol import messages
+from rankbook.protocol.queries import Answered, Asked
 
 
 def test_a_message_travels():

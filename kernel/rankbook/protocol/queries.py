@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rankbook.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
-from rankbook.wire import Message
+from rankbook.protocol.base import Message
+from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
 
 
 class Asked(Message, frozen=True):

@@ -5,7 +5,7 @@ Owns: how ranks are asked for, and what became of their processes. Refuses: what
 
 from __future__ import annotations
 
-from rankbook.wire import Message
+from rankbook.protocol.base import Message
 
 
 class OpenCluster(Message, frozen=True):

@@ -6,7 +6,7 @@ Refuses: to know what is said.
 
 from __future__ import annotations
 
-from rankbook.wire import Message
+from rankbook.protocol.base import Message
 
 
 class DebugHeard(Message, frozen=True):

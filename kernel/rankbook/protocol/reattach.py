@@ -11,7 +11,7 @@ the old owner went, and is among what is repeated.
 
 from __future__ import annotations
 
-from rankbook.wire import Message
+from rankbook.protocol.base import Message
 
 # Notebook to rank ---------------------------------------------------------------------------------------------------
 

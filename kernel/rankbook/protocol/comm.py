@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rankbook.wire import Message
+from rankbook.protocol.base import Message
 
 
 class CommSaid(Message, frozen=True):

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rankbook.comms import CommHeard, CommSaid
-from rankbook.debugging import DebugHeard, DebugSaid
 from rankbook.errors import ProtocolError
-from rankbook.forking import (
+from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
+from rankbook.protocol.comm import CommHeard, CommSaid
+from rankbook.protocol.dap import DebugHeard, DebugSaid
+from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
     ClusterOpened,
@@ -27,11 +28,10 @@ from rankbook.forking import (
     RankExited,
     RankForked,
 )
-from rankbook.keeping import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
-from rankbook.looking import Answer, Question
-from rankbook.measuring import Measure
-from rankbook.telemetry import GroupReport
-from rankbook.wire import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
+from rankbook.protocol.profiling import Measure
+from rankbook.protocol.queries import Answer, Question
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
+from rankbook.protocol.telemetry import GroupReport
 
 _T = TypeVar("_T")
 
