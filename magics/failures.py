@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from rankbook.coordinator.cell import Cell
 from rankbook.errors import CellError, CellTimeout, RankbookError
-from rankbook.results import CellResult, describe_errors
+from rankbook.output.cell_result import CellResult, describe_errors
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 

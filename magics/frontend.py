@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator.wait import Ask, ask_in_terminal
-from rankbook.output import ClearOutput, Emit, Rich, Stream
+from rankbook.output.merger import ClearOutput, Emit, Rich, Stream
 from rankbook.protocol.base import RESULT
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.wait import Ask
 from rankbook.magics.failures import raise_for
-from rankbook.output import Rich, Stream
-from rankbook.results import CellResult, describe_errors
+from rankbook.output.cell_result import CellResult, describe_errors
+from rankbook.output.merger import Rich, Stream
 from rankbook.widgets.handle import HandleView
 
 

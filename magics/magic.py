@@ -28,9 +28,9 @@ from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
 from rankbook.magics.handle import CellHandle
 from rankbook.magics.measured import Measuring
 from rankbook.magics.status_line import status_line_factory
-from rankbook.output import Stream
+from rankbook.output.cell_result import CellResult
+from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.results import CellResult
 from rankbook.sources import name_cells
 from rankbook.widgets.table import table
 
@@ -320,7 +320,7 @@ class DistributedMagics(Magics):
             self._show(still(self._last, command.view))
 
     def _show(self, bundle: dict[str, str]) -> None:
-        from rankbook.output import Rich
+        from rankbook.output.merger import Rich
 
         sink_for(self._shell).emit([Rich(dict(bundle), {})])
 

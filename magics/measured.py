@@ -14,10 +14,10 @@ from pathlib import Path
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics.profile import Trace, check_file, profile_table
-from rankbook.output import Emit, Rich, Stream
+from rankbook.output.cell_result import CellResult
+from rankbook.output.merger import Emit, Rich, Stream
 from rankbook.protocol.profiling import Measure, Measured, Times
 from rankbook.ranks import name_ranks
-from rankbook.results import CellResult
 from rankbook.widgets.table import table
 from rankbook.widgets.threads import start_thread
 

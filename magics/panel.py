@@ -12,10 +12,10 @@ from threading import RLock
 from typing import Any
 
 from rankbook.coordinator.cell import Cell, Sink
-from rankbook.output import Rich, Stream
-from rankbook.pieces import Change, Drop, More, Piece, Pieces, Put
+from rankbook.output.by_rank import Change, Drop, More, Piece, Pieces, Put
+from rankbook.output.cell_result import CellResult, RankOutcome
+from rankbook.output.merger import Rich, Stream
 from rankbook.ranks import format_ranks
-from rankbook.results import CellResult, RankOutcome
 from rankbook.widgets.panel import CellPanel
 from rankbook.widgets.panel_picture import choice_of, is_live, piece_html, skeleton, text_of
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from rankbook.coordinator.cell import Cell, Head
 from rankbook.coordinator.cluster import Cluster
 from rankbook.formatting import format_3g, format_duration
+from rankbook.output.cell_result import CellResult
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.results import CellResult
 from rankbook.widgets.handle import HandleView, line
 
 _SWITCH = "RANKBOOK_STRIP"

@@ -49,7 +49,7 @@ _ONE_LOOK = 0.25
 _PATIENCE = """\
 def _patience():
     from rankbook.coordinator.cluster import Cluster
-    from rankbook.output import OutputMerger
+    from rankbook.output.merger import OutputMerger
 
     OutputMerger.__init__.__kwdefaults__["hold"] = 1.0
     for ask in (Cluster.complete, Cluster.inspect, Cluster.status, Cluster.stacks):

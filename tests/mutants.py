@@ -146,14 +146,19 @@ MUTANTS = (
         "view.count >= launch.number",
         "coordinator/test_watch.py",
     ),
-    Mutant("kernel/rankbook/output.py", "        self._open.discard(rank)\n", "", "test_output.py"),
+    Mutant("kernel/rankbook/output/merger.py", "        self._open.discard(rank)\n", "", "output/test_merger.py"),
     Mutant(
-        "kernel/rankbook/queues.py",
+        "kernel/rankbook/output/interleave.py",
         "if item.time + hold > now and not item.alone:",
         "if item.time + hold > now:",
-        "test_output.py",
+        "output/test_merger.py",
     ),
-    Mutant("kernel/rankbook/results.py", '"replace", not self.cut)', '"replace", True)', "test_results.py"),
+    Mutant(
+        "kernel/rankbook/output/cell_result.py",
+        '"replace", not self.cut)',
+        '"replace", True)',
+        "output/test_cell_result.py",
+    ),
     Mutant(
         "kernel/rankbook/launch/folders.py",
         "if is_abandoned(folder):",

@@ -1,7 +1,7 @@
 """A running cell's output by rank, live in the browser.
 
 Owns: what is sent, so that what comes late misses nothing and all of it is linear in the text. Refuses: the markup
-(panel_picture.py), and which text belongs to whom (rankbook.pieces).
+(panel_picture.py), and which text belongs to whom (rankbook.output.by_rank).
 
 Changes go out as messages, numbered. A browser that has not been there from the first asks for everything. One that
 can be heard only once the cell has ended gets everything now and then: after times that double, and at sizes that do.
@@ -17,7 +17,7 @@ from typing import Any
 
 import traitlets
 
-from rankbook.pieces import Change, Drop, Head, More, Piece, Put
+from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Put
 from rankbook.ranks import name_ranks
 from rankbook.widgets.ansi import to_html
 from rankbook.widgets.live import STATIC

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rankbook.pieces import Piece
+from rankbook.output.by_rank import Piece
 from rankbook.ranks import format_ranks
 from rankbook.widgets.ansi import to_html
 from rankbook.widgets.drawing import rank_colour

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
     from rankbook.magics.launchers import debug_launcher, notebook_launcher
     from rankbook.magics.views import checkpoints, dashboard, placement, shards
-    from rankbook.results import CellResult, RankOutcome
+    from rankbook.output.cell_result import CellResult, RankOutcome
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
 __version__ = "0.1.0"
@@ -126,7 +126,7 @@ __getattr__, __dir__ = lazy_imports(
             "StartError",
             "TransferError",
         ),
-        "rankbook.results": ("CellResult", "RankOutcome"),
+        "rankbook.output.cell_result": ("CellResult", "RankOutcome"),
         "rankbook.magics.views": ("checkpoints", "dashboard", "placement", "shards"),
         "rankbook.magics.launchers": ("debug_launcher", "notebook_launcher"),
         "rankbook.magics": ("load_ipython_extension", "unload_ipython_extension"),

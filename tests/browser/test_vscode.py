@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rankbook.pieces import Piece
+from rankbook.output.by_rank import Piece
 from rankbook.widgets.live import STATIC
 from rankbook.widgets.panel_picture import piece_html, skeleton
 from rankbook.widgets.part import compact

@@ -20,7 +20,7 @@ from rankbook.coordinator.exits import describe_exit
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.state import ClusterState, RankState
 from rankbook.errors import StartError
-from rankbook.output import OutputMerger, Stream
+from rankbook.output.merger import OutputMerger, Stream
 from rankbook.protocol.comm import CommSaid
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.magics.panel import Panel
-from rankbook.output import OutputMerger
+from rankbook.output.merger import OutputMerger
 from rankbook.protocol.messages import Text
 from tests.conftest import Gate
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rankbook.pieces import Drop, Head, More, Piece, Put
+from rankbook.output.by_rank import Drop, Head, More, Piece, Put
 from rankbook.widgets import panel as module
 from rankbook.widgets.ansi import to_html
 from rankbook.widgets.panel import CellPanel

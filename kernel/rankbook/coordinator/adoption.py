@@ -13,11 +13,11 @@ from rankbook.coordinator.adopted import FoundCell, FoundRank, Inventory
 from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.exits import describe_exit, describe_failure
 from rankbook.coordinator.reunion import Account
-from rankbook.output import Stream
+from rankbook.output.cell_result import CellResult, describe_errors
+from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.results import CellResult, describe_errors
 
 _INTERNAL = -1
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankbook.output import Emit, OutputMerger, Page, Stream
+from rankbook.output.cell_result import CellResult, ResultBuilder
+from rankbook.output.merger import Emit, OutputMerger, Page, Stream
 from rankbook.protocol.messages import (
     Assign,
     CallFunction,
@@ -32,7 +33,6 @@ from rankbook.protocol.messages import (
     Text,
     TextCut,
 )
-from rankbook.results import CellResult, ResultBuilder
 
 Frames = Sequence[bytes | memoryview]
 

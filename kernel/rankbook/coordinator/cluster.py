@@ -27,11 +27,11 @@ from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.formatting import plural
 from rankbook.launch.records import Record
-from rankbook.output import Page
+from rankbook.output.cell_result import CellResult
+from rankbook.output.merger import Page
 from rankbook.protocol.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
 from rankbook.protocol.profiling import Measure
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.results import CellResult
 from rankbook.transport.payload import Packed, pack
 
 START_TIMEOUT = 180.0

@@ -15,7 +15,7 @@ from rankbook.coordinator.reattach import choose
 from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
 from rankbook.launch.records import find_records
-from rankbook.output import Stream
+from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 
 KEEP_SECONDS = 600.0

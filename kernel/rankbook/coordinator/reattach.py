@@ -19,9 +19,9 @@ from rankbook.launch.environment import Placement
 from rankbook.launch.folders import Folders
 from rankbook.launch.kept import KeptLauncher
 from rankbook.launch.records import Found, Record, this_session
-from rankbook.output import Stream
+from rankbook.output.cell_result import CellResult
+from rankbook.output.merger import Stream
 from rankbook.protocol.messages import FromRank
-from rankbook.results import CellResult
 from rankbook.transport.link import Sender
 from rankbook.transport.segments import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub

@@ -17,10 +17,10 @@ from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.lookout import Lookout
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import CellTimeout, ClusterStopped, LostRank
-from rankbook.output import Page
+from rankbook.output.cell_result import CellResult, describe_errors
+from rankbook.output.merger import Page
 from rankbook.protocol.messages import Assign, CallFunction, Message
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.results import CellResult, describe_errors
 from rankbook.transport.payload import Packed, unpack
 
 _WHILE_PAUSED = 1.0

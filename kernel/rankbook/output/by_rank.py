@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankbook.lines import LiveRegions, Row, StreamName
-from rankbook.queues import Clearing, Lines, One, Ranks, Rows, Shown
+from rankbook.output.interleave import Clearing, Lines, One, Ranks, Rows, Shown
+from rankbook.output.terminal import LiveRegions, Row, StreamName
 
 _LARGEST = 16 << 10
 """Characters after which lines go to a new piece."""
@@ -70,7 +70,7 @@ Change = Put | More | Drop | Head
 
 
 class Pieces:
-    """A page for `rankbook.output.OutputMerger`: tells `told` what has changed, and gives nothing to emit itself.
+    """A page for `rankbook.output.merger.OutputMerger`: tells `told` what has changed, and gives nothing to emit itself.
 
     `key` starts the names of its live regions.
     """

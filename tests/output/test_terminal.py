@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from rankbook.lines import WIDEST, LiveRegions, Screen
+from rankbook.output.terminal import WIDEST, LiveRegions, Screen
 
 
 def terminal(text: str) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rankbook.errors import BadRequest, CellError, CollectiveAborted, LostRank
+from rankbook.output.cell_result import CellResult, RankOutcome, ResultBuilder, describe_errors
 from rankbook.protocol.messages import Display, Done, ErrorReport, Text, TextCut
-from rankbook.results import CellResult, RankOutcome, ResultBuilder, describe_errors
 
 VALUE = ErrorReport(
     name="ValueError", value="bad", traceback="\x1b[31mTrace\x1b[0m of bad\n", plain="Trace of bad\n", line=2

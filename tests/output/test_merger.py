@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.output import ClearOutput, Emit, OutputMerger, Rich, Stream
+from rankbook.output.merger import ClearOutput, Emit, OutputMerger, Rich, Stream
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 HOLD, AFTER, EVERY = 0.1, 0.3, 0.1

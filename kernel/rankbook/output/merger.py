@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rankbook.lines import LiveRegions, Row, StreamName
+from rankbook.output.history import Record
+from rankbook.output.interleave import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
+from rankbook.output.terminal import LiveRegions, Row, StreamName
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
-from rankbook.queues import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.record import Record
 
 _PACE = 0.02
 """Seconds between two flushes that nothing but new text asks for: Jupyter drops what comes by the thousand."""

@@ -14,7 +14,7 @@ from operator import lt
 from typing import cast
 
 from rankbook.formatting import format_bytes, plural
-from rankbook.lines import Screen, StreamName
+from rankbook.output.terminal import Screen, StreamName
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 Ranks = tuple[int, ...]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook import pieces as module
-from rankbook.output import OutputMerger
-from rankbook.pieces import Change, Drop, Head, More, Piece, Pieces, Put
+from rankbook.output import by_rank as module
+from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Pieces, Put
+from rankbook.output.merger import OutputMerger
 from rankbook.protocol.messages import Clear, Display, Text
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rankbook.lines import StreamName
+from rankbook.output.interleave import Ranks, Rows, Shown
+from rankbook.output.terminal import StreamName
 from rankbook.protocol.messages import Display
-from rankbook.queues import Ranks, Rows, Shown
 
 _MOST_TEXT, _MOST = 256 << 10, 200
 """Characters and entries of the cell's output that are kept in case some ranks clear theirs."""

@@ -1,0 +1,1 @@
+"""Merge, store and replay the output of ranks: streams, displays and results of cells."""
