@@ -31,7 +31,7 @@ from rankbook.magics.status_line import status_line_factory
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.sources import name_cells
+from rankbook.transport.cell_sources import name_cells
 from rankbook.widgets.table import table
 
 if TYPE_CHECKING:

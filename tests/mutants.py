@@ -86,10 +86,10 @@ MUTANTS = (
         "launch/test_records.py",
     ),
     Mutant(
-        "kernel/rankbook/transport/payload.py",
+        "kernel/rankbook/transport/serialization.py",
         " or (buffer.segment is None and end < len(whole)):",
         ":",
-        "transport/test_payload.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
+        "transport/test_serialization.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
     ),
     Mutant(
         "kernel/rankbook/rank/recoverable.py",
@@ -185,22 +185,22 @@ MUTANTS = (
     ),
     # Between notebook and ranks.
     Mutant(
-        "kernel/rankbook/transport/payload.py",
+        "kernel/rankbook/transport/serialization.py",
         "if not buffer or buffer.readonly or ctypes",
         "if not buffer or ctypes",
-        "transport/test_payload.py::test_frames_that_arrive_misaligned_or_read_only_become_usable",
+        "transport/test_serialization.py::test_frames_that_arrive_misaligned_or_read_only_become_usable",
     ),
     Mutant(
-        "kernel/rankbook/transport/segments.py",
+        "kernel/rankbook/transport/shared_memory.py",
         "if size > _free(self.folder) // 2:",
         "if size > _free(self.folder):",
-        "transport/test_segments.py",
+        "transport/test_shared_memory.py",
     ),
     Mutant(
-        "kernel/rankbook/transport/stream.py",
+        "kernel/rankbook/transport/framed_socket.py",
         "if len(self._pending) < end:",
         "if len(self._pending) <= end:",
-        "transport/test_stream.py",
+        "transport/test_framed_socket.py",
     ),
     # The ranks' side.
     Mutant(

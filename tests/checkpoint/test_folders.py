@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from rankbook import ownership
+from rankbook import process_identity
 from rankbook.checkpoint import folders, owners
 from rankbook.checkpoint import storage as storages
 from rankbook.checkpoint.remote import RemoteStorage
@@ -261,7 +261,7 @@ def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(s
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)
         mine = owners.owner_of(storage, "step-50.partial.owner")
-        theirs = owners.Owner(**asdict(mine) | {"pid": other.pid, "started": ownership.started(other.pid)})
+        theirs = owners.Owner(**asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)})
         storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
         assert folders.sweep(storage) == []
         assert folders.owner_of(storage, "step-50.partial") == theirs

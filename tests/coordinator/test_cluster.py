@@ -29,7 +29,7 @@ from rankbook import (
 )
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.launch import local
-from rankbook.ownership import OWNER_FILE
+from rankbook.process_identity import OWNER_FILE
 from tests.conftest import Gate, cluster_folders, wait_until
 
 pytestmark = pytest.mark.processes

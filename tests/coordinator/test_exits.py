@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook import sources
 from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.exits import describe_crash, describe_failure
 from rankbook.protocol.messages import Done, ErrorReport
+from rankbook.transport import cell_sources
 
 
 def done(status: str, name: str = "ValueError", line: int | None = 3) -> Done:
@@ -76,7 +76,7 @@ def test_a_crash_of_a_cell_that_a_debugger_knows_is_told_so_too(monkeypatch):
     file = "/tmp/ipykernel_812/3634047808.py"
     told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
     assert told.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"
-    monkeypatch.setattr(sources, "_numbers", {file: 4})
+    monkeypatch.setattr(cell_sources, "_numbers", {file: 4})
     told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
     assert told.splitlines()[-2:] == ["  Cell In[4], line 2 in deep", "  Cell In[4], line 3 in <module>"]
 

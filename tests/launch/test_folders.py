@@ -15,7 +15,7 @@ import pytest
 from rankbook.errors import StartError
 from rankbook.launch import folders
 from rankbook.launch.folders import make_folders
-from rankbook.ownership import OWNER_FILE, PATIENCE, claim_folder, hold_folder
+from rankbook.process_identity import OWNER_FILE, PATIENCE, claim_folder, hold_folder
 
 
 def test_they_can_be_entered_by_their_owner_only_and_are_gone_after_remove():

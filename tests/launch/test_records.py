@@ -15,7 +15,7 @@ import pytest
 
 from rankbook.errors import StartError
 from rankbook.launch.records import RECORD, KeptRank, Record, find_records, started_at, write_record
-from rankbook.ownership import OWNER_FILE, claim_folder, hold_folder
+from rankbook.process_identity import OWNER_FILE, claim_folder, hold_folder
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from rankbook.protocol.forkserver import (
     RankForked,
 )
 from rankbook.protocol.messages import Done, Hello, Leave, RunCell, Text, decode_from_forkserver
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rankbook.rank import heal
-from rankbook.transport.payload import unpack
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.serialization import unpack
+from rankbook.transport.shared_memory import SegmentStore
 
 pytestmark = pytest.mark.processes  # a forked child tries what can be pickled
 

@@ -18,7 +18,7 @@ from rankbook.protocol.messages import FromForkserver, Message, decode_from_fork
 from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import host
 from rankbook.rank.owner import Owner
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 TOKEN = "secret"
 

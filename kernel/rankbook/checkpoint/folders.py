@@ -35,7 +35,7 @@ from rankbook.checkpoint.owners import Owner
 from rankbook.checkpoint.storage import storage_of
 from rankbook.checkpoint.stores import ASIDE, NewFiles, Storage, is_link, locked, read_range
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.ownership import PATIENCE
+from rankbook.process_identity import PATIENCE
 
 LATEST = "latest"
 NEXT = ".latest"

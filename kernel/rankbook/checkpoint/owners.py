@@ -13,7 +13,7 @@ import uuid
 from dataclasses import asdict, dataclass
 
 from rankbook.checkpoint.stores import Storage, read_all
-from rankbook.ownership import PATIENCE, ProcessIdentity, identify, machine, started
+from rankbook.process_identity import PATIENCE, ProcessIdentity, identify, machine, started
 
 _under_way: dict[str, str] = {}  # the tokens of this process's own saves, by where they claim
 

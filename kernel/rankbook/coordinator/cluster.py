@@ -32,7 +32,7 @@ from rankbook.output.merger import Page
 from rankbook.protocol.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
 from rankbook.protocol.profiling import Measure
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.transport.payload import Packed, pack
+from rankbook.transport.serialization import Packed, pack
 
 START_TIMEOUT = 180.0
 _ANSWER_TIMEOUT = 1.0

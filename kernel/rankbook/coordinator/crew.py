@@ -31,7 +31,7 @@ from rankbook.launch.folders import Folders, make_folders
 from rankbook.launch.records import KeptRank, Record, started_at, this_session, write_record
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
 _STOP_TIMEOUT = 5.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from rankbook.coordinator.cell import Cell
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, Text
-from rankbook.sources import number_of
-from rankbook.transport.last_words import Said, take_crash, take_last_words, words_of
+from rankbook.transport.cell_sources import number_of
+from rankbook.transport.output_journal import Said, take_crash, take_last_words, words_of
 
 _OF_A_CELL = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
 """What the rank calls the file of a cell, and what ipykernel's debugger does."""

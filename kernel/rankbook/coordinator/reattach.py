@@ -23,7 +23,7 @@ from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.protocol.messages import FromRank
 from rankbook.transport.link import Sender
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
 _REUNION_TIMEOUT = 10.0

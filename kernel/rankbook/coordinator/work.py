@@ -21,7 +21,7 @@ from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Page
 from rankbook.protocol.messages import Assign, CallFunction, Message
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.transport.payload import Packed, unpack
+from rankbook.transport.serialization import Packed, unpack
 
 _WHILE_PAUSED = 1.0
 """Seconds between two looks whether a person has a cell paused, whose timeout is put off for that long."""

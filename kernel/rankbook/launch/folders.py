@@ -19,7 +19,7 @@ from pathlib import Path
 import platformdirs
 
 from rankbook.errors import StartError
-from rankbook.ownership import claim_folder, is_abandoned
+from rankbook.process_identity import claim_folder, is_abandoned
 
 _LONGEST_SOCKET_PATH = 90
 _LOG_DAYS = 7

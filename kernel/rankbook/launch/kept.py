@@ -21,7 +21,7 @@ from rankbook.launch.records import Record
 from rankbook.protocol.forkserver import CloseCluster, ClusterClosed, ForkserverUp, RankExited, RankForked
 from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
 from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 _CLAIM_TIMEOUT = 10.0
 _CLOSE_TIMEOUT = 10.0

@@ -33,7 +33,7 @@ from rankbook.protocol.forkserver import (
 )
 from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
 from rankbook.protocol.reattach import KeepCluster
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 _T = TypeVar("_T")
 _IMPORT_TIMEOUT = 300.0

@@ -21,7 +21,7 @@ import psutil
 from rankbook.errors import StartError
 from rankbook.formatting import plural
 from rankbook.launch.folders import socket_base
-from rankbook.ownership import is_abandoned
+from rankbook.process_identity import is_abandoned
 
 RECORD = "kept.json"
 _CLOCK_STEP = 2.0

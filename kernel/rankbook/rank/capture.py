@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank import host
 from rankbook.rank.streams import TurnTakingStream, print_in_one_write
-from rankbook.transport.last_words import LastWords
+from rankbook.transport.output_journal import LastWords
 
 PACE_STEP = 0.05
 """Seconds between two looks at whether the pace allows more."""

@@ -16,7 +16,7 @@ from typing import Any
 from rankbook.rank import members, variables
 from rankbook.rank.members import Instance, Known
 from rankbook.rank.parts import Breath, is_a
-from rankbook.sources import number_of
+from rankbook.transport.cell_sources import number_of
 
 _LONGEST = 20_000
 """Characters of a docstring or a source."""

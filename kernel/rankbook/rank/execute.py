@@ -55,8 +55,8 @@ from rankbook.rank.outputs import Target
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell
 from rankbook.transport.link import Frames, RankLink
-from rankbook.transport.payload import Packed, pack, unpack
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.serialization import Packed, pack, unpack
+from rankbook.transport.shared_memory import SegmentStore
 
 if TYPE_CHECKING:
     from rankbook.rank.look import Lookout

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from rankbook.ownership import hold_folder
+from rankbook.process_identity import hold_folder
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -45,7 +45,7 @@ from rankbook.protocol.reattach import KeepCluster
 from rankbook.rank import host
 from rankbook.rank.control_groups import RecentKills, find_counter
 from rankbook.rank.owner import Owner
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 PRELOAD_WHEN_IDLE = (
     "torch.distributed.device_mesh",

@@ -27,8 +27,8 @@ from rankbook.errors import TransferError
 from rankbook.rank import models
 from rankbook.rank.pickle_check import check_pickling
 from rankbook.rank.recoverable import RecoverableGroup
-from rankbook.transport.payload import Packed, pack
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.serialization import Packed, pack
+from rankbook.transport.shared_memory import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
 _namespace: dict[str, Any] = {}

@@ -30,8 +30,8 @@ from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
 from rankbook.rank.outputs import Office
 from rankbook.rank.process_group import GroupMember
 from rankbook.rank.shell import RankShell, make_shell
-from rankbook.transport.last_words import crash_of, words_of
 from rankbook.transport.link import RankLink, Sender
+from rankbook.transport.output_journal import crash_of, words_of
 from rankbook.transport.zmq_link import ZmqRank
 
 _shell: RankShell | None = None

@@ -18,7 +18,7 @@ from rankbook.errors import ProtocolError
 from rankbook.protocol.messages import Message, ToForkserver, decode_to_forkserver
 from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import host
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 _CLAIM_SECONDS = 5.0
 """How long a process that has connected may take to say what it wants."""

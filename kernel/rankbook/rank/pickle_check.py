@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rankbook.transport.payload import Reduce, why_not
+from rankbook.transport.serialization import Reduce, why_not
 
 VALUE_SECONDS = 10.0
 """How long pickling one value may take. It pickles no tensor data, and writes nothing."""

@@ -37,7 +37,7 @@ from rankbook.errors import TransferError
 from rankbook.protocol.base import RESULT
 from rankbook.rank import comms
 from rankbook.rank.tracebacks import text_of
-from rankbook.sources import name_cells
+from rankbook.transport.cell_sources import name_cells
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")

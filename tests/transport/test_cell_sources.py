@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from rankbook import sources
-from rankbook.transport.payload import pack, unpack
+from rankbook.transport import cell_sources
+from rankbook.transport.serialization import pack, unpack
 
 CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return inner\n"
 
@@ -17,9 +17,9 @@ CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return 
 def cell(monkeypatch):
     """A function of cell [7], in a process that knows nothing else, and the table of its cells."""
     monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
-    monkeypatch.setattr(sources, "_numbers", None)
+    monkeypatch.setattr(cell_sources, "_numbers", None)
     numbers = {"<cell>": 7}
-    sources.name_cells(numbers)
+    cell_sources.name_cells(numbers)
     space = {"__name__": "__main__"}
     exec(compile(CELL, "<cell>", "exec"), space)
     return space["outer"], numbers

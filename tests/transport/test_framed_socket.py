@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rankbook.protocol.messages import Interrupt, encode
-from rankbook.transport.stream import MessageStream
+from rankbook.transport.framed_socket import MessageStream
 
 ONE, OTHER = encode(Interrupt(cell=1)), encode(Interrupt(cell=2))
 

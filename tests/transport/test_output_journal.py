@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from rankbook.transport import last_words
-from rankbook.transport.last_words import LastWords, Said, take_last_words, words_of
+from rankbook.transport import output_journal
+from rankbook.transport.output_journal import LastWords, Said, take_last_words, words_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "splice"), reason="the system does not move what is in a pipe to a file"
@@ -57,7 +57,7 @@ def test_no_more_is_taken_than_was_asked_for(path, pipe):
 
 
 def test_a_long_file_begins_anew_and_still_counts_all(path, pipe, monkeypatch):
-    monkeypatch.setattr(last_words, "_MOST", 30)
+    monkeypatch.setattr(output_journal, "_MOST", 30)
     words = LastWords(path)
     for _ in range(3):
         say(words, pipe, 5, b"0123456789" * 2)

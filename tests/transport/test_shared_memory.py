@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import ProtocolError, TransferError
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.shared_memory import SegmentStore
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_clear_after_the_folder_is_gone_is_fine(store):
 def test_what_a_dead_process_wrote_can_be_cleared_by_its_pid(store):
     script = (
         "import os, sys, pathlib\n"
-        "from rankbook.transport.segments import SegmentStore\n"
+        "from rankbook.transport.shared_memory import SegmentStore\n"
         "print(os.getpid(), SegmentStore(pathlib.Path(sys.argv[1])).write([[b'theirs']]).name, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -25,8 +25,8 @@ import torch
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
-from rankbook.transport.payload import pack, unpack
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.serialization import pack, unpack
+from rankbook.transport.shared_memory import SegmentStore
 
 LARGE = 1 << 20
 
@@ -166,8 +166,8 @@ def test_packing_leaves_no_hold_on_the_value(store):
 CHILD = """
 import os, pickle, sys
 from pathlib import Path
-from rankbook.transport.payload import pack, unpack
-from rankbook.transport.segments import SegmentStore
+from rankbook.transport.serialization import pack, unpack
+from rankbook.transport.shared_memory import SegmentStore
 payload, frames, folder = pickle.load(sys.stdin.buffer)
 value = unpack(payload, frames, unlink=False, folder=Path(folder))
 value["tensor"].mul_(2)
@@ -666,7 +666,7 @@ def test_a_pickle_that_lacks_its_buffers_is_a_protocol_error(store):
 def test_the_notebook_pays_for_no_torch():
     script = (
         "import sys, tempfile, pathlib\n"
-        "from rankbook.transport.payload import pack, unpack\n"
+        "from rankbook.transport.serialization import pack, unpack\n"
         "packed = pack({'a': [1, lambda: 2]}, store=None)\n"
         "value = unpack(packed.payload, packed.frames, unlink=True, folder=pathlib.Path(tempfile.gettempdir()))\n"
         "assert value['a'][1]() == 2\n"

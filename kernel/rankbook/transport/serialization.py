@@ -22,9 +22,9 @@ import cloudpickle
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
-from rankbook.sources import Sources
-from rankbook.transport.culprit import PROTOCOL, cannot_send
-from rankbook.transport.segments import Bytes, SegmentStore
+from rankbook.transport.cell_sources import Sources
+from rankbook.transport.pickle_errors import PROTOCOL, cannot_send
+from rankbook.transport.shared_memory import Bytes, SegmentStore
 
 if TYPE_CHECKING:
     from rankbook.transport.tensors import Storages
