@@ -10,7 +10,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.peek import Peeked
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, suggest
-from rankbook.launch.records import find_records
+from rankbook.launch.registry import find_records
 from rankbook.protocol.messages import Stack
 from rankbook.protocol.telemetry import Variable
 from rankbook.ranks import format_ranks, group_ranks, name_ranks

@@ -80,10 +80,10 @@ MUTANTS = (
         "coordinator/test_state.py",
     ),
     Mutant(
-        "kernel/rankbook/launch/records.py",
+        "kernel/rankbook/launch/registry.py",
         'if segments.name.startswith(f"rankbook-{os.getuid()}-"):',
         "if segments.name:",
-        "launch/test_records.py",
+        "launch/test_registry.py",
     ),
     Mutant(
         "kernel/rankbook/transport/serialization.py",
@@ -160,16 +160,16 @@ MUTANTS = (
         "output/test_cell_result.py",
     ),
     Mutant(
-        "kernel/rankbook/launch/folders.py",
+        "kernel/rankbook/launch/paths.py",
         "if is_abandoned(folder):",
         "if True:",
-        "launch/test_folders.py",
+        "launch/test_paths.py",
     ),
     Mutant(
-        "kernel/rankbook/launch/records.py",
+        "kernel/rankbook/launch/registry.py",
         "if stat.S_IMODE(status.st_mode) & 0o077:",
         "if stat.S_IMODE(status.st_mode) & 0o007:",
-        "launch/test_records.py",
+        "launch/test_registry.py",
     ),
     Mutant(
         "magics/arguments.py",

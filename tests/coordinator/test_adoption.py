@@ -16,7 +16,7 @@ from rankbook.coordinator.reunion import Account, Reunion
 from rankbook.coordinator.state import RankState
 from rankbook.coordinator.supervisor import LOOK_AFTER_END
 from rankbook.errors import BadRequest, NoCluster
-from rankbook.launch.records import Found, KeptRank, Record
+from rankbook.launch.registry import Found, KeptRank, Record
 from rankbook.output.merger import Emit, Stream
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text

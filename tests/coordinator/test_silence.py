@@ -13,7 +13,7 @@ import pytest
 
 from rankbook.coordinator.presence import Presence
 from rankbook.coordinator.silence import Silence, describe_silence, describe_straggler
-from rankbook.launch.look import Look, look_at
+from rankbook.launch.process_info import Look, look_at
 from rankbook.protocol.messages import AskStack, Stack
 from tests.conftest import wait_until
 

@@ -8,7 +8,7 @@ import pytest
 
 from rankbook.coordinator import vigil
 from rankbook.coordinator.silence import Silence
-from rankbook.launch.look import Look
+from rankbook.launch.process_info import Look
 
 STOPPED = Look("stopped", 1.0, stopped=True)
 RUNNING = Look("running", 1.0)

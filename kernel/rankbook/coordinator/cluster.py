@@ -26,7 +26,7 @@ from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.formatting import plural
-from rankbook.launch.records import Record
+from rankbook.launch.registry import Record
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Page
 from rankbook.protocol.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell

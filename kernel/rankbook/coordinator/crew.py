@@ -27,8 +27,8 @@ from rankbook.coordinator.tables import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores
-from rankbook.launch.folders import Folders, make_folders
-from rankbook.launch.records import KeptRank, Record, started_at, this_session, write_record
+from rankbook.launch.paths import Folders, make_folders
+from rankbook.launch.registry import KeptRank, Record, started_at, this_session, write_record
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore

@@ -14,7 +14,7 @@ from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reattach import choose
 from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
-from rankbook.launch.records import find_records
+from rankbook.launch.registry import find_records
 from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 

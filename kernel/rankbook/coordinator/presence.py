@@ -17,7 +17,7 @@ from rankbook.coordinator.comms import Comms
 from rankbook.coordinator.debugs import Debugs
 from rankbook.coordinator.questions import Questions
 from rankbook.coordinator.silence import Silence
-from rankbook.launch.look import look_at
+from rankbook.launch.process_info import look_at
 from rankbook.protocol.comm import CommSaid
 from rankbook.protocol.dap import DebugSaid
 from rankbook.protocol.messages import AskStack, Stack

@@ -16,9 +16,9 @@ from rankbook.coordinator.interrupts import held_interrupts
 from rankbook.coordinator.reunion import Account, wait_reunited
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch.environment import Placement
-from rankbook.launch.folders import Folders
-from rankbook.launch.kept import KeptLauncher
-from rankbook.launch.records import Found, Record, this_session
+from rankbook.launch.paths import Folders
+from rankbook.launch.reattached import KeptLauncher
+from rankbook.launch.registry import Found, Record, this_session
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.protocol.messages import FromRank

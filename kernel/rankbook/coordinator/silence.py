@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankbook.launch.look import Look, describe_look
+from rankbook.launch.process_info import Look, describe_look
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
 from rankbook.errors import StartError
-from rankbook.launch.look import describe_look, look_at
+from rankbook.launch.process_info import describe_look, look_at
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,

@@ -1,6 +1,6 @@
 """Makes a cluster's folder anew where somebody has removed it under the cluster.
 
-Owns: that the folder is this user's and closed to others. Refuses: to choose where it lies (launch/folders.py).
+Owns: that the folder is this user's and closed to others. Refuses: to choose where it lies (launch/paths.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.launch.records import RECORD, KeptRank, Record, find_records, started_at, write_record
+from rankbook.launch.registry import RECORD, KeptRank, Record, find_records, started_at, write_record
 from rankbook.process_identity import OWNER_FILE, claim_folder, hold_folder
 
 

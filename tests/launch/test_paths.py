@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.launch import folders
-from rankbook.launch.folders import make_folders
+from rankbook.launch import paths
+from rankbook.launch.paths import make_folders
 from rankbook.process_identity import OWNER_FILE, PATIENCE, claim_folder, hold_folder
 
 
@@ -145,7 +145,7 @@ def test_a_full_folder_is_said_to_be_full(short_path, monkeypatch):
     def full(**_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(paths.tempfile, "mkdtemp", full)
     with pytest.raises(StartError, match="No space left on device"):
         make_folders()
 

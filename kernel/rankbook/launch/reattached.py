@@ -17,7 +17,7 @@ import psutil
 
 from rankbook.errors import BadRequest, StartError
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.records import Record
+from rankbook.launch.registry import Record
 from rankbook.protocol.forkserver import CloseCluster, ClusterClosed, ForkserverUp, RankExited, RankForked
 from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
 from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused

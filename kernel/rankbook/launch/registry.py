@@ -20,7 +20,7 @@ import psutil
 
 from rankbook.errors import StartError
 from rankbook.formatting import plural
-from rankbook.launch.folders import socket_base
+from rankbook.launch.paths import socket_base
 from rankbook.process_identity import is_abandoned
 
 RECORD = "kept.json"
