@@ -15,7 +15,8 @@ from typing import get_args
 
 import msgspec
 
-from rankbook.coordinator import actions, events, tables
+from rankbook.coordinator import actions, events
+from rankbook.coordinator import states as tables
 from rankbook.protocol import messages
 
 FOLDER = Path(__file__).resolve().parent
@@ -24,7 +25,7 @@ WIRE_INTRODUCTION = """\
 Every message is a frozen `msgspec` struct of `rankbook.protocol.messages` or a vocabulary that it imports, sent as MessagePack
 and tagged with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never ignored."""
 STATES_INTRODUCTION = """\
-`rankbook.coordinator.state` decides what each rank and each cell may do next. Events go in, actions come out; it knows
+`rankbook.coordinator.state_machine` decides what each rank and each cell may do next. Events go in, actions come out; it knows
 no socket, process, thread or clock. The tables are the whole of it: `–` is an `IllegalTransition`, which tells the last
 events and means a bug in Rankbook."""
 

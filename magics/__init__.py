@@ -45,7 +45,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """`%unload_ext rankbook`: stops the ranks and takes the magics away."""
-    from rankbook.coordinator.current import stop
+    from rankbook.coordinator.default_cluster import stop
     from rankbook.launch import local
     from rankbook.magics.magic import uninstall
 

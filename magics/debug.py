@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankbook.coordinator import current as clusters
+from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto
 from rankbook.magics.debug_desk import Desk

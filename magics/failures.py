@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.running_cell import Cell
 from rankbook.errors import CellError, CellTimeout, RankbookError
 from rankbook.output.cell_result import CellResult, describe_errors
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from IPython.display import display
 
-from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.coordinator.wait import Ask
 from rankbook.magics.failures import raise_for
 from rankbook.output.cell_result import CellResult, describe_errors

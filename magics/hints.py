@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core import completer, page
 
-from rankbook.coordinator import current as clusters
+from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import arguments, auto

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankbook.coordinator import current
+from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest
 from rankbook.launched import PRECISION, USE_CPU, run
@@ -74,9 +74,9 @@ def notebook_launcher(
     if mixed_precision not in _PRECISIONS:
         raise BadRequest(f"mixed_precision={mixed_precision!r} is not there; use one of {', '.join(_PRECISIONS)}")
     _check_call("notebook_launcher", function, args, num_processes)
-    cluster = current.running_cluster()
+    cluster = default_cluster.running_cluster()
     if cluster is None:
-        cluster = current.start(num_processes)
+        cluster = default_cluster.start(num_processes)
     elif num_processes not in (None, cluster.world_size):
         raise BadRequest(
             f"num_processes={num_processes}, but {cluster.world_size} ranks are running: leave it out to use them, or "

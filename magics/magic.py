@@ -14,10 +14,10 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.display import display
 
-from rankbook.coordinator import current as clusters
-from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.interrupts import held_interrupts, set_ending
+from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest

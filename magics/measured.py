@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankbook.coordinator.cell import Cell, Sink
 from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.magics.profile import Trace, check_file, profile_table
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Emit, Rich, Stream

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
-from rankbook.coordinator.cell import Cell, Sink
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.output.by_rank import Change, Drop, More, Piece, Pieces, Put
 from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import Rich, Stream

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.peek import Peeked
+from rankbook.coordinator.evaluate import Peeked
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, suggest
 from rankbook.launch.registry import find_records

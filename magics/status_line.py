@@ -7,8 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rankbook.coordinator.cell import Cell, Head
 from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.running_cell import Cell, Head
 from rankbook.formatting import format_3g, format_duration
 from rankbook.output.cell_result import CellResult
 from rankbook.protocol.telemetry import RankPlacement

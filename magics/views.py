@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from rankbook.checkpoint.manifest import Manifest
-from rankbook.coordinator import current as clusters
-from rankbook.coordinator.feed import ClusterFeed
+from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator.cluster_source import ClusterFeed
 from rankbook.magics.shelf import FolderShelf
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard

@@ -62,22 +62,22 @@ class Mutant:
 MUTANTS = (
     # Those that survived when they were tried first.
     Mutant(
-        "kernel/rankbook/coordinator/adoption.py",
+        "kernel/rankbook/coordinator/reattach/replay.py",
         "for task in tasks if not task.running and not task.internal",
         "for task in tasks if not task.internal",
-        "coordinator/test_adoption.py",
+        "coordinator/reattach/test_replay.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/adoption.py",
+        "kernel/rankbook/coordinator/reattach/replay.py",
         "return None if account.here.seen and not account.here.running else account.here.cell",
         "return account.here.cell",
-        "coordinator/test_adoption.py",
+        "coordinator/reattach/test_replay.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/state.py",
+        "kernel/rankbook/coordinator/state_machine.py",
         "unsure = cell.failed or cell.interrupted or",
         "unsure = cell.failed or",
-        "coordinator/test_state.py",
+        "coordinator/test_state_machine.py",
     ),
     Mutant(
         "kernel/rankbook/launch/registry.py",
@@ -123,28 +123,28 @@ MUTANTS = (
     ),
     # The notebook's side.
     Mutant(
-        "kernel/rankbook/coordinator/state.py",
+        "kernel/rankbook/coordinator/state_machine.py",
         "if event.incarnation != rank.incarnation or rank.cell != event.cell:",
         "if event.incarnation != rank.incarnation:",
-        "coordinator/test_state.py",
+        "coordinator/test_state_machine.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/supervisor.py",
+        "kernel/rankbook/coordinator/collective_monitor.py",
         "if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:",
         "if doom.seconds >= self._grace.finished:",
-        "coordinator/test_supervisor.py",
+        "coordinator/test_collective_monitor.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/supervisor.py",
+        "kernel/rankbook/coordinator/collective_monitor.py",
         "if group.pending and not set(group.ranks)",
         "if not set(group.ranks)",
-        "coordinator/test_state.py",
+        "coordinator/test_state_machine.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/watch.py",
+        "kernel/rankbook/coordinator/deadlock.py",
         "view.count >= launch.number and not view.broken",
         "view.count >= launch.number",
-        "coordinator/test_watch.py",
+        "coordinator/test_deadlock.py",
     ),
     Mutant("kernel/rankbook/output/merger.py", "        self._open.discard(rank)\n", "", "output/test_merger.py"),
     Mutant(

@@ -50,9 +50,9 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.coordinator.cluster import Cluster
-    from rankbook.coordinator.current import attach, current, start, stop
-    from rankbook.coordinator.heal import Healed
-    from rankbook.coordinator.peek import Peeked
+    from rankbook.coordinator.default_cluster import attach, current, start, stop
+    from rankbook.coordinator.evaluate import Peeked
+    from rankbook.coordinator.recovery import Healed
     from rankbook.coordinator.status import RankStatus
     from rankbook.errors import (
         BadRequest,
@@ -110,10 +110,10 @@ __getattr__, __dir__ = lazy_imports(
     __name__,
     {
         "rankbook.coordinator.cluster": ("Cluster",),
-        "rankbook.coordinator.heal": ("Healed",),
-        "rankbook.coordinator.peek": ("Peeked",),
+        "rankbook.coordinator.recovery": ("Healed",),
+        "rankbook.coordinator.evaluate": ("Peeked",),
         "rankbook.coordinator.status": ("RankStatus",),
-        "rankbook.coordinator.current": ("attach", "current", "start", "stop"),
+        "rankbook.coordinator.default_cluster": ("attach", "current", "start", "stop"),
         "rankbook.errors": (
             "BadRequest",
             "CellError",

@@ -14,11 +14,11 @@ import pytest
 
 from rankbook.coordinator import driver
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Ended, Question
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.exits import describe_exit
+from rankbook.coordinator.exit_status import describe_exit
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.state import ClusterState, RankState
+from rankbook.coordinator.running_cell import Cell, Ended, Question
+from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.output.merger import OutputMerger, Stream
 from rankbook.protocol.comm import CommSaid

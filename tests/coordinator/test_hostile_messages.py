@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Ended
-from rankbook.coordinator.state import RankState
+from rankbook.coordinator.running_cell import Cell, Ended
+from rankbook.coordinator.state_machine import RankState
 from rankbook.magics.frontend import as_message
 from rankbook.protocol.messages import FromRank, Regroup
 from rankbook.transport.link import Sender

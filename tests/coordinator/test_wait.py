@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rankbook.coordinator import wait
-from rankbook.coordinator.interrupts import held_interrupts
+from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.wait import wait_for
 from rankbook.protocol.messages import InputReply, InputRequest, Interrupt, RunCell, Text
 from tests.conftest import wait_until

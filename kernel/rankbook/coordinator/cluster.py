@@ -12,18 +12,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Head, Sink
-from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.cluster_processes import Crew
+from rankbook.coordinator.cluster_queries import Sight
+from rankbook.coordinator.cluster_tasks import RankSelection
+from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.heal import Healed, hand_over, segments_of, summarize
-from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.reattach import AdoptedCrew
-from rankbook.coordinator.sight import Sight
-from rankbook.coordinator.silence import describe_silence
+from rankbook.coordinator.reattach.processes import AdoptedCrew
+from rankbook.coordinator.recovery import Healed, hand_over, segments_of, summarize
+from rankbook.coordinator.running_cell import Cell, Head, Sink
+from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.status import RankStatus
-from rankbook.coordinator.tables import RankState, choose_donor
+from rankbook.coordinator.unresponsive import describe_silence
 from rankbook.coordinator.wait import Ask, ask_in_terminal
-from rankbook.coordinator.work import RankSelection
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.formatting import plural
 from rankbook.launch.registry import Record

@@ -49,16 +49,16 @@ from collections.abc import Callable
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Fed, nobody_to_ask
-from rankbook.coordinator.exits import describe_exit, describe_failure, feed_last, sent_last
-from rankbook.coordinator.farewells import Farewells
+from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.exit_status import describe_exit, describe_failure, feed_last, sent_last
 from rankbook.coordinator.inbox import Inbox
-from rankbook.coordinator.presence import Presence, RankInfo
-from rankbook.coordinator.silence import describe_straggler
-from rankbook.coordinator.state import ClusterState
-from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.liveness import Presence, RankInfo
+from rankbook.coordinator.running_cell import Cell, Fed, nobody_to_ask
+from rankbook.coordinator.shutdown import Farewells
+from rankbook.coordinator.state_machine import ClusterState
+from rankbook.coordinator.states import RankState
 from rankbook.coordinator.timers import Timers
-from rankbook.coordinator.watch import Told
+from rankbook.coordinator.unresponsive import describe_straggler
 from rankbook.errors import RankbookError
 from rankbook.launch.launcher import Launcher
 from rankbook.protocol.comm import CommSaid

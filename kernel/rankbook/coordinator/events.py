@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankbook.coordinator.actions import Step
-from rankbook.coordinator.watch import Told
+from rankbook.coordinator.deadlock import Told
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 
-from rankbook.coordinator.cell import Cell
-from rankbook.coordinator.tables import Rank
+from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.states import Rank
 from rankbook.errors import ProtocolError, UnreadableMessage
 from rankbook.protocol.comm import CommSaid
 from rankbook.protocol.dap import DebugSaid

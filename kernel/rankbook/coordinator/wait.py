@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Question
+from rankbook.coordinator.deferred_interrupts import Held, note_interrupt, plain_interrupts, wait_ending
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.interrupts import Held, note_interrupt, plain_interrupts, wait_ending
-from rankbook.coordinator.vigil import Vigil
+from rankbook.coordinator.liveness_warning import Vigil
+from rankbook.coordinator.running_cell import Cell, Question
 from rankbook.protocol.messages import InputReply
 
 Ask = Callable[[str, bool], str]

@@ -10,7 +10,7 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 
 from rankbook import __version__
-from rankbook.coordinator import current as clusters
+from rankbook.coordinator import default_cluster as clusters
 
 
 class RankbookKernel(IPythonKernel):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.state import (
+from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.state_machine import (
     CELL_TABLE,
     RANK_TABLE,
     CellState,
@@ -17,7 +18,6 @@ from rankbook.coordinator.state import (
     RankState,
     RankStep,
 )
-from rankbook.coordinator.watch import Told
 from rankbook.errors import IllegalTransition
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import GroupReport, Launch

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rankbook.coordinator.adopted import AdoptedState, KeptDriver
-from rankbook.coordinator.adoption import Adoption, take_stock
-from rankbook.coordinator.cell import Cell, Sink
-from rankbook.coordinator.crew import Crew, remember
-from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.reunion import Account, wait_reunited
+from rankbook.coordinator.cluster_processes import Crew, remember
+from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.reattach.handshake import Account, wait_reunited
+from rankbook.coordinator.reattach.replay import Adoption, take_stock
+from rankbook.coordinator.reattach.state import AdoptedState, KeptDriver
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch.environment import Placement
 from rankbook.launch.paths import Folders

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.cluster_processes import Crew
 from rankbook.errors import RankbookError
 from rankbook.protocol.queries import (
     Answer,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import rankbook
-from rankbook.coordinator.peek import check_expression
+from rankbook.coordinator.evaluate import check_expression
 from rankbook.errors import BadRequest, CellError
 from tests.conftest import wait_until
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 
-from rankbook.coordinator.cell import Sink
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
-from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.reattach import choose
+from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.reattach.processes import choose
+from rankbook.coordinator.running_cell import Sink
 from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
 from rankbook.launch.registry import find_records

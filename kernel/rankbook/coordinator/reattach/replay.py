@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from rankbook.coordinator.adopted import FoundCell, FoundRank, Inventory
-from rankbook.coordinator.cell import Cell, Sink
-from rankbook.coordinator.exits import describe_exit, describe_failure
-from rankbook.coordinator.reunion import Account
+from rankbook.coordinator.exit_status import describe_exit, describe_failure
+from rankbook.coordinator.reattach.handshake import Account
+from rankbook.coordinator.reattach.state import FoundCell, FoundRank, Inventory
+from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rankbook.coordinator.debugs import Debugs
+from rankbook.coordinator.dap_channels import Debugs
 from rankbook.protocol.dap import DebugHeard, DebugSaid
 
 

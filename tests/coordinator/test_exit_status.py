@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.coordinator.cell import Cell
-from rankbook.coordinator.exits import describe_crash, describe_failure
+from rankbook.coordinator.exit_status import describe_crash, describe_failure
+from rankbook.coordinator.running_cell import Cell
 from rankbook.protocol.messages import Done, ErrorReport
 from rankbook.transport import cell_sources
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rankbook.coordinator import hints
-from rankbook.coordinator.comms import Comms
-from rankbook.coordinator.debugs import Debugs
-from rankbook.coordinator.lookout import ANSWER_TIMEOUT, Glance
-from rankbook.coordinator.peek import Peeked, peek
-from rankbook.coordinator.work import RankSelection, Workplace
+from rankbook.coordinator import completion
+from rankbook.coordinator.cluster_tasks import RankSelection, Workplace
+from rankbook.coordinator.comm_channels import Comms
+from rankbook.coordinator.dap_channels import Debugs
+from rankbook.coordinator.evaluate import Peeked, peek
+from rankbook.coordinator.monitor import ANSWER_TIMEOUT, Glance
 from rankbook.protocol.messages import Stack
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
@@ -79,7 +79,7 @@ class Sight(Workplace):
         *,
         ranks: RankSelection = None,
         variables: bool = False,
-        timeout: float = hints.SOON,
+        timeout: float = completion.SOON,
     ) -> tuple[int, tuple[Completion, ...]]:
         """What may take the place of `text[start:cursor]` on the first of `ranks` that answers, and that `start`.
 
@@ -95,7 +95,7 @@ class Sight(Workplace):
         *,
         ranks: RankSelection = None,
         source: bool = False,
-        timeout: float = hints.SOON,
+        timeout: float = completion.SOON,
     ) -> str:
         """What the name under the cursor is on the first of `ranks` that answers, for people; "" if nobody knows."""
         at = len(text) if cursor is None else cursor

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rankbook.coordinator import current
+from rankbook.coordinator import default_cluster
 from rankbook.errors import BadRequest
 
 
@@ -30,14 +30,14 @@ class FakeCluster:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     FakeCluster.made = []
-    monkeypatch.setattr(current, "Cluster", FakeCluster)
-    monkeypatch.setattr(current, "_current", None)
+    monkeypatch.setattr(default_cluster, "Cluster", FakeCluster)
+    monkeypatch.setattr(default_cluster, "_current", None)
     return FakeCluster
 
 
 def test_two_threads_that_start_at_once_get_one_cluster(fake):
     got = []
-    threads = [threading.Thread(target=lambda: got.append(current.start())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: got.append(default_cluster.start())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -47,9 +47,9 @@ def test_two_threads_that_start_at_once_get_one_cluster(fake):
 
 
 def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
-    first = current.start(2)
-    assert current.start(2, backend="gloo") is first
+    first = default_cluster.start(2)
+    assert default_cluster.start(2, backend="gloo") is first
     with pytest.raises(BadRequest, match="stop ends them first"):
-        current.start(4)
-    assert current.stop()
-    assert current.start(4) is not first
+        default_cluster.start(4)
+    assert default_cluster.stop()
+    assert default_cluster.start(4) is not first

@@ -16,10 +16,10 @@ from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
+from rankbook.coordinator.collective_monitor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.journal import Journal
-from rankbook.coordinator.supervisor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
-from rankbook.coordinator.tables import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
+from rankbook.coordinator.states import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
 from rankbook.errors import IllegalTransition
 
 _ANEW = "collectives were broken off: the process group is formed anew, and models and optimizers go on with it\n"

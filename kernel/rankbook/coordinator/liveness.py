@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rankbook.coordinator.comms import Comms
-from rankbook.coordinator.debugs import Debugs
-from rankbook.coordinator.questions import Questions
-from rankbook.coordinator.silence import Silence
+from rankbook.coordinator.comm_channels import Comms
+from rankbook.coordinator.dap_channels import Debugs
+from rankbook.coordinator.queries import Questions
+from rankbook.coordinator.unresponsive import Silence
 from rankbook.launch.process_info import look_at
 from rankbook.protocol.comm import CommSaid
 from rankbook.protocol.dap import DebugSaid

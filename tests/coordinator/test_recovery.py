@@ -11,8 +11,8 @@ import pytest
 
 import rankbook
 from rankbook import BadRequest, Cluster, LostRank, TransferError
-from rankbook.coordinator.heal import hand_over
-from rankbook.coordinator.tables import Rank, RankState, choose_donor
+from rankbook.coordinator.recovery import hand_over
+from rankbook.coordinator.states import Rank, RankState, choose_donor
 from rankbook.launch import local
 from tests.conftest import wait_until
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.collective_monitor import LOOK_AFTER_END
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.state import ClusterState
-from rankbook.coordinator.supervisor import LOOK_AFTER_END
-from rankbook.coordinator.tables import Cell as CellOfState
-from rankbook.coordinator.tables import CellStep, RankStep
+from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.state_machine import ClusterState
+from rankbook.coordinator.states import Cell as CellOfState
+from rankbook.coordinator.states import CellStep, RankStep
 from rankbook.launch.environment import abort_grace
 from rankbook.launch.launcher import Launcher
 from rankbook.protocol.forkserver import ForkRank

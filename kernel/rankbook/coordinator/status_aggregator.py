@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.states import RankState
 from rankbook.protocol.queries import Looked, Sample
 from rankbook.protocol.telemetry import Holding, Placement, RankPlacement, RankSave, Saves
 

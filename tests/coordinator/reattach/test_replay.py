@@ -9,12 +9,12 @@ import pytest
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.adopted import AdoptedState, KeptDriver
-from rankbook.coordinator.adoption import Adoption, take_stock, tasks_of
-from rankbook.coordinator.reattach import choose
-from rankbook.coordinator.reunion import Account, Reunion
-from rankbook.coordinator.state import RankState
-from rankbook.coordinator.supervisor import LOOK_AFTER_END
+from rankbook.coordinator.collective_monitor import LOOK_AFTER_END
+from rankbook.coordinator.reattach.handshake import Account, Reunion
+from rankbook.coordinator.reattach.processes import choose
+from rankbook.coordinator.reattach.replay import Adoption, take_stock, tasks_of
+from rankbook.coordinator.reattach.state import AdoptedState, KeptDriver
+from rankbook.coordinator.state_machine import RankState
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch.registry import Found, KeptRank, Record
 from rankbook.output.merger import Emit, Stream
@@ -23,7 +23,7 @@ from rankbook.protocol.messages import Done, ErrorReport, FromRank, InputReply, 
 from rankbook.protocol.reattach import Here, Seen
 from rankbook.transport.link import Sender
 from tests.coordinator.test_driver import Keeper, Stage, request
-from tests.coordinator.test_state import waits
+from tests.coordinator.test_state_machine import waits
 
 NONCE = "n"
 

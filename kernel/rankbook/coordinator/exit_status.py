@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankbook.coordinator.cell import Cell
+from rankbook.coordinator.running_cell import Cell
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, Text
 from rankbook.transport.cell_sources import number_of

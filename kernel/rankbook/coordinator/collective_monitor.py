@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from rankbook.coordinator import actions as act
+from rankbook.coordinator.deadlock import Doomed, How, Out, Told, deadlock, disagreements, doomed, warning
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
-from rankbook.coordinator.watch import Doomed, How, Out, Told, deadlock, disagreements, doomed, warning
+from rankbook.coordinator.states import Cell, CellState, Rank, RankState
 
 LOOK_EVERY = 0.7
 """Seconds between two looks at a cell that runs as it should."""

@@ -17,13 +17,13 @@ import weakref
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.adopted import KeptDriver
+from rankbook.coordinator.deferred_interrupts import describe_interrupt, held_interrupts
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.interrupts import describe_interrupt, held_interrupts
-from rankbook.coordinator.silence import describe_silence
-from rankbook.coordinator.state import ClusterState
-from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.reattach.state import KeptDriver
+from rankbook.coordinator.state_machine import ClusterState
+from rankbook.coordinator.states import RankState
+from rankbook.coordinator.unresponsive import describe_silence
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores

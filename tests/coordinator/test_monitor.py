@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rankbook
-from rankbook.coordinator.feed import ClusterFeed
+from rankbook.coordinator.cluster_source import ClusterFeed
 from rankbook.errors import BadRequest, CellError, LostRank
 from rankbook.protocol.queries import AskLook, Question
 from rankbook.protocol.telemetry import Placement

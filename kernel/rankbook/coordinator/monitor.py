@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankbook.coordinator.board import Board, RankView
-from rankbook.coordinator.crew import Crew
+from rankbook.coordinator.cluster_processes import Crew
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.questions import Questions
-from rankbook.coordinator.shards import fold_shards
-from rankbook.coordinator.tables import RankState
+from rankbook.coordinator.queries import Questions
+from rankbook.coordinator.shard_map import fold_shards
+from rankbook.coordinator.states import RankState
+from rankbook.coordinator.status_aggregator import Board, RankView
 from rankbook.errors import BadRequest, LostRank, RankbookError
 from rankbook.formatting import strip_ansi
 from rankbook.protocol.queries import (

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.cell import Cell, Head, Sink
-from rankbook.coordinator.crew import Crew
-from rankbook.coordinator.hints import Hints
-from rankbook.coordinator.interrupts import held_interrupts
-from rankbook.coordinator.lookout import Lookout
+from rankbook.coordinator.cluster_processes import Crew
+from rankbook.coordinator.completion import Hints
+from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.monitor import Lookout
+from rankbook.coordinator.running_cell import Cell, Head, Sink
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import CellTimeout, ClusterStopped, LostRank
 from rankbook.output.cell_result import CellResult, describe_errors

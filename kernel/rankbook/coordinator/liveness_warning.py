@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from rankbook.coordinator.cell import Cell
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.silence import Silence, describe_silence
+from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.unresponsive import Silence, describe_silence
 
 EVERY = 3.0
 """Seconds between two looks; a rank that was heard since the last one is not asked."""

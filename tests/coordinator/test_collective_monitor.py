@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rankbook.coordinator import actions as act
+from rankbook.coordinator.collective_monitor import LOOK_EVERY, Supervisor
+from rankbook.coordinator.deadlock import Told
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.supervisor import LOOK_EVERY, Supervisor
-from rankbook.coordinator.tables import Cell, CellState, Rank, RankState
-from rankbook.coordinator.watch import Told
+from rankbook.coordinator.states import Cell, CellState, Rank, RankState
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import GroupReport, Launch
 

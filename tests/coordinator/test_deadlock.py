@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.watch import Disagreement, Doomed, Out, Told, deadlock, disagreements, doomed, warning
+from rankbook.coordinator.deadlock import Disagreement, Doomed, Out, Told, deadlock, disagreements, doomed, warning
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import GroupReport, Launch
 
