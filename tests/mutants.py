@@ -92,16 +92,16 @@ MUTANTS = (
         "transport/test_serialization.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
     ),
     Mutant(
-        "kernel/rankbook/rank/recoverable.py",
+        "kernel/rankbook/rank/process_groups/recoverable_group.py",
         "and not (self._forsaken and _EMPTY.search(str(error))):",
         "and not _EMPTY.search(str(error)):",
-        "rank/test_recoverable.py",
+        "rank/process_groups/test_recoverable_group.py",
     ),
     Mutant(
-        "kernel/rankbook/rank/recoverable.py",
+        "kernel/rankbook/rank/process_groups/recoverable_group.py",
         "        except BaseException:\n            self.ledger.withdraw(key)\n",
         "        except BaseException:\n",
-        "rank/test_recoverable.py",
+        "rank/process_groups/test_recoverable_group.py",
     ),
     Mutant(
         "kernel/rankbook/runtime/samplers.py",
@@ -204,23 +204,28 @@ MUTANTS = (
     ),
     # The ranks' side.
     Mutant(
-        "kernel/rankbook/rank/collectives.py",
+        "kernel/rankbook/rank/process_groups/collective_log.py",
         "        self.count -= launched.number > 0\n",
         "",
-        "rank/test_collectives.py",
+        "rank/process_groups/test_collective_log.py",
     ),
     Mutant(
-        "kernel/rankbook/rank/outbox.py",
+        "kernel/rankbook/rank/replay_buffer.py",
         "if not isinstance(each.message, Done)), None)",
         "if each.message), None)",
-        "rank/test_outbox.py",
+        "rank/test_replay_buffer.py",
     ),
-    Mutant("kernel/rankbook/rank/capture.py", "        self._room -= size\n", "", "rank/test_capture.py"),
     Mutant(
-        "kernel/rankbook/rank/heal.py",
+        "kernel/rankbook/rank/io/output_capture.py",
+        "        self._room -= size\n",
+        "",
+        "rank/io/test_output_capture.py",
+    ),
+    Mutant(
+        "kernel/rankbook/rank/recovery.py",
         'if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):',
         "if name in hidden or isinstance(value, types.ModuleType):",
-        "rank/test_heal.py",
+        "rank/test_recovery.py",
     ),
     # Training.
     Mutant(

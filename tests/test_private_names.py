@@ -37,9 +37,18 @@ DELIBERATE: dict[tuple[str, str], str] = {
         "rankbook.magics.arguments._HelpFormatter",
         "_action_max_length",
     ): "argparse has no public way to set where help begins",
-    ("rankbook.rank.recoverable.RecoverableGroup", "_end_coalescing"): "torch calls it on a process group",
-    ("rankbook.rank.recoverable.RecoverableGroup", "_get_backend"): "torch calls it on a process group",
-    ("rankbook.rank.recoverable.RecoverableGroup", "_start_coalescing"): "torch calls it on a process group",
+    (
+        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "_end_coalescing",
+    ): "torch calls it on a process group",
+    (
+        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "_get_backend",
+    ): "torch calls it on a process group",
+    (
+        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "_start_coalescing",
+    ): "torch calls it on a process group",
     ("rankbook.rank.shell.RankShell", "_showtraceback"): "IPython's hook for a shell that shows errors elsewhere",
     ("rankbook.rank.shell.RankShell", "_tee"): "IPython's history would keep all text that was ever printed",
     ("rankbook.widgets.live.LiveView", "_repr_mimebundle_"): "IPython's display protocol",

@@ -384,7 +384,7 @@ def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
     seen = []
     with rankbook.Cluster(2) as cluster:
         cluster.run("model = torch.nn.Linear(3, 3)\nprint('last words', rank)")
-        ours = ("rankbook.rank.look", "rankbook.checkpoint")
+        ours = ("rankbook.rank.inspect.query_handlers", "rankbook.checkpoint")
         cluster.run(f"import sys\nlooks = [each for each in {ours} if each in sys.modules]")
         assert cluster.pull("looks") == [[], []]
         end = cluster.watch("placement", seen.append)

@@ -291,5 +291,5 @@ def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
-    told = "import sys\nprint('rankbook.rank.profiling' in sys.modules, 'rankbook.rank.measure' in sys.modules)"
+    told = "import sys\nprint('rankbook.rank.profiling.profiler' in sys.modules, 'rankbook.rank.profiling.measurement' in sys.modules)"
     assert "False True" in fresh_notebook.ok(f"%%distributed\n{told}").stdout

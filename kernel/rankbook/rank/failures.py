@@ -16,7 +16,8 @@ from IPython.core.error import UsageError
 
 from rankbook.errors import CollectiveAborted, RankbookError
 from rankbook.protocol.messages import ErrorReport
-from rankbook.rank import out_of_memory, tracebacks
+from rankbook.rank import tracebacks
+from rankbook.rank.inspect import oom
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -28,10 +29,10 @@ def explain(shell: InteractiveShell, error: BaseException, cells: dict[str, int]
     if issubclass(kind, (RankbookError, UsageError, BdbQuit)) and not issubclass(kind, CollectiveAborted):
         return tracebacks.in_one_line(error)
     report = tracebacks.report(shell, error, cells, number)
-    if out_of_memory.is_out_of_memory(error):
-        report = out_of_memory.tell_and_free(shell, error, report)
-    elif out_of_memory.is_of_a_peer(error):
-        out_of_memory.free(shell, error)
+    if oom.is_out_of_memory(error):
+        report = oom.tell_and_free(shell, error, report)
+    elif oom.is_of_a_peer(error):
+        oom.free(shell, error)
     return report
 
 

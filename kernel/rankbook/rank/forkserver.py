@@ -42,9 +42,9 @@ from rankbook.protocol.forkserver import (
 )
 from rankbook.protocol.messages import ToForkserver, decode_to_forkserver
 from rankbook.protocol.reattach import KeepCluster
-from rankbook.rank import host
-from rankbook.rank.control_groups import RecentKills, find_counter
-from rankbook.rank.owner import Owner
+from rankbook.rank import os_utils
+from rankbook.rank.cgroups import RecentKills, find_counter
+from rankbook.rank.ownership import Owner
 from rankbook.transport.framed_socket import MessageStream
 
 PRELOAD_WHEN_IDLE = (
@@ -82,9 +82,9 @@ class Child:
 
     def started(self, process: psutil.Process) -> bool:
         """Whether this rank started the process: it has the mark or, forked without exec, the output pipes."""
-        if host.environment_of(process).get(_OWNER) == self.mark:
+        if os_utils.environment_of(process).get(_OWNER) == self.mark:
             return True
-        return any(host.holds_pipe(process, os.fstat(descriptor).st_ino) for descriptor in self.outputs)
+        return any(os_utils.holds_pipe(process, os.fstat(descriptor).st_ino) for descriptor in self.outputs)
 
 
 class Forkserver:
@@ -130,7 +130,7 @@ class Forkserver:
     def _wait(self, timeout: float) -> bool:
         readable, _, _ = select.select([*self._owner.files(), self._signal_read], [], [], timeout)
         if self._signal_read in readable:
-            host.read_available(self._signal_read)
+            os_utils.read_available(self._signal_read)
         return bool(readable)
 
     @staticmethod
@@ -182,8 +182,8 @@ class Forkserver:
         return int(text or 0)
 
     def _fork(self, message: ForkRank) -> None:
-        out_read, out_write = host.output_pipe()
-        err_read, err_write = host.output_pipe()
+        out_read, out_write = os_utils.output_pipe()
+        err_read, err_write = os_utils.output_pipe()
         mark = f"{self._token}-{message.rank}-{message.incarnation}"
         message.env[_OWNER.encode()] = mark.encode()
         gc.freeze()  # the collector would else touch, and so copy, every page of torch in each rank
@@ -204,7 +204,7 @@ class Forkserver:
         self._owner.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
 
     def _become_child(self) -> None:
-        host.die_with_parent()
+        os_utils.die_with_parent()
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
@@ -226,9 +226,9 @@ class Forkserver:
                 self._tell_exit(child, os.waitstatus_to_exitcode(status))
 
     def _tell_exit(self, child: Child, code: int) -> None:
-        host.kill_session(child.pid)
-        host.kill_leftovers(child.started)
-        texts = [host.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
+        os_utils.kill_session(child.pid)
+        os_utils.kill_leftovers(child.started)
+        texts = [os_utils.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
         for descriptor in child.outputs:
             os.close(descriptor)
         exited = RankExited(
@@ -256,7 +256,7 @@ class Forkserver:
     @staticmethod
     def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)  # it was forked just now and leads no session yet, maybe
-        host.kill_session(pid)
+        os_utils.kill_session(pid)
 
     def _close(self) -> None:
         for pid in tuple(self._children):
@@ -265,7 +265,7 @@ class Forkserver:
         while self._children and time.monotonic() < deadline:
             self._reap()
             select.select([self._signal_read], [], [], 0.05)
-        host.kill_leftovers(self._is_leftover)
+        os_utils.kill_leftovers(self._is_leftover)
         _remove(self._folders)
         self._folders = ()
         while self._locks:
@@ -274,7 +274,7 @@ class Forkserver:
 
     def _is_leftover(self, process: psutil.Process) -> bool:
         """Whether the process came from any rank, once all ranks are gone."""
-        return sys.platform == "linux" or host.environment_of(process).get(_OWNER, "").startswith(self._token)
+        return sys.platform == "linux" or os_utils.environment_of(process).get(_OWNER, "").startswith(self._token)
 
 
 def _free_port() -> int:
@@ -293,7 +293,7 @@ def main() -> None:
     began = time.perf_counter()
     notebook = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    host.adopt_orphans()
+    os_utils.adopt_orphans()
     stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
     with _watching(stream, notebook, ()):
         import torch
@@ -313,7 +313,7 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
     """Within it, while nobody serves the stream, the process still ends within a moment of the notebook's end."""
 
     def look(_number: int, _frame: object) -> None:
-        if os.getppid() != notebook or host.hung_up(stream.fileno()):
+        if os.getppid() != notebook or os_utils.hung_up(stream.fileno()):
             _remove(folders)
             for message in stream.read():
                 if isinstance(message, OpenCluster):

@@ -22,13 +22,15 @@ import torch.distributed as dist
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, Hello, Lingering, StartFailed
-from rankbook.rank import comms, farewell, heal, lifeboat, originals, tracebacks
-from rankbook.rank.capture import Capture, Pace
-from rankbook.rank.control import FAILURES_APART, Control, Interrupts
-from rankbook.rank.execute import Executor
-from rankbook.rank.outbox import OFFER_SECONDS, KeptLink
-from rankbook.rank.outputs import Office
-from rankbook.rank.process_group import GroupMember
+from rankbook.rank import originals, recovery, shutdown, tracebacks
+from rankbook.rank.control_thread import FAILURES_APART, Control, Interrupts
+from rankbook.rank.executor import Executor
+from rankbook.rank.io import comms
+from rankbook.rank.io.output_capture import Capture, Pace
+from rankbook.rank.io.output_widget import Office
+from rankbook.rank.process_groups import gloo_terminate
+from rankbook.rank.process_groups.manager import GroupMember
+from rankbook.rank.replay_buffer import OFFER_SECONDS, KeptLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_of, words_of
@@ -55,7 +57,7 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
         os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
         os.dup2(outputs[3], 2)
         _tell_crashes(request)
-        farewell.forget_exits()
+        shutdown.forget_exits()
         _be_like_the_notebook(request)
         link = _make_link(request, owned)
         try:
@@ -125,10 +127,10 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         device=device,
         folder=Path(request.segments),
     )
-    lifeboat.board(group.rescue)
+    gloo_terminate.board(group.rescue)
     shell = _shell
     assert shell is not None
-    heal.stand_for(shell.user_ns)
+    recovery.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     comms.attach(link, Office(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
     control = Control(link, capture, interrupts, executor, liveness)
@@ -185,8 +187,8 @@ def _say_farewell(link: RankLink, group: GroupMember, patience: float) -> None:
     def linger(seconds: float) -> None:
         link.send(Lingering(seconds=seconds))
 
-    trouble = farewell.finish_saves(patience, linger)
-    farewell.run_exits(patience, linger)
+    trouble = shutdown.finish_saves(patience, linger)
+    shutdown.run_exits(patience, linger)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # a save that still goes on would be in its collectives

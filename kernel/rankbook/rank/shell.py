@@ -35,7 +35,7 @@ from traitlets.config import Config
 
 from rankbook.errors import TransferError
 from rankbook.protocol.base import RESULT
-from rankbook.rank import comms
+from rankbook.rank.io import comms
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.cell_sources import name_cells
 

@@ -1,0 +1,403 @@
+"""Runs one task on the main thread and answers with `Done`.
+
+Owns: the namespace, the order of a task's messages, what becomes of errors. Refuses: to end the rank for anything user
+code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from os import getpid
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from rankbook.errors import BadRequest, StartError
+from rankbook.formatting import suggest
+from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.messages import (
+    Abort,
+    AdoptState,
+    Assign,
+    CallFunction,
+    Clear,
+    Collectives,
+    Display,
+    Done,
+    ErrorReport,
+    ExportState,
+    Fetch,
+    Frame,
+    InputReply,
+    InputRequest,
+    ListState,
+    Message,
+    Payload,
+    Regroup,
+    RunCell,
+    Stack,
+    ToRank,
+)
+from rankbook.protocol.profiling import Measure
+from rankbook.protocol.queries import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
+from rankbook.rank import failures, originals, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank.control_thread import Interrupts, Task
+from rankbook.rank.debugger import Debuggee
+from rankbook.rank.inspect.completion import Guide
+from rankbook.rank.inspect.query_threads import Inquiries, answer_apart
+from rankbook.rank.io.output_capture import Capture
+from rankbook.rank.io.output_widget import Target
+from rankbook.rank.process_groups.manager import GroupMember
+from rankbook.rank.shell import RankShell
+from rankbook.transport.link import Frames, RankLink
+from rankbook.transport.serialization import Packed, pack, unpack
+from rankbook.transport.shared_memory import SegmentStore
+
+if TYPE_CHECKING:
+    from rankbook.rank.inspect.evaluate import Peeks
+    from rankbook.rank.inspect.query_handlers import Lookout
+    from rankbook.rank.profiling.measurement import Measurement
+
+_USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
+_NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
+
+
+class Executor:
+    """Runs tasks in `shell`, one at a time, and is the shell's session."""
+
+    def __init__(
+        self,
+        shell: RankShell,
+        link: RankLink,
+        capture: Capture,
+        interrupts: Interrupts,
+        group: GroupMember,
+        segments: Path,
+    ) -> None:
+        self.cell = 0
+        self.running: int | None = None
+        self._number = 0
+        self.wait_reply: Callable[[], InputReply] | None = None
+        self.run_when_idle: Callable[[Callable[[], None]], None] = lambda _: None
+        self._shell = shell
+        self._link = link
+        self._capture = capture
+        self._interrupts = interrupts
+        self._group = group
+        self._segments = SegmentStore(segments)
+        self._pid = getpid()
+        self._looks = Inquiries[Look](link.send, self._lookout)
+        self._hints = Inquiries[Hint](link.send, self._guide)
+        self._peeks: Peeks | None = None
+        self._measurement: Measurement | None = None
+        self._debuggee = Debuggee(link.send, group.be_patient)
+        shell.attach(self)
+        group.where = self.line
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt has reached the task that runs."""
+        return self._interrupts.delivered
+
+    def execute(self, task: Task) -> None:
+        """Run one task; whatever happens, `Done` is sent."""
+        message, frames = task
+        self.cell = self.running = _cell_of(message)
+        self._number = message.number if isinstance(message, RunCell) else 0
+        try:
+            done, answer = self._run(message, frames)
+        except BaseException as error:  # noqa: BLE001 - what user code has left behind hit our own code: told in Done
+            done, answer = self._give_up(error), ()
+        self.running = None
+        try:
+            self._link.send(done, answer)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._link.send(self._give_up(error))
+
+    def _run(self, message: ToRank, frames: list[memoryview]) -> tuple[Done, Frames]:
+        """Perform a task. User code runs until `disarm`: an error's `__str__`, a stream's `flush`."""
+        began, launched = perf_counter(), self._group.launched
+        packed: Packed | None = None
+        error: BaseException | None = None
+        report: ErrorReport | None = None
+        self._capture.begin(self.cell)
+        if self._debuggee.attached:
+            self._debuggee.begin()
+        try:
+            try:
+                self._interrupts.arm(self.cell)
+                packed = self._perform(message, frames)
+                self._capture.flush()
+            except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
+                error = caught
+                self._end_if_forked()
+                error = self._translate(error)
+                report = self._explain(error)
+            finally:
+                self._interrupts.disarm()
+        except BaseException as caught:  # noqa: BLE001 - as above
+            error = caught if error is None else error
+            report = report or tracebacks.brief(error, caught, self._cell_files(), self._number)
+        self._interrupts.disarm()  # the first time may have been interrupted itself
+        self._debuggee.end()
+        self._end_if_forked()
+        if self._measurement is not None:
+            packed = self._tell_measured(self._measurement)
+        self._capture.end()
+        done = Done(
+            cell=self.cell,
+            status=failures.status_of(error),
+            seconds=perf_counter() - began,
+            error=report,
+            payload=packed.payload if packed else None,
+            collectives=self._group.launched - launched,
+        )
+        return done, packed.frames if packed else ()
+
+    def _translate(self, error: BaseException) -> BaseException:
+        """Return what a person is to see in the place of `error`."""
+        with self._interrupts.shield():
+            self._debuggee.end()
+        error = self._group.translate(error)
+        if self._interrupts.delivered and failures.is_aftermath(error):
+            return KeyboardInterrupt().with_traceback(tracebacks.traceback_of(error))
+        return error
+
+    def _explain(self, error: BaseException) -> ErrorReport:
+        if issubclass(type(error), KeyboardInterrupt):
+            failures.cancel_leftovers()
+        else:  # it may be just a flush that was interrupted
+            self._capture.flush()
+        return failures.explain(self._shell, error, self._cell_files(), self._number)
+
+    def _give_up(self, error: BaseException) -> Done:
+        """Return the `Done` of a task whose end went wrong, once the rank can work again."""
+        replaced = originals.restore()
+        self._end_if_forked()
+        self._interrupts.disarm()
+        self._measurement = None
+        report = tracebacks.brief(error, None, self._cell_files(), self._number)
+        with contextlib.suppress(BaseException):  # then what it holds comes with the next cell
+            if replaced:
+                self._capture.tell(originals.describe(replaced))
+            self._capture.end()
+        return Done(cell=self.cell, status=failures.status_of(error), seconds=0.0, error=report)
+
+    def _end_if_forked(self) -> None:
+        """End a child that user code forked and that came out of the cell."""
+        if self._forked:
+            os._exit(1)
+
+    def _cell_files(self) -> dict[str, int]:
+        files: dict[str, int] = self._shell.compile._filename_map
+        return files
+
+    def _perform(self, message: ToRank, frames: list[memoryview]) -> Packed | None:
+        match message:
+            case RunCell():
+                if "accelerator" in message.source:
+                    self._provide_accelerator(message.source)
+                shutdown.tell_lost_saves()
+                try:
+                    if message.measure is None:
+                        self._shell.run(message.source, message.number, message.file)
+                    else:
+                        self._run_measured(message, message.measure)
+                finally:
+                    shutdown.tell_lost_saves()
+            case CallFunction():
+                function, args, kwargs = self._unpack(message.payload, frames)
+                return pack(function(*args, **kwargs), store=self._segments)
+            case Assign():
+                self._shell.user_ns.update(self._unpack(message.payload, frames))
+            case Fetch():
+                return pack(self._fetch(message.name), store=self._segments)
+            case ListState():
+                return pack(recovery.list_state(self._shell.user_ns, self._shell.user_ns_hidden), store=None)
+            case ExportState(names=names):
+                return recovery.export_state(self._shell.user_ns, self._shell.user_ns_hidden, names, self._segments)
+            case AdoptState(payload=payload):
+                open_state = None if payload is None else partial(self._unpack, payload, frames)
+                return pack(recovery.adopt_state(self._shell.user_ns, open_state), store=None)
+            case Regroup():
+                try:
+                    self._group.join(message.generation)
+                except (RuntimeError, OSError) as error:
+                    raise StartError(f"the process group could not be formed: {error}") from error
+                os_utils.give_memory_back()  # a group's threads leave theirs scattered over the allocator's arenas
+            case _:
+                raise BadRequest(f"a rank has no task {type(message).__name__}")
+        return None
+
+    def _run_measured(self, message: RunCell, asked: Measure) -> None:
+        with self._interrupts.shield():
+            from rankbook.rank.profiling.measurement import Measurement
+
+            self._measurement = measurement = Measurement(
+                asked, self._group.rank, self._group.device, self._group.launched
+            )
+            measurement.start()
+        try:
+            self._shell.run(message.source, message.number, message.file)
+        finally:
+            with self._interrupts.shield():
+                measurement.stop(self._group.launched)
+
+    def _tell_measured(self, measurement: Measurement) -> Packed:
+        """What was measured, once nothing is interrupted any more."""
+        self._measurement = None
+        measurement.stop(self._group.launched)  # an interrupt may have come before the first time
+        return pack(measurement.tell(), store=self._segments)
+
+    def _provide_accelerator(self, source: str) -> None:
+        """Have `accelerator` there for a cell that uses the name and gives it no value of its own."""
+        namespace = self._shell.user_ns
+        if "accelerator" not in namespace and _USES_ACCELERATOR.search(source) and not _NAMES_ONE.search(source):
+            from rankbook.runtime import Accelerator
+
+            namespace["accelerator"] = Accelerator()
+
+    def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value
+        return unpack(payload, frames, unlink=False, folder=self._segments.folder)
+
+    def _fetch(self, name: str) -> object:
+        first, *rest = name.split(".")
+        if first not in self._shell.user_ns:
+            raise BadRequest(f"there is no variable {first!r} on this rank{suggest(first, self.namespace())}")
+        value: object = self._shell.user_ns[first]
+        for attribute in rest:
+            if not hasattr(value, attribute):
+                raise BadRequest(f"{first!r} has no attribute {attribute!r}{suggest(attribute, dir(value))}")
+            value = getattr(value, attribute)
+        return value
+
+    # The shell's session
+
+    def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
+        """See `shell.Session`."""
+        if self._forked:
+            print(data.get("text/plain", ""))  # noqa: T201 - a subprocess has no way to the notebook but its stdout
+            return
+        place = self._place()
+        if place is not None and place.display(kind, data, metadata, display_id):
+            return
+        self._send_in_order(
+            Display(cell=self.cell, kind=kind, data=data, metadata=metadata, display_id=display_id)  # type: ignore[arg-type]
+        )
+
+    def clear(self, *, wait: bool) -> None:
+        """See `shell.Session`."""
+        place = self._place()
+        if place is not None:
+            place.clear(wait=wait)
+        elif not self._forked:
+            self._send_in_order(Clear(cell=self.cell, wait=wait))
+
+    def _place(self) -> Target | None:
+        """The widget that captures what this thread shows, if there is one; what was printed before is there."""
+        place = self._capture.diverted()
+        if place is not None:
+            self._capture.flush()
+            self._capture.drain()
+        return place if isinstance(place, Target) else None
+
+    def tell(self, error: BaseException) -> ErrorReport:
+        """An error in words, of a cell that goes on. The main thread."""
+        error = self._group.translate(error)
+        return tracebacks.report(self._shell, error, self._cell_files())
+
+    def ask(self, prompt: str, *, password: bool) -> str:
+        """See `shell.Session`. Raises EOFError where nobody can be asked."""
+        if self._forked:
+            raise EOFError("a subprocess of a rank cannot ask")
+        self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
+        assert self.wait_reply is not None
+        reply = self.wait_reply()
+        while reply.cell != self.cell:  # an answer to a question that was interrupted
+            reply = self.wait_reply()
+        if reply.text is None:
+            raise EOFError(reply.reason)
+        return reply.text
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a child that user code forked: the link is not its own."""
+        return getpid() != self._pid
+
+    def _send_in_order(self, message: Message) -> None:
+        self._capture.flush()
+        with self._interrupts.shield(), self._capture.lock:
+            self._capture.drain()
+            self._link.send(message)
+
+    def stack(self, token: int) -> Stack:
+        """What the main thread is doing. Any thread."""
+        return Stack(token, self.running, self.frames(), self.waits()[0], self._debuggee.paused)
+
+    def frames(self) -> tuple[Frame, ...]:
+        """The main thread's stack. Any thread."""
+        return tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
+
+    def waits(self) -> tuple[str, float]:
+        """The oldest collective that has not ended, in words, and since how many seconds. Any thread."""
+        waits_for = self._group.waits_for()
+        return (str(waits_for), time.monotonic() - waits_for.began) if waits_for is not None else ("", 0.0)
+
+    def line(self) -> int | None:
+        """Where in its cell the main thread is. Any thread."""
+        if self.running is None:
+            return None
+        return tracebacks.main_thread_line(self._cell_files(), self._number)
+
+    def collectives(self, token: int) -> Collectives:
+        """What the process groups wait for. Any thread."""
+        return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
+
+    def namespace(self) -> dict[str, object]:
+        """A copy of the variables, but for what `globals()` has under a key that is no name. Any thread."""
+        return {name: value for name, value in dict.copy(self._shell.user_ns).items() if type(name) is str}
+
+    def hidden(self) -> Collection[str]:
+        """The names that were there before any cell. Any thread."""
+        return frozenset(dict.copy(self._shell.user_ns_hidden))
+
+    def inquire(self, question: Question) -> None:
+        """Have it answered, soon, on a thread of its own. Any thread."""
+        if isinstance(question, AskPeek):
+            answer_apart(self._link.send, self._make_peeks, question)
+        elif isinstance(question, (AskCompletions, AskInspection)):  # on a thread of its own: a look may take its time
+            self._hints.put(question)
+        else:
+            self._looks.put(question)
+
+    def debug(self, message: DebugHeard) -> None:
+        """Have the debugger hear it, soon, on a thread of its own. Any thread."""
+        self._debuggee.hear(message)
+
+    def _guide(self) -> Guide:
+        return Guide(self, self._group.rank)
+
+    def _lookout(self) -> Lookout:
+        from rankbook.rank.inspect.query_handlers import Lookout
+
+        return Lookout(self, self._group.rank, self._group.device)
+
+    def _make_peeks(self) -> Peeks:
+        from rankbook.rank.inspect.evaluate import Peeks
+
+        self._peeks = self._peeks or Peeks(self, self._group.device)
+        return self._peeks
+
+    def abort(self, message: Abort) -> None:
+        """Break off what waits for ranks that do not come. Any thread."""
+        self._group.abort(message)
+
+
+def _cell_of(message: ToRank) -> int:
+    cell: int = getattr(message, "cell")  # noqa: B009 - every task has one; the union's other members are no tasks
+    return cell

@@ -1,0 +1,1 @@
+"""Answer queries about a rank's objects without running user code."""

@@ -1,0 +1,244 @@
+"""The models, optimizers and loaders that live on this rank.
+
+Owns: the search for them in the namespace, below its variables, and among what was prepared; what is told of each.
+Refuses: to run user code, to keep any of them alive, and to look into functions that run: that would prolong the life
+of what they hold.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader
+
+from rankbook.protocol.telemetry import Holding
+from rankbook.rank.inspect import tensor_introspection
+from rankbook.rank.inspect.tensor_introspection import Breath, Part, is_a, own
+
+_DEEPEST = 3
+"""Steps from a variable: `trainers[0].model` takes two."""
+_MOST = 5_000
+_MOST_ITEMS = 200
+_OPAQUE = (
+    *(str, bytes, bytearray, int, float, complex, type(None), type),
+    *(ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, numpy.ndarray),
+)
+
+
+@dataclass
+class Belongings:
+    """What was found, by name; `trees` has each model's modules with their prefixes."""
+
+    models: dict[str, torch.nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    loaders: dict[str, DataLoader[Any]] = field(default_factory=dict)
+    trees: dict[str, list[tuple[str, torch.nn.Module]]] = field(default_factory=dict)
+
+
+def find(namespace: Mapping[str, object], breath: Breath) -> Belongings:
+    """What `namespace` leads to. Parts of a model that was found are none of their own."""
+    found = Belongings()
+    for name, value in _walk(namespace, breath):
+        _sort(found, name, value)
+    for name, value in _prepared():
+        _sort(found, name, value)
+    trees = {name: list(tensor_introspection.modules_of(each, breath)) for name, each in _once(found.models)}
+    inner = {id(each) for tree in trees.values() for _, each in tree[1:]}
+    found.models = {name: each for name, each in _once(found.models) if id(each) not in inner}
+    found.trees = {name: trees[name] for name in found.models}
+    wrapped = {id(own(each).get("optimizer")) for each in found.optimizers.values()}
+    found.optimizers = {name: each for name, each in _once(found.optimizers) if id(each) not in wrapped}
+    found.loaders = dict(_once(found.loaders))
+    return found
+
+
+def _sort(found: Belongings, name: str, value: object) -> None:
+    if is_a(value, torch.nn.Module):
+        found.models[name] = value  # type: ignore[assignment]
+    elif is_a(value, torch.optim.Optimizer):
+        found.optimizers[name] = value  # type: ignore[assignment]
+    elif is_a(value, DataLoader):
+        found.loaders[name] = value  # type: ignore[assignment]
+
+
+def _once(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, value in named.items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def _walk(namespace: Mapping[str, object], breath: Breath) -> Iterator[tuple[str, object]]:
+    """Breadth first: of several names the shortest comes first."""
+    queue = deque((name, value, 0) for name, value in namespace.items())
+    seen: set[int] = set()
+    kept: list[object] = []  # a dead one's number may be given to another
+    left = _MOST
+    while queue and left:
+        name, value, depth = queue.popleft()
+        left -= 1
+        breath()
+        if is_a(value, torch.nn.Module) or is_a(value, torch.optim.Optimizer) or is_a(value, DataLoader):
+            yield name, value
+        elif depth < _DEEPEST and id(value) not in seen and not issubclass(type(value), _OPAQUE):
+            seen.add(id(value))
+            kept.append(value)
+            queue.extend((below, each, depth + 1) for below, each in _below(name, value))
+
+
+def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if is_a(value, dict):
+        yield from (
+            (f"{name}[{key!r}]", each)
+            for key, each in tensor_introspection.items(value)[:_MOST_ITEMS]
+            if type(key) is str
+        )
+    elif is_a(value, list) or is_a(value, tuple):
+        first: list[object] = list(islice((list if is_a(value, list) else tuple).__iter__(value), _MOST_ITEMS))  # type: ignore[arg-type]
+        yield from ((f"{name}[{index}]", each) for index, each in enumerate(first))
+    elif type(value).__module__ not in sys.stdlib_module_names:
+        yield from ((f"{name}.{key}", each) for key, each in tensor_introspection.items(own(value)) if type(key) is str)
+
+
+def _prepared() -> Iterator[tuple[str, object]]:
+    """What the runtime has prepared: a function's variables, too, are found so."""
+    generations = sys.modules.get("rankbook.runtime.prepare.generations")
+    optimizers = sys.modules.get("rankbook.runtime.prepare.optimizers")
+    if generations is None or optimizers is None:
+        return
+    for number, (_, model) in enumerate(generations.living()):
+        yield f"prepared model {number}", model
+    for number, optimizer in enumerate(optimizers.living()):
+        yield f"prepared optimizer {number}", optimizer
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What is told of the belongings, in bytes.
+
+    `trainable` are the parameters that may have gradients and `counters` the optimizers, as long as they live.
+    """
+
+    holdings: tuple[Holding, ...]
+    parameters: int
+    optimizer: int
+    trainable: tuple[weakref.ref[torch.Tensor], ...]
+    counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
+
+
+def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
+    """Tell of each, and count the bytes on `device` (`cpu`, `cuda:0`): what two of them share counts once."""
+    seen: dict[int, torch.Tensor] = {}
+    sizes: Counter[str] = Counter()
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        if id(tensor) not in seen and tensor_introspection.device_of(tensor) == device:
+            seen[id(tensor)] = tensor
+            sizes[kind] += tensor_introspection.nbytes(tensor)
+
+    holdings = []
+    for name, model in found.models.items():
+        tree = found.trees[name]
+        held = [each for each in tensor_introspection.parts_of_modules(tree, breath) if each.kind == "parameter"]
+        for part in held:
+            breath()
+            count("parameters", part.tensor)
+        holdings.append(_tell_model(name, model, held, [each for _, each in tree]))
+    trainable = tuple(weakref.ref(tensor) for tensor in seen.values() if tensor.requires_grad)
+    for name, optimizer in found.optimizers.items():
+        state = tensor_introspection.parts_of_optimizer(optimizer, {}, breath)
+        for part in state:
+            breath()
+            count("optimizer", part.tensor)
+        holdings.append(_tell_optimizer(name, optimizer, state))
+    holdings += [_tell_loader(name, loader) for name, loader in found.loaders.items()]
+    return Inventory(
+        tuple(holdings),
+        sizes["parameters"],
+        sizes["optimizer"],
+        trainable,
+        tuple(weakref.ref(each) for each in found.optimizers.values()),
+    )
+
+
+def _tell_model(name: str, model: torch.nn.Module, held: list[Part], modules: list[torch.nn.Module]) -> Holding:
+    tensors = [each.tensor for each in held]
+    kinds = {type(each).__name__ for each in modules}
+    ddp = tensor_introspection.loaded("torch.nn.parallel", "DistributedDataParallel")
+    wrapper = ""
+    if ddp is not None and any(is_a(each, ddp) for each in modules):
+        wrapper = "DDP"
+    elif any(map(tensor_introspection.is_fsdp, modules)):
+        wrapper = "FSDP2"
+    elif any(map(tensor_introspection.is_dtensor, tensors)):
+        wrapper = "tp"
+    details = ["compiled"] if "OptimizedModule" in kinds else []
+    layouts = Counter(_placements(each) for each in tensors if tensor_introspection.is_dtensor(each))
+    details += [f"{layout}: {count}" for layout, count in layouts.items()]
+    return Holding(
+        kind="model",
+        name=name,
+        class_name=_class_name(tensor_introspection.unwrapped(model)),
+        wrapper=wrapper,
+        parameters=sum(map(tensor_introspection.numel, tensors)),
+        bytes=sum(map(tensor_introspection.nbytes, tensors)),
+        dtypes=tuple(sorted(set(map(tensor_introspection.dtype_of, tensors)))),
+        device=_devices(tensors),
+        detail=", ".join(details),
+    )
+
+
+def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[Part]) -> Holding:
+    parameters = tensor_introspection.parameters_of_optimizer(optimizer)
+    tensors = [each.tensor for each in state]
+    return Holding(
+        kind="optimizer",
+        name=name,
+        class_name=type(tensor_introspection.bare_optimizer(optimizer)).__name__,
+        parameters=sum(map(tensor_introspection.numel, parameters)),
+        bytes=sum(map(tensor_introspection.nbytes, tensors)),
+        dtypes=tuple(sorted(set(map(tensor_introspection.dtype_of, tensors)))),
+        device=_devices(tensors or parameters),
+        detail="" if state or not parameters else "no state yet",
+    )
+
+
+def _tell_loader(name: str, loader: DataLoader[Any]) -> Holding:
+    has = own(loader)
+    details = []
+    position = own(has.get("position"))
+    if type(position.get("delivered")) is int:
+        details.append(f"epoch {position.get('epoch', 0)}, {position['delivered']} batches delivered")
+    if type(has.get("batch_size")) is int:
+        details.append(f"batch size {has['batch_size']}")
+    if type(has.get("num_workers")) is int and has["num_workers"]:
+        details.append(f"{has['num_workers']} workers")
+    return Holding("loader", name, type(loader).__name__, detail=", ".join(details))
+
+
+def _placements(tensor: torch.Tensor) -> str:
+    return ", ".join(map(repr, tensor_introspection.spec_of(tensor).placements))
+
+
+def _class_name(model: torch.nn.Module) -> str:
+    """The person's own class, and not the one that `fully_shard` made of it."""
+    names = [each.__name__ for each in type(model).__mro__ if not each.__module__.startswith("torch.distributed.fsdp")]
+    return (
+        names[0]
+        if not tensor_introspection.is_fsdp(model) or len(names) < 2 or not names[0].startswith("FSDP")
+        else names[1]
+    )
+
+
+def _devices(tensors: list[torch.Tensor]) -> str:
+    return ", ".join(sorted(set(map(tensor_introspection.device_of, tensors))))

@@ -1,0 +1,232 @@
+"""What a person is told of an object: `x?`, `x??`, Shift-Tab.
+
+Owns: the text. Refuses: reprs, properties and docstrings that would have to be computed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import textwrap
+import types
+from typing import Any
+
+from rankbook.rank.inspect import safe_introspection, variables
+from rankbook.rank.inspect.safe_introspection import Instance, Known
+from rankbook.rank.inspect.tensor_introspection import Breath, is_a
+from rankbook.transport.cell_sources import number_of
+
+_LONGEST = 20_000
+"""Characters of a docstring or a source."""
+_LINE = 100
+
+
+def describe(name: str, found: Known | Instance, rank: int, *, source: bool) -> str:
+    """The sections that there are, `source` with the source in the docstring's place, where there is one."""
+    if isinstance(found, Instance):
+        sections = {"Type": found.kind.__name__, "Value": "not known without computing it"}
+        return _text({**sections, "Docstring": _docstring(found.kind), "Rank": str(rank)})
+    value = found.value
+    called = _callable(value)
+    sections = {"Signature": _signature(name, value) if called else ""}
+    sections["Type"] = type(value).__name__
+    if not called and not is_a(value, types.ModuleType):
+        sections.update(_value(name, value))
+    sections["File"] = _file(value)
+    text = _source(value) if source else ""
+    sections["Source" if text else "Docstring"] = text or _docstring(value)
+    sections["Rank"] = str(rank)
+    return _text(sections)
+
+
+def _text(sections: dict[str, str]) -> str:
+    width = max(map(len, sections)) + 2
+    lines = []
+    for title, text in sections.items():
+        if "\n" in text:
+            lines.append(f"{title}:\n{text[:_LONGEST].rstrip()}\n")
+        elif text:
+            lines.append(f"{title + ':':{width}}{text}")
+    return "\n".join(lines)
+
+
+def _callable(value: object) -> bool:
+    return safe_introspection.is_class(value) or is_a(
+        value,
+        types.FunctionType | types.MethodType | types.BuiltinFunctionType | types.MethodDescriptorType,  # type: ignore[arg-type]
+    )
+
+
+def _value(name: str, value: object) -> dict[str, str]:
+    told = variables.tell(name, value, Breath())
+    shape = "" if told.shape is None else str(list(told.shape))
+    size = "" if told.bytes is None else f"{told.bytes:,} bytes"
+    return {"Value": told.preview, "Shape": shape, "Dtype": told.dtype, "Device": told.device, "Size": size}
+
+
+class _Shown:
+    """Stands for a default or an annotation, whose own repr might be user code."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is called
+    function, bound = value, False
+    if safe_introspection.is_class(value):
+        function, bound = _maker(value), True
+    if is_a(function, types.MethodType):
+        function, bound = function.__func__, True
+    function = safe_introspection.unwrapped(function)
+    try:
+        if type(function) is types.FunctionType:
+            plain = types.FunctionType(
+                function.__code__, {}, function.__name__, function.__defaults__, function.__closure__
+            )  # without what decorators have hung on it, which may compute the signature
+            plain.__kwdefaults__ = function.__kwdefaults__
+            plain.__annotations__ = dict(function.__annotations__)
+            signature = inspect.signature(plain)
+        elif is_a(function, types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):  # type: ignore[arg-type]
+            signature, bound = inspect.signature(function), bound and not safe_introspection.is_class(value)
+        else:
+            return ""
+    except (ValueError, TypeError):  # C code that does not tell
+        return ""
+    parameters = [_tamed(each) for each in signature.parameters.values()][1 if bound else 0 :]
+    returns = (
+        _stated(signature.return_annotation) if not safe_introspection.is_class(value) else inspect.Signature.empty
+    )
+    try:
+        text = str(inspect.Signature(parameters, return_annotation=returns))
+    except ValueError:
+        return ""
+    if len(name) + len(text) > _LINE:
+        text = "(\n" + "".join(f"    {each},\n" for each in parameters) + ")"
+    return name + text
+
+
+def _maker(kind: type) -> object:
+    for name in ("__init__", "__new__"):
+        try:
+            found = safe_introspection.in_class(kind, name)
+        except KeyError:
+            continue
+        found = found.__func__ if type(found) is staticmethod else found
+        if type(found) is types.FunctionType:
+            return found
+    return None
+
+
+def _tamed(parameter: inspect.Parameter) -> inspect.Parameter:
+    default, annotation = parameter.default, _stated(parameter.annotation)
+    if default is not inspect.Parameter.empty:
+        default = _Shown(variables.preview(default) if _is_plain(default) else _name_of(default))
+    return parameter.replace(default=default, annotation=annotation)
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in {int, float, complex, bool, str, bytes, type(None)}
+
+
+def _name_of(value: object) -> str:
+    if safe_introspection.is_class(value) or isinstance(value, types.FunctionType):
+        return value.__name__
+    return f"<{type(value).__name__}>"
+
+
+def _stated(annotation: Any) -> Any:  # noqa: ANN401 - anything may be written there
+    if annotation is inspect.Parameter.empty:
+        return annotation
+    if type(annotation) is str:
+        return _Shown(annotation)
+    known = type(annotation).__module__ in {"typing", "types", "builtins"}
+    return _Shown(inspect.formatannotation(annotation)) if known else _Shown(_name_of(annotation))
+
+
+def _docstring(value: object) -> str:
+    found: object = None
+    if safe_introspection.is_class(value):
+        found = next((each for each in _docs_of(value) if type(each) is str), None)
+    elif _callable(value) or is_a(value, types.ModuleType):
+        found = value.__doc__
+    else:
+        found = safe_introspection.in_object(value).get("__doc__") or next(
+            (each for each in _docs_of(type(value)) if type(each) is str), None
+        )
+    return inspect.cleandoc(found) if type(found) is str else ""
+
+
+def _docs_of(kind: type) -> list[object]:
+    return [
+        safe_introspection.class_dict(each).get("__doc__")
+        for each in safe_introspection.mro(kind)
+        if each is not object
+    ]
+
+
+def _code_of(value: Any) -> Any:  # noqa: ANN401 - the object whose source it is
+    """What Python can tell the source of: a function, a class, a module; or the class of an instance."""
+    while True:
+        if is_a(value, types.MethodType):
+            value = value.__func__
+        elif is_a(value, functools.partial):
+            value = value.func
+        else:
+            break
+    value = safe_introspection.unwrapped(value)
+    if type(value) is types.FunctionType or safe_introspection.is_class(value) or is_a(value, types.ModuleType):
+        return value
+    return None if is_a(value, types.BuiltinFunctionType | types.MethodDescriptorType) else type(value)  # type: ignore[arg-type]
+
+
+def _is_strange(code: object) -> bool:
+    """Whether it is a class whose own class runs code for each attribute."""
+    kinds: list[type] = (
+        []
+        if not safe_introspection.is_class(code)
+        else [each for each in safe_introspection.mro(type(code)) if each is not type]
+    )
+    return any("__getattribute__" in safe_introspection.class_dict(each) for each in kinds if each is not object)
+
+
+def _file(value: object) -> str:
+    code = _code_of(value)
+    if code is None or _is_strange(code):
+        return ""
+    try:
+        file = inspect.getfile(code)
+    except (TypeError, OSError):  # of C, or of a cell
+        return ""
+    return "" if file.startswith("<") or number_of(file) is not None else file
+
+
+def _source(value: object) -> str:
+    code = _code_of(value)
+    if code is None or _is_strange(code):
+        return ""
+    try:
+        return inspect.getsource(code)
+    except (TypeError, OSError, IndexError, SyntaxError):  # of C, of a cell, or lost
+        return _source_in_cell(code) if safe_introspection.is_class(code) else ""
+
+
+def _source_in_cell(kind: type) -> str:
+    """Of a class made in a cell, which has no file: from the cell in which its methods are."""
+    codes = [each.__code__ for each in safe_introspection.class_dict(kind).values() if type(each) is types.FunctionType]
+    for code in codes:
+        lines = linecache.getlines(code.co_filename)
+        try:
+            tree = ast.parse("".join(lines))
+        except SyntaxError:  # it has magics in it
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                if first <= code.co_firstlineno <= (node.end_lineno or first):
+                    return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+    return ""

@@ -1,0 +1,276 @@
+"""What an object has, and what an expression stands for, without asking either.
+
+Owns: the walk from names to attributes and items, by what is stored. Refuses: to run user code: no property, no
+`__getattr__`, no `__dir__`, no call. What only a run could tell is not known; of some of it at least the class is.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy
+import torch
+
+from rankbook.rank.inspect import tensor_introspection
+from rankbook.rank.inspect.tensor_introspection import is_a
+
+_dict_of_class: Any = type.__dict__["__dict__"]
+_mro_of_class: Any = type.__dict__["__mro__"]
+_OF_TENSORS: dict[str, type] = {
+    **dict.fromkeys(("T", "mT", "H", "mH", "data", "grad", "real", "imag"), torch.Tensor),
+    "shape": torch.Size,
+    "dtype": torch.dtype,
+    "device": torch.device,
+}
+"""Attributes that torch computes when it is asked for them."""
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_MOST_WRAPS = 20
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that is there."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Some value of that class."""
+
+    kind: type
+
+
+Found = Known | Instance | None
+
+
+def is_class(value: object) -> TypeGuard[type]:
+    """Whether it is a class, which a proxy might only say."""
+    return is_a(value, type)
+
+
+def mro(kind: type) -> tuple[type, ...]:
+    """The class and its bases."""
+    return tuple(_mro_of_class.__get__(kind))
+
+
+def class_dict(kind: type) -> Mapping[str, Any]:
+    """What stands in the class itself."""
+    found: Mapping[str, Any] = _dict_of_class.__get__(kind)
+    return found
+
+
+def in_class(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever stands there
+    """What the class has under that name, unbound. Raises KeyError."""
+    for each in mro(kind):
+        there = class_dict(each)
+        if name in there:
+            return there[name]
+    raise KeyError(name)
+
+
+def in_object(value: object) -> dict[str, Any]:
+    """What the object itself has."""
+    if is_a(value, types.ModuleType):
+        return dict.copy(types.ModuleType.__getattribute__(value, "__dict__"))
+    found: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.own(value)))
+    if is_a(value, torch.nn.Module):
+        for each in _MODULE_PARTS:
+            found.update((name, part) for name, part in tensor_introspection.items(found.get(each)) if is_a(name, str))
+    return found
+
+
+def columns_of(value: object) -> list[str]:
+    """Those of a DataFrame that are strings."""
+    kind = tensor_introspection.loaded("pandas", "DataFrame")
+    if kind is None or not is_a(value, kind):
+        return []
+    axes = getattr(tensor_introspection.own(value).get("_mgr"), "axes", None)
+    return [each for each in axes[0] if type(each) is str] if axes else []
+
+
+def members(found: Known | Instance) -> dict[str, Any]:
+    """What may follow its dot: names, with what is stored under them."""
+    value = found.value if isinstance(found, Known) else None
+    there: dict[str, Any] = {}
+    kind = found.kind if isinstance(found, Instance) else type(value)
+    of = value if is_class(value) else kind
+    for each in reversed(mro(of)):
+        there.update(class_dict(each))
+    if isinstance(found, Known) and not is_class(value):
+        there.update(in_object(value))
+        there.update((each, None) for each in columns_of(value) if each.isidentifier())
+    return {name: each for name, each in there.items() if type(name) is str}
+
+
+def keys_of(found: Found) -> list[str]:
+    """The keys that are strings, of a mapping that stores them."""
+    if not isinstance(found, Known):
+        return []
+    value = found.value
+    if is_a(value, torch.nn.ModuleDict):
+        value = tensor_introspection.own(value).get("_modules")
+    return [key for key, _ in tensor_introspection.items(value) if type(key) is str] or columns_of(value)
+
+
+def unwrapped(function: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
+    """The function that decorators have wrapped, where they have left it with theirs (functools.wraps)."""
+    for _ in range(_MOST_WRAPS):
+        inner = tensor_introspection.own(function).get("__wrapped__") if type(function) is types.FunctionType else None
+        if type(inner) is not types.FunctionType:
+            break
+        function = inner
+    return function
+
+
+def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
+    """What the expression stands for."""
+    match node:
+        case ast.Name(id=name):
+            if name in namespace:
+                return Known(namespace[name])
+            return Known(getattr(builtins, name)) if hasattr(builtins, name) else None
+        case ast.Constant(value=value):
+            return Known(value)
+        case ast.Attribute(value=of, attr=name):
+            return _attribute(follow(of, namespace), name)
+        case ast.Subscript(value=of, slice=index):
+            return _item(follow(of, namespace), index)
+        case ast.Call(func=called):
+            return _result(follow(called, namespace))
+        case ast.List() | ast.Dict() | ast.Set() | ast.Tuple() | ast.JoinedStr():
+            kinds = {ast.List: list, ast.Dict: dict, ast.Set: set, ast.Tuple: tuple, ast.JoinedStr: str}
+            return Instance(kinds[type(node)])
+    return None
+
+
+def _attribute(of: Found, name: str) -> Found:
+    if isinstance(of, Instance):
+        try:
+            stored = in_class(of.kind, name)
+        except KeyError:
+            return None
+        return _class_of_property(of.kind, name, stored) or (None if _computes(stored) else Known(_plain(stored)))
+    if of is None:
+        return None
+    value = of.value
+    if is_a(value, types.ModuleType):
+        there = in_object(value)
+        below = sys.modules.get(f"{there.get('__name__')}.{name}")
+        return Known(there[name]) if name in there else None if below is None else Known(below)
+    try:
+        stored = in_class(value if is_class(value) else type(value), name)
+    except KeyError:
+        own = in_object(value)
+        return Known(own[name]) if name in own else None
+    if is_class(value):
+        return Known(_plain(stored))
+    return _bound(value, name, stored)
+
+
+def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - whatever stands in a class
+    kind = type(value)
+    if (known := _class_of_property(kind, name, stored)) is not None:
+        return known
+    if is_a(stored, types.MemberDescriptorType):  # a slot
+        try:
+            return Known(stored.__get__(value, kind))
+        except AttributeError:
+            return None
+    if is_a(stored, types.GetSetDescriptorType):
+        return Known(stored.__get__(value, kind)) if kind is numpy.ndarray else None
+    own = in_object(value)
+    if name in own:
+        return Known(own[name])
+    if type(stored) is types.FunctionType:
+        return Known(types.MethodType(stored, value))
+    if type(stored) is classmethod:
+        return Known(types.MethodType(stored.__func__, kind))
+    return None if _computes(stored) else Known(_plain(stored))
+
+
+def _class_of_property(kind: type, name: str, stored: object) -> Instance | None:
+    """What is computed when it is asked for, of which the code says the class."""
+    if issubclass(kind, torch.Tensor) and name in _OF_TENSORS:
+        return Instance(_OF_TENSORS[name])
+    if type(stored) is property:
+        return _annotated(stored.fget)
+    if type(stored) is functools.cached_property:
+        return _annotated(stored.func)
+    return None
+
+
+def _computes(stored: object) -> bool:
+    """Whether asking for it would run something."""
+    if type(stored) in {types.FunctionType, staticmethod, classmethod} or is_a(stored, _BUILTIN):  # type: ignore[arg-type]
+        return False
+    return not is_class(stored) and any("__get__" in class_dict(each) for each in mro(type(stored)))
+
+
+def _plain(stored: Any) -> Any:  # noqa: ANN401 - whatever stands in a class
+    return stored.__func__ if type(stored) in {staticmethod, classmethod} else stored
+
+
+def _item(of: Found, index: ast.expr) -> Found:
+    kind = of.kind if isinstance(of, Instance) else type(of.value) if of is not None else type(None)
+    if issubclass(kind, (torch.Tensor, numpy.ndarray)):
+        return Instance(kind)
+    try:
+        key = ast.literal_eval(index)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if not isinstance(of, Known) or type(key) not in {int, str}:
+        return None
+    value = of.value
+    if is_a(value, torch.nn.Module):
+        inside = dict(tensor_introspection.items(tensor_introspection.own(value).get("_modules")))
+        value = list(inside.values()) if type(key) is int else inside
+    try:
+        if is_a(value, list):
+            return Known(list.__getitem__(value, key))
+        if is_a(value, tuple):
+            return Known(tuple.__getitem__(value, key))
+        if type(value) in {dict, str} or is_a(value, dict):
+            return Known(dict.__getitem__(value, key)) if is_a(value, dict) else Instance(str)
+    except (LookupError, TypeError):
+        return None
+    return None
+
+
+def _result(called: Found) -> Found:
+    """What a call gives, where that can be said without it."""
+    if not isinstance(called, Known):
+        return None
+    value = called.value
+    if is_class(value):
+        return Instance(value)
+    if is_a(value, types.MethodType):
+        value = value.__func__
+    return _annotated(value)
+
+
+def _annotated(function: object) -> Instance | None:
+    """The class that the function says it returns."""
+    function = unwrapped(function)
+    if type(function) is not types.FunctionType:
+        return None
+    stated = function.__annotations__.get("return")
+    if type(stated) is str:
+        found = follow(_parse(stated), function.__globals__)
+        stated = found.value if isinstance(found, Known) else None
+    return Instance(stated) if is_class(stated) else None
+
+
+def _parse(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None

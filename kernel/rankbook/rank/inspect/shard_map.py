@@ -1,0 +1,222 @@
+"""Where the tensors of a variable lie: this rank's parts, and by arithmetic those of the other ranks.
+
+Owns: names to tensors, placements to boxes. Refuses: collectives, and to read any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rankbook.errors import BadRequest
+from rankbook.protocol.queries import Box, HeldTensor, ShardsTold
+from rankbook.rank.inspect import object_discovery, tensor_introspection
+from rankbook.rank.inspect.tensor_introspection import Breath, is_a, own
+
+_MOST = 200_000
+"""Tensors of one variable."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor, or a shard of the sharding map, under its key."""
+
+    key: str
+    value: Any
+
+
+def resolve(namespace: Mapping[str, object], name: str, breath: Breath) -> object:
+    """The variable, or what a dotted name leads to without asking a property. Raises `BadRequest`."""
+    if name in namespace:
+        return namespace[name]
+    first, *rest = name.split(".")
+    if first in namespace:
+        value = namespace[first]
+        for each in rest:
+            inside = {**own(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
+            inside.update(own(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
+            if each not in inside:
+                raise BadRequest(f"{first!r} on this rank has no {each!r}")
+            value = inside[each]
+        return value
+    found = object_discovery.find(namespace, breath)
+    for kind in (found.models, found.optimizers):
+        if name in kind:
+            return kind[name]
+    raise BadRequest(f"there is no variable {name!r} on this rank")
+
+
+def tensors_of(namespace: Mapping[str, object], name: str, breath: Breath) -> tuple[str, list[Named]]:
+    """The kind of the variable, as `ShardMap` has it, and its tensors. Raises `BadRequest`."""
+    value = resolve(namespace, name, breath)
+    if is_a(value, torch.nn.Module):
+        tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
+        return "model", [Named(each.name, each.tensor) for each in tensor_introspection.parts_of_modules(tree, breath)]
+    if is_a(value, torch.optim.Optimizer):
+        names = {
+            id(each.tensor): each.name
+            for tree in object_discovery.find(namespace, breath).trees.values()
+            for each in tensor_introspection.parts_of_modules(tree, breath)
+        }
+        found = tensor_introspection.parts_of_optimizer(value, names, breath)  # type: ignore[arg-type]
+        return "optimizer", [Named(each.name, each.tensor) for each in found]
+    if is_a(value, torch.Tensor):
+        return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [Named(name, value)]
+    if _is_shard(value):
+        return "ShardedTensor", [Named(str(own(value).get("key", name)), value)]
+    if is_a(value, dict):
+        return "state dict", list(_leaves(value, (), breath))
+    raise BadRequest(
+        f"{name!r} on this rank is a {type(value).__name__}, and no model, optimizer, state dict or tensor"
+    )
+
+
+def _is_shard(value: object) -> bool:
+    kind = tensor_introspection.loaded("rankbook.checkpoint.mapping", "ShardedTensor")
+    return kind is not None and is_a(value, kind)
+
+
+def _leaves(value: object, path: tuple[str, ...], breath: Breath) -> Iterator[Named]:
+    breath()
+    if len(path) > 12:
+        return
+    if is_a(value, torch.Tensor):
+        yield Named(".".join(path), value)
+    elif _is_shard(value):
+        yield Named(str(own(value).get("key", ".".join(path))), value)
+    elif is_a(value, dict):
+        for key, each in tensor_introspection.items(value):
+            if type(key) in {str, int}:
+                yield from _leaves(each, (*path, str(key)), breath)
+    elif type(value) in {list, tuple}:
+        for index, each in enumerate(tuple(value)):  # type: ignore[arg-type]
+            yield from _leaves(each, (*path, str(index)), breath)
+
+
+def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: Breath) -> torch.Tensor:
+    """What is here of one tensor. Raises `BadRequest`."""
+    _, found = tensors_of(namespace, name, breath)
+    for each in found:
+        if each.key == key:
+            value = own(each.value).get("data") if _is_shard(each.value) else each.value
+            if value is None:
+                raise BadRequest(f"{key!r} of {name!r} has no data on this rank")
+            return tensor_introspection.local(value)
+    raise BadRequest(f"{name!r} has no tensor {key!r} on this rank")
+
+
+@dataclass
+class _Grids:
+    """The different ways in which tensors are cut, each computed once."""
+
+    rank: int
+    others: bool
+    grids: list[tuple[Box, ...]] = field(default_factory=list)
+    numbers: dict[Any, int] = field(default_factory=dict)
+
+    def of_dtensor(self, tensor: torch.Tensor) -> int:
+        spec = tensor_introspection.spec_of(tensor)
+        shape = tensor_introspection.shape_of(tensor)
+        key = (shape, id(spec.mesh), tuple(spec.placements))
+        if key not in self.numbers:
+            self.numbers[key] = self._add(tuple(self._cut(shape, spec.mesh, spec.placements)))
+        return self.numbers[key]
+
+    def whole(self, shape: tuple[int, ...]) -> int:
+        return self.box(Box(self.rank, (0,) * len(shape), shape))
+
+    def box(self, box: Box) -> int:
+        if box not in self.numbers:
+            self.numbers[box] = self._add((box,))
+        return self.numbers[box]
+
+    def _add(self, boxes: tuple[Box, ...]) -> int:
+        self.grids.append(boxes)
+        return len(self.grids) - 1
+
+    def _cut(self, shape: tuple[int, ...], mesh: Any, placements: Any) -> Iterator[Box]:  # noqa: ANN401 - torch's
+        """The box of each rank of the mesh. Raises `BadRequest` where a rank has none."""
+        sizes = tuple(int(each) for each in mesh.mesh.shape)
+        for number, rank in enumerate(mesh.mesh.flatten().tolist()):
+            if not self.others and rank != self.rank:
+                continue
+            coordinate: list[int] = []
+            left = number
+            for size in reversed(sizes):
+                coordinate.insert(0, left % size)
+                left //= size
+            yield _box(int(rank), shape, list(zip(placements, sizes, coordinate, strict=True)))
+
+
+def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) -> Box:
+    from rankbook.checkpoint import layout
+
+    cuts: dict[int, list[tuple[int, int, int]]] = {}
+    for placement, size, at in axes:
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise BadRequest(f"it has the placement {placement}: no rank holds its values yet")
+        cuts.setdefault(dim % len(shape), []).append((int(getattr(placement, "split_factor", 1)), size, at))
+    offset, local = [0] * len(shape), list(shape)
+    for dim, steps in cuts.items():
+        run = layout.run_of_cuts(shape[dim], steps)
+        if run is None:
+            raise BadRequest(f"what rank {rank} holds of its dim {dim} does not lie together")
+        offset[dim], local[dim] = run
+    return Box(rank, tuple(offset), tuple(local))
+
+
+def tell_shards(
+    token: int, namespace: Mapping[str, object], name: str, rank: int, breath: Breath, *, others: bool
+) -> ShardsTold:
+    """The answer. Raises `BadRequest` where there is no such variable, or none with tensors."""
+    kind, found = tensors_of(namespace, name, breath)
+    grids, told, trouble = _Grids(rank, others), list[HeldTensor](), list[str]()
+    for each in found[:_MOST]:
+        breath()
+        try:
+            told.append(_tell(each, grids))
+        except BadRequest as error:
+            trouble.append(f"{each.key}: {error}")
+    if len(found) > _MOST:
+        trouble.append(f"{len(found) - _MOST} of {len(found)} tensors are left out")
+    if not found:
+        trouble.append("it holds no tensors yet")
+    return ShardsTold(token, kind, tuple(told), tuple(grids.grids), "; ".join(trouble[:5]))
+
+
+def _tell(named: Named, grids: _Grids) -> HeldTensor:
+    value = named.value
+    if _is_shard(value):
+        has = own(value)
+        dtype, data = has["dtype"], has.get("data")
+        shape = (1,) * int(has.get("prepend_axis_num", 0)) + tuple(has["local_shape"])
+        box = Box(grids.rank, tuple(has["global_offset"]), shape, _number(has.get("replica_id", 0)))
+        device = "" if data is None else tensor_introspection.device_of(data)
+        return HeldTensor(
+            named.key,
+            str(dtype).removeprefix("torch."),
+            dtype.itemsize,
+            device,
+            tuple(has["global_shape"]),
+            grids.box(box),
+        )
+    shape = tensor_introspection.shape_of(value)
+    grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.whole(shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        itemsize = tensor_introspection.local(value).element_size()
+    return HeldTensor(
+        named.key, tensor_introspection.dtype_of(value), itemsize, tensor_introspection.device_of(value), shape, grid
+    )
+
+
+def _number(replica: object) -> int:
+    """The number of a copy; -1 for one of several axes that is not the main one, to be counted with its peers."""
+    if type(replica) is int:
+        return replica
+    return -1 if type(replica) is not tuple or any(replica) else 0

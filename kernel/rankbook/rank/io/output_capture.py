@@ -1,0 +1,354 @@
+"""stdout and stderr of a rank: of Python, of C++, of subprocesses and DataLoader workers.
+
+Owns: descriptors 1 and 2, the order of what they carried, and the log of a flood. Refuses: to know about lines, other
+ranks or the notebook; it hands bytes to `send`.
+
+Everything goes through the two pipes, so that what a subprocess prints keeps its place. Whoever sends something else
+(a display, the end of a cell) drains the pipes first, under the same lock. Python's own streams drain the other pipe
+when they take turns, so that stdout and stderr keep their order too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rankbook.protocol.messages import Text, TextCut
+from rankbook.rank import os_utils
+from rankbook.rank.io.std_streams import TurnTakingStream, print_in_one_write
+from rankbook.transport.output_journal import LastWords
+
+PACE_STEP = 0.05
+"""Seconds between two looks at whether the pace allows more."""
+_WINDOW = 3.2
+"""Seconds over which Jupyter's server counts, and some to spare."""
+StreamName = Literal["stdout", "stderr"]
+
+SHOWN = 4 << 20
+"""Bytes that one rank may send per cell; what is more goes to the cell's log."""
+_PRIVATE = partial(os.open, mode=0o600)
+TAIL = 8 << 10
+"""Bytes from the end of a flood that are shown all the same."""
+
+
+class Diversion(Protocol):
+    """Where text goes in the place of the cell."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Text on a stream."""
+
+
+class Capture:
+    """Reads both pipes. `outputs` are (stdout's read end, its write end, stderr's read end, its write end)."""
+
+    def __init__(
+        self,
+        outputs: tuple[int, int, int, int],
+        send: Callable[[Text | TextCut], None],
+        shield: Callable[[], contextlib.AbstractContextManager[None]],
+        logs: Path,
+        rank: int,
+        pace: Pace | None = None,
+        words: Path | None = None,
+    ) -> None:
+        out_read, out_write, err_read, err_write = outputs
+        os.dup2(out_write, 1)
+        os.dup2(err_write, 2)
+        os.close(out_write)
+        os.close(err_write)
+        self.files = (out_read, err_read)
+        self._poll = select.poll()
+        for descriptor in self.files:
+            self._poll.register(descriptor, select.POLLIN)
+        self._names: tuple[StreamName, StreamName] = ("stdout", "stderr")
+        self._send = send
+        self._shield = shield
+        self._logs = logs
+        self._rank = rank
+        self._pace = pace or Pace(rate=None, burst=0)
+        self._words = LastWords(words)
+        self._elapsed = threading.Event()
+        self.lock = threading.RLock()
+        self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
+        self.forked = False
+        self._main = threading.get_ident()
+        self._here: list[Diversion] = []
+        self.elsewhere: dict[int, list[Diversion]] = {}
+        self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
+        sys.stdout, sys.stderr = self._streams
+        builtins.print = print_in_one_write
+        os.register_at_fork(after_in_child=self._become_child)
+
+    def _become_child(self) -> None:
+        """A DataLoader worker writes into the pipes; to read them and to send stays the rank's business."""
+        self.forked = True
+        self.elsewhere.clear()  # the widgets that capture are the rank's
+
+    def begin(self, cell: int) -> None:
+        """What is written from now on belongs to `cell`."""
+        self._flush_own()
+        with self.lock:
+            self.drain()
+            for message in self._quota.close():  # of what a thread printed after its cell had ended
+                self._send(message)
+            self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
+
+    def divert(self, place: Diversion) -> None:
+        """What this thread writes goes to `place` from now on, on the main thread with all that the process writes."""
+        if threading.get_ident() != self._main:
+            self.elsewhere.setdefault(threading.get_ident(), []).append(place)
+            return
+        self.flush()
+        with self.lock:
+            self.drain()
+            self._here.append(place)
+
+    def diverted(self) -> Diversion | None:
+        """Where that is now."""
+        here = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
+        return here[-1] if here and not self.forked else None
+
+    def end_diversion(self) -> None:
+        """What this thread writes goes where it went before."""
+        if threading.get_ident() != self._main:
+            here = self.elsewhere[threading.get_ident()]
+            here.pop()
+            if not here:
+                del self.elsewhere[threading.get_ident()]
+            return
+        self.flush()
+        with self.lock:
+            self.drain()
+            self._here.pop()
+
+    def flush(self) -> None:
+        """Push Python's own buffers into the pipes, also those of streams that user code has put in their place.
+
+        Their `flush` is user code, so this is for the main thread while a cell runs. Raises KeyboardInterrupt.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not self._streams[0] and stream is not self._streams[1]:
+                try:
+                    stream.flush()
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # noqa: BLE001, S110 - it has no flush, is closed, or exits: its own business
+                    pass
+        self._flush_own()
+
+    def _flush_own(self) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(Exception):  # user code closed it
+                TurnTakingStream.flush(stream)
+
+    def drain(self) -> None:
+        """Send what the pipes hold. Any thread."""
+        if self.forked:
+            return
+        with self._shield(), self.lock:
+            self._take(SHOWN)
+
+    def drain_if_room(self) -> None:
+        """As `drain`, unless the pace allows nothing now. Any thread."""
+        if self.forked:
+            return
+        with self._shield(), self.lock:
+            if self._pace.room() != 0:
+                self._take(SHOWN)
+
+    def tell(self, text: str) -> None:
+        """Send `text` as if it had come through stderr, without the pipe. Any thread."""
+        with self._shield(), self.lock:
+            for message in self._quota.admit("stderr", text.encode(errors="replace")):
+                self._send(message)
+
+    def _take(self, most: int) -> bool:
+        """Send up to `most` bytes of each pipe; whether there may be more."""
+        ready = {file for file, _ in self._poll.poll(0)}  # one call to the system where two reads would find nothing
+        more = False
+        for descriptor, name in zip(self.files, self._names, strict=True):
+            data = self._read(descriptor, name, most) if descriptor in ready else b""
+            more = more or len(data) >= most
+            if data and self._here:
+                self._here[-1].write(name, data)
+            elif data:
+                self._pace.spend(len(data))
+                for message in self._quota.admit(name, data):
+                    self._send(message)
+                if not self._quota.open:
+                    self._words.end()
+        return more
+
+    def _read(self, descriptor: int, name: StreamName, most: int) -> bytes:
+        kept = self._words.take(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
+        return os_utils.read_available(descriptor, most=most) if kept is None else kept
+
+    def drain_at_pace(self) -> float:
+        """As `drain`, but no more than the pace allows; the seconds after which there is more to take, 0 for now."""
+        with self.lock:
+            room = self._pace.room() if self._quota.open else None
+            if room is not None:
+                return PACE_STEP if self._take(room) else 0.0
+        self.drain()
+        return 0.0
+
+    def end(self) -> None:
+        """The cell ends: send what is left, and what was cut."""
+        self._flush_own()
+        while self._pace.rate is not None and self.drain_at_pace():
+            self._elapsed.wait(PACE_STEP)
+        with self.lock:
+            self.drain()
+            self._here.clear()  # a capture lasts for its cell at most
+            for message in self._quota.close():
+                self._send(message)
+
+
+class Pace:
+    """How fast text may go to a front end that drops what comes faster. `rate` None: as fast as it likes.
+
+    Jupyter's server drops messages beyond 1,000,000 bytes/s over 3 s (`iopub_data_rate_limit`). Not reading the pipe
+    makes the printer wait instead, which loses nothing. A burst and what comes after it share those 3 s: `window` is
+    how many bytes may go in them.
+    """
+
+    def __init__(self, *, rate: float | None, burst: int, window: int | None = None) -> None:
+        self.rate = rate
+        self._burst = burst
+        self._window = burst if window is None else window
+        self._went: deque[tuple[float, int]] = deque()
+        self._recent = 0
+        self._room = float(burst)
+        self._last = time.monotonic()
+
+    def room(self) -> int | None:
+        """Bytes that may go now; None for any number."""
+        if self.rate is None:
+            return None
+        now = time.monotonic()
+        self._room = min(self._burst, self._room + (now - self._last) * self.rate)
+        self._last = now
+        if not self._went:
+            self._recent = 0
+        while self._went and now - self._went[0][0] > _WINDOW:
+            self._recent -= self._went.popleft()[1]
+        return max(0, min(int(self._room), self._window - self._recent))
+
+    def spend(self, size: int) -> None:
+        """`size` bytes went. More than there was room for is owed."""
+        self._room -= size
+        if self.rate is not None:
+            self._went.append((time.monotonic(), size))
+            self._recent += size
+
+
+class _Quota:
+    """What one cell may still send, and the log that takes over."""
+
+    def __init__(self, cell: int, logs: Path, name: str) -> None:
+        self.cell = cell
+        self._logs = logs
+        self._name = name
+        self._path: Path | None = None
+        self._sent: list[bytes] | None = []
+        self._room = SHOWN
+        self._log: io.FileIO | None = None
+        self._cut_bytes = 0
+        self._cut_lines = 0
+        self._tail: deque[tuple[StreamName, bytes]] = deque()
+        self._tail_size = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether text still goes to the notebook."""
+        return self._sent is not None
+
+    def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
+        if self._sent is not None:
+            if len(data) <= self._room:
+                self._room -= len(data)
+                self._sent.append(data)
+                return [Text(cell=self.cell, stream=name, data=data)]
+            end = data.rfind(b"\n", 0, self._room) + 1
+            shown, data = data[:end], data[end:]
+            self._sent.append(shown)
+            note = self._open_log()
+            return [
+                Text(cell=self.cell, stream=name, data=shown),
+                Text(cell=self.cell, stream="stderr", data=note.encode()),
+                *self.admit(name, data),
+            ]
+        self._write(data)
+        self._cut_bytes += len(data)
+        self._cut_lines += data.count(b"\n")
+        self._tail.append((name, data[-TAIL:]))
+        self._tail_size += len(self._tail[-1][1])
+        while self._tail_size - len(self._tail[0][1]) >= TAIL:
+            self._tail_size -= len(self._tail.popleft()[1])
+        return []
+
+    def close(self) -> list[Text | TextCut]:
+        if self._sent is not None or not self._cut_bytes:
+            return []
+        last: list[Text] = []
+        kept = 0
+        for name, data in reversed(self._tail):
+            piece = data[-(TAIL - kept) :] if kept < TAIL else b""
+            kept += len(piece)
+            last.insert(0, Text(cell=self.cell, stream=name, data=piece))
+        if self._cut_bytes > kept and last:
+            first = last[0]
+            last[0] = Text(cell=first.cell, stream=first.stream, data=first.data[first.data.find(b"\n") + 1 :])
+        shown = sum(len(text.data) for text in last)
+        lines = self._cut_lines - sum(text.data.count(b"\n") for text in last)
+        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - shown, log=self._where())
+        self._cut_bytes = self._cut_lines = self._tail_size = 0
+        self._tail.clear()
+        if self._log is not None:
+            self._log.close()
+        return [cut, *last]
+
+    def _open_log(self) -> str:
+        assert self._sent is not None
+        self._path = self._logs / self._name
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log = io.FileIO(self._path, "w", opener=_PRIVATE)
+        except OSError as error:
+            self._path = None
+            note = f"too much output to show; the rest is not kept: no log, {error}\n"
+        else:
+            for data in self._sent:
+                self._write(data)
+            note = f"too much output to show; all of it goes to {self._path}\n"
+        self._sent = None
+        return note
+
+    def _write(self, data: bytes) -> None:
+        if self._log is None or self._log.closed:
+            if self._path is None or self._log is None:
+                return
+            self._log = io.FileIO(self._path, "a", opener=_PRIVATE)
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._log.write(view) or 0 :]
+        except OSError:  # the disk is full: what is there stays, `_where` says that it is not all
+            self._log.close()
+            self._log = None
+
+    def _where(self) -> str:
+        if self._path is None:
+            return "(no log could be written)"
+        return str(self._path) if self._log is not None else f"{self._path} (cut short: the disk is full)"

@@ -1,0 +1,184 @@
+"""ipywidgets' `Output` on a rank: what is printed and displayed within `with output:` stands in the widget.
+
+Owns: who captures what, and when the front end is told. Refuses: the front end's own way, which is to take all messages
+of a cell for the widget: the ranks of a cell share one message.
+
+On the main thread everything is captured that the process writes, subprocesses and C++ too; on another thread, a
+callback's, what Python prints and displays there. The widget's state carries it to the front end; where there is none,
+in a script, nothing is captured.
+"""
+
+from __future__ import annotations
+
+import _thread
+import codecs
+import contextlib
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rankbook.protocol.messages import ErrorReport
+from rankbook.rank import tracebacks
+from rankbook.rank.io import comms
+from rankbook.rank.io.output_capture import Capture
+from rankbook.rank.io.output_widget_model import Captured, Cleared, Displayed, Event, Failed, Printed, Updated, size_of
+
+_SOON = 0.02
+"""Seconds that are waited for more to come with it."""
+_PACE = 0.1
+"""Seconds between two states of one widget, at least."""
+_RATE = 300_000
+"""Characters per second, at most: Jupyter's server drops what is beyond a million, and this is one rank of several."""
+_MODULE = "ipywidgets.widgets.widget_output"
+
+
+class Target:
+    """What one widget captures. Any thread writes; whoever flushes sets the widget's state."""
+
+    def __init__(self, widget: Any, queue_up: Callable[[Target], None]) -> None:  # noqa: ANN401 - an ipywidgets.Output
+        self._widget = widget
+        self._queue_up = queue_up
+        self._captured = Captured()
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
+        self._events: list[Event] = []
+        self._queued = False
+        self._adding, self._flushing = threading.Lock(), threading.RLock()
+        self._flushed, self._size = 0.0, 0
+        self.due = 0.0
+
+    def write(self, name: str, data: bytes) -> None:
+        """Text on a stream."""
+        text = self._decoders[name].decode(data)
+        if text:
+            self._add(Printed(name, text))
+
+    def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> bool:
+        """A bundle; False for an update of what does not stand here."""
+        if kind != "update":
+            self._add(Displayed(data, metadata, display_id))
+            return True
+        self.flush()
+        known = self._captured.knows(display_id)
+        if known:
+            self._add(Updated(str(display_id), data, metadata))
+        return known
+
+    def clear(self, *, wait: bool) -> None:
+        """`clear_output`."""
+        self._add(Cleared(wait))
+
+    def fail(self, report: ErrorReport) -> None:
+        """The error that ended the capture."""
+        self._add(Failed(report.name, report.value, report.traceback))
+
+    def _add(self, event: Event) -> None:
+        with self._adding:
+            self._events.append(event)
+            queued, self._queued = self._queued, True
+        if not queued:
+            self.due = max(time.monotonic() + _SOON, self._flushed + max(_PACE, self._size / _RATE))
+            self._queue_up(self)
+
+    def flush(self) -> None:
+        """Set the widget's state. Raises what listens to it raises."""
+        with self._flushing:
+            with self._adding:
+                events, self._events, self._queued = self._events, [], False
+            if events:
+                outputs = self._captured.apply(self._widget.outputs, events)
+                self._flushed, self._size = time.monotonic(), size_of(outputs)
+                self._widget.outputs = tuple(outputs)
+
+
+class Office:
+    """The captures of this process. `shield` holds interrupts back, `report` puts an error into words."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        shield: Callable[[], AbstractContextManager[None]],
+        report: Callable[[BaseException], ErrorReport],
+    ) -> None:
+        self._capture = capture
+        self._shield = shield
+        self._report = report
+        self._queue: queue.SimpleQueue[Target] = queue.SimpleQueue()
+        self._started = _thread.allocate_lock()
+
+    def teach(self, opening: object) -> None:
+        """Have the class of `Output` ask here, once there is one; `opening` is what a comm says as it opens."""
+        output = getattr(sys.modules.get(_MODULE), "Output", None)
+        state = opening.get("state") if isinstance(opening, dict) else None
+        if not isinstance(state, dict) or state.get("_model_name") != "OutputModel" or output is None:
+            return
+
+        def enter(widget: Any) -> None:  # noqa: ANN401 - an ipywidgets.Output
+            self.enter(widget)
+
+        def leave(widget: Any, *ended: Any) -> Any:  # noqa: ANN401 - as above
+            return self.leave(widget, *ended)
+
+        if not hasattr(output, "_rankbook_stock"):
+            output._rankbook_stock = (output.__enter__, output.__exit__)
+            output.__enter__, output.__exit__ = enter, leave
+
+    def enter(self, widget: Any) -> None:  # noqa: ANN401 - an ipywidgets.Output
+        """`with widget:` begins. Where no front end knows it, nothing is captured."""
+        if not self._is_shown(widget):
+            widget._rankbook_stock[0](widget)
+            return
+        with self._shield():
+            self._capture.divert(vars(widget).setdefault("_rankbook_target", Target(widget, self._queue_up)))
+
+    def leave(self, widget: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Any:  # noqa: ANN401 - True, or what is false
+        """`with widget:` ends. As in any notebook an error stands in the widget, and the cell goes on."""
+        target: Target | None = vars(widget).get("_rankbook_target")
+        if target is None or self._capture.diverted() is not target:
+            return widget._rankbook_stock[1](widget, kind, error, trace) if not self._is_shown(widget) else None
+        with self._shield():
+            self._capture.end_diversion()
+            if isinstance(error, Exception):
+                target.fail(self._in_words(error))
+            target.flush()
+        return isinstance(error, Exception)
+
+    def _is_shown(self, widget: Any) -> bool:  # noqa: ANN401 - as above
+        return not self._capture.forked and comms.is_open(getattr(widget.comm, "comm_id", None))
+
+    def _in_words(self, error: Exception) -> ErrorReport:
+        if threading.current_thread() is threading.main_thread():
+            return self._report(error)
+        text = "".join(traceback.format_exception(error))  # the shell's own words are the main thread's
+        return tracebacks.as_report(tracebacks.name_of(error), tracebacks.text_of(error), text, None)
+
+    def _queue_up(self, target: Target) -> None:
+        self._queue.put(target)
+        if self._started.acquire(blocking=False):
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        waiting: list[Target] = []
+        while True:
+            pause = max(0.0, min(each.due for each in waiting) - time.monotonic()) if waiting else None
+            try:
+                waiting.append(self._queue.get(timeout=pause))
+            except queue.Empty:
+                due = [each for each in waiting if each.due <= time.monotonic()]
+                waiting = [each for each in waiting if each not in due]
+                for each in due:
+                    _flush_and_tell(each)
+
+
+def _flush_and_tell(target: Target) -> None:
+    try:
+        target.flush()
+    except BaseException as error:  # noqa: BLE001 - user code that observes the widget; told where the rank prints
+        with contextlib.suppress(BaseException):  # the stream is the user's too
+            traceback.print_exception(error, file=sys.stderr)

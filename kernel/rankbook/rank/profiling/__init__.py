@@ -1,0 +1,1 @@
+"""Measure cells: wall time, time in collectives, and torch's profiler."""

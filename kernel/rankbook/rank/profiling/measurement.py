@@ -1,0 +1,99 @@
+"""Measures one cell: its times, and what torch's profiler saw of it.
+
+Owns: when a measurement begins and ends, whatever the cell does. Refuses: to cost a cell anything that nobody measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankbook.protocol.profiling import Measure, Measured, Profile, Times
+from rankbook.rank.process_groups import interruptible_work
+from rankbook.rank.profiling.wait_clock import WaitClock, cpu_clock_of
+
+if TYPE_CHECKING:
+    from rankbook.rank.profiling.profiler import Profiling
+
+
+class Measurement:
+    """Of one cell on `rank`, which has begun `launched` collectives so far. The main thread; is a `waits.Watcher`."""
+
+    def __init__(self, asked: Measure, rank: int, device: torch.device, launched: int) -> None:
+        self._main_cpu = cpu_clock_of(threading.get_ident())
+        self._clock = WaitClock(self._main_cpu)
+        self._launched = launched
+        self._profiling: Profiling | None = None
+        self._began = (time.perf_counter(), time.process_time(), time.thread_time())
+        self._times: Times | None = None
+        self._trouble = ""
+        if asked.profile:
+            from rankbook.rank.profiling.profiler import Profiling
+
+            self._profiling = Profiling(asked.epoch, rank, device)
+
+    def start(self) -> None:
+        """From here on."""
+        if self._profiling is not None:
+            try:
+                self._profiling.start()
+            except RuntimeError as error:
+                self._profiling, self._trouble = None, f"torch's profiler did not start: {error}"
+        interruptible_work.watching.by = self
+        self._began = (time.perf_counter(), time.process_time(), time.thread_time())
+
+    def stop(self, launched: int) -> None:
+        """Up to here, at the first call."""
+        if self._times is not None:
+            return
+        wall, cpu, main_cpu = self._began
+        self._times = Times(
+            wall=time.perf_counter() - wall,
+            cpu=time.process_time() - cpu,
+            main_cpu=time.thread_time() - main_cpu,
+            waited=self._clock.stop(),
+            collectives=launched - self._launched,
+        )
+        interruptible_work.watching.by = None
+        if self._profiling is not None:
+            try:
+                self._profiling.stop()
+            except RuntimeError as error:
+                self._profiling, self._trouble = None, f"torch's profiler did not see the cell: {error}"
+
+    def tell(self) -> Measured:
+        """What there is to tell, after `stop`."""
+        assert self._times is not None
+        profile: Profile | None = None
+        if self._profiling is not None:
+            try:
+                profile = self._profiling.tell()
+            except Exception as error:  # noqa: BLE001 - told; the cell's own end must not hang on its profile
+                self._trouble = f"what torch's profiler saw could not be told: {type(error).__name__}: {error}"
+        return Measured(self._times, profile, self._trouble)
+
+    # waits.Watcher
+
+    @contextlib.contextmanager
+    def begins(self, word: str) -> Iterator[None]:
+        """A thread begins a collective."""
+        with self._note(word):
+            yield
+
+    @contextlib.contextmanager
+    def waits_for(self, word: str) -> Iterator[None]:
+        """A thread waits for one."""
+        with self._note(f"{word}: wait"), self._clock.during(word):
+            yield
+
+    def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
+        """C++ will wait for one."""
+        self._clock.promised(future)
+
+    def _note(self, word: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._profiling is None else self._profiling.note(word)

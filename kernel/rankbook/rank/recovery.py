@@ -1,0 +1,218 @@
+"""What a rank hands to the one that takes a dead rank's place, and how that one takes it over.
+
+Owns: which variables travel, and why others do not. Refuses: to choose the peer, and to make groups.
+
+The variables are checked one by one first. Those that can be pickled are then pickled at once, so that an optimizer
+still holds the parameters of its model. Where that pickle cannot be opened, the coordinator asks for parts of it until
+it knows which variables to leave out. Functions and classes of cells keep to the namespace they are in: on the new
+rank they see its variables.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from rankbook.errors import TransferError
+from rankbook.rank import model_reset
+from rankbook.rank.pickle_check import check_pickling
+from rankbook.rank.process_groups.recoverable_group import RecoverableGroup
+from rankbook.transport.serialization import Packed, pack
+from rankbook.transport.shared_memory import SegmentStore
+
+_SAVES = "rankbook.checkpoint.saving"
+_namespace: dict[str, Any] = {}
+"""The namespace of this rank's cells, which functions that arrive from a peer see."""
+
+
+class Exportable(TypedDict):
+    """The names of the variables that a rank can export, and the reason for each that it cannot."""
+
+    names: list[str]
+    missing: dict[str, str]
+
+
+class State(TypedDict):
+    """The exported part of a rank's state. `imports` maps names to modules."""
+
+    variables: dict[str, Any]
+    imports: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+class Adopted(TypedDict):
+    """What the new rank has: how many of each kind, and the reasons for what it has not.
+
+    `refused` is the reason why nothing was adopted; empty otherwise.
+    """
+
+    variables: int
+    functions: int
+    imports: int
+    missing: dict[str, str]
+    refused: str
+
+
+def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportable:
+    """Check which variables of `namespace` can be pickled. Those in `hidden` every rank has by itself."""
+    missing: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name, value in namespace.items():
+        if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):
+            continue
+        if value is dist.GroupMember.NON_GROUP_MEMBER:
+            missing[name] = "the rank that was asked is no member of this group; make it again on all ranks"
+        else:
+            values[name] = value
+    missing |= check_pickling(values, _Reducer(namespace, with_data=False))
+    return Exportable(names=[name for name in values if name not in missing], missing=missing)
+
+
+def export_state(
+    namespace: dict[str, Any], hidden: Mapping[str, Any], names: Collection[str], store: SegmentStore
+) -> Packed:
+    """Pickle the variables `names`, with the imports and the paths. Raises `TransferError`."""
+    imports = {
+        name: value.__name__
+        for name, value in namespace.items()
+        if isinstance(value, types.ModuleType) and not name.startswith("_") and name not in hidden
+    }
+    variables = {name: namespace[name] for name in names if name in namespace}
+    state = State(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
+    return pack(state, store=store, reduce=_Reducer(namespace))
+
+
+def adopt_state(namespace: dict[str, Any], open_state: Callable[[], State] | None) -> Adopted:
+    """Put the state that `open_state` returns into `namespace`, or nothing where it raises.
+
+    Without it, make this rank's models ready for the new ranks.
+    """
+    adopted = Adopted(variables=0, functions=0, imports=0, missing={}, refused="")
+    if open_state is None:
+        model_reset.start_over()
+        return adopted
+    try:
+        state = open_state()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported; a value's own code may raise SystemExit
+        adopted["refused"] = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        return adopted
+    missing = adopted["missing"]
+    sys.path[:] = state["path"]
+    try:
+        os.chdir(state["folder"])
+    except OSError as error:
+        missing["the current folder"] = str(error)
+    for name, module in state["imports"].items():
+        try:
+            namespace[name] = importlib.import_module(module)
+        except ImportError as error:
+            missing[name] = str(error)
+    namespace.update(state["variables"])
+    functions = sum(isinstance(value, (types.FunctionType, type)) for value in state["variables"].values())
+    adopted["variables"] = len(state["variables"]) - functions
+    adopted["functions"] = functions
+    adopted["imports"] = sum(name not in missing for name in state["imports"])
+    return adopted
+
+
+def stand_for(namespace: dict[str, Any]) -> None:
+    """Functions that arrive from a peer see this namespace."""
+    global _namespace
+    _namespace = namespace
+
+
+class _Reducer:
+    """Takes apart what pickle cannot, or would take along too much of.
+
+    Without `with_data` plain tensors are left out: that is enough to find out what can be pickled, and needs no CUDA.
+    """
+
+    def __init__(self, namespace: dict[str, Any], *, with_data: bool = True) -> None:
+        self._namespace = namespace
+        self._with_data = with_data
+
+    def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
+        if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
+            return _reduce_function(value)
+        if isinstance(value, RecoverableGroup):
+            return _group_here, (value.group_name,)
+        if isinstance(value, torch.Tensor):
+            placements = getattr(value, "placements", ())
+            if any(not each.is_replicate() for each in placements):
+                raise TransferError(
+                    f"it is sharded over the ranks: what the dead one held of it is lost{_last_saved()}"
+                )
+            if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
+                return int, ()
+            if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
+                kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
+                return _on_this_device, (value.detach().cpu(), kind, value.requires_grad)
+        return NotImplemented
+
+
+def _last_saved() -> str:
+    """Where a sharded variable may lie still."""
+    saving = sys.modules.get(_SAVES)  # without it no cell has saved anything
+    saved = saving.last_saved() if saving is not None else None
+    if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
+        return ""
+    return f"; the last checkpoint is {saved.folder}/{saved.name}"
+
+
+def _group_here(name: str) -> Any:  # noqa: ANN401 - a group, or what torch has for those that are in none
+    try:
+        return _resolve_process_group(c10d.GroupName(name))
+    except RuntimeError:  # this rank is no member
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
+    free = len(function.__code__.co_freevars)
+    state = {
+        "attributes": vars(function),
+        "__kwdefaults__": function.__kwdefaults__,
+        "__qualname__": function.__qualname__,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+        "__annotations__": function.__annotations__,
+        "cells": function.__closure__,
+    }
+    make = (function.__code__, function.__name__, function.__defaults__, free)
+    return _make_function, make, state, None, None, _complete_function
+
+
+def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | None, free: int) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in range(free))
+    return types.FunctionType(code, _namespace, name, defaults, cells)
+
+
+def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Afterwards, for a function may be in its own closure."""
+    function.__dict__.update(state.pop("attributes"))
+    for own, sent in zip(function.__closure__ or (), state.pop("cells") or (), strict=True):
+        try:
+            own.cell_contents = sent.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    for name, value in state.items():
+        setattr(function, name, value)
+
+
+def _on_this_device(tensor: torch.Tensor, kind: type | None, requires_grad: bool) -> torch.Tensor:
+    moved = tensor.to("cuda")  # the rank's own: it is the current one
+    if kind is not None:
+        return torch.nn.Parameter(moved, requires_grad=requires_grad)
+    return moved.requires_grad_(requires_grad)

@@ -1,0 +1,163 @@
+"""What a peek sees and how it ends, without a rank."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from rankbook.protocol.queries import AskPeek
+from rankbook.rank.inspect.evaluate import Peeks, describe, names_in, read_locals
+from rankbook.rank.process_groups import interruptible_work
+from tests.conftest import wait_until
+
+
+class Work:
+    running: int | None = 4
+
+    def __init__(self, **variables):
+        self.variables = variables
+
+    def namespace(self):
+        return dict(self.variables)
+
+
+def peek(source, work=None, seconds=5.0, peeks=None):
+    peeks = peeks or Peeks(work or Work(), torch.device("cpu"))
+    return peeks.answer(AskPeek(3, source, seconds))
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "trouble"),
+    [
+        ("x + 1", "8", ""),
+        ("[x for _ in range(2)]", "[7, 7]", ""),
+        ("(w * 2).requires_grad", "False", ""),
+        ("y", "", "NameError: name 'y' is not defined"),
+        ("xx", "", "NameError: name 'xx' is not defined; near: x"),
+        ("exit_now()", "", "SystemExit: 3"),
+        ("1 +", "", "SyntaxError: invalid syntax (<peek>, line 1)"),
+        ("'a\\nb' + 1 / 0", "", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_answer_is_a_text_or_one_line_of_trouble(source, text, trouble):
+    work = Work(x=7, w=torch.ones(2, requires_grad=True), exit_now=lambda: sys.exit(3))
+    found = peek(source, work)
+    assert (found.token, found.cell, found.text, found.trouble) == (3, 4, text, trouble)
+
+
+def test_a_long_answer_is_cut_before_it_is_made():
+    assert len(describe("x" * 10_000_000)) < 2100
+    assert describe("x" * 10_000_000).endswith("10,000,000 characters in all")
+    assert len(describe(list(range(10**6)))) < 2100
+    assert describe("short") == "'short'"
+
+
+def test_what_does_not_end_is_given_up_and_ended_and_too_much_of_it_is_refused():
+    gate = threading.Event()
+    peeks = Peeks(Work(gate=gate), torch.device("cpu"))
+    assert peek("[0 for _ in iter(int, 1)]", seconds=0.1, peeks=peeks).trouble == "given up after 0.1 s"
+    (spinning,) = peeks._given_up
+    assert spinning.ended.wait(20), "Python code goes on after it was given up"
+    for _ in range(4):
+        assert peek("gate.wait(60)", seconds=0.01, peeks=peeks).trouble == "given up after 0.01 s"
+    assert "4 peeks that were given up" in peek("1", peeks=peeks).trouble
+    gate.set()
+    wait_until(lambda: peek("1", peeks=peeks).text == "1", timeout=20, what="room for another peek")
+
+
+def test_only_a_peeks_thread_is_kept_from_collectives():
+    assert not interruptible_work.here.only_looks
+    assert peek("here.only_looks", Work(here=interruptible_work.here)).text == "True"
+    assert not interruptible_work.here.only_looks
+
+
+def test_names_are_those_of_comprehensions_and_lambdas_too():
+    assert names_in(compile("[a + (lambda: b)() for c in d]", "<peek>", "eval")) >= {"a", "b", "d"}
+
+
+class Thing:
+    pass
+
+
+def run_stopped(code, look):
+    """`look(ident)` while a thread stands in `code` at `stop()`."""
+    arrived, leave = threading.Event(), threading.Event()
+
+    def stop():
+        arrived.set()
+        leave.wait(20)
+
+    namespace = {"stop": stop, "Thing": Thing}
+    exec(compile(code, "<ipython-input-5-00000000>", "exec"), namespace)
+    thread = threading.Thread(target=namespace["outer"])
+    thread.start()
+    assert arrived.wait(10)
+    try:
+        return look(thread.ident)
+    finally:
+        leave.set()
+        thread.join()
+
+
+NESTED = """
+def outer():
+    x, only_outer = 1, 2
+    def inner():
+        x, y = 10, only_outer
+        stop()
+    inner()
+"""
+
+
+def test_the_innermost_function_of_the_user_goes_first():
+    found = run_stopped(NESTED, lambda ident: read_locals({"x", "y", "only_outer", "stop", "timeout"}, ident))
+    assert found == {"x": 10, "y": 2, "only_outer": 2}, "the library's own `timeout` is none of the user's"
+
+
+def test_nothing_is_kept_of_a_functions_variables():
+    code = "def outer():\n    thing = Thing()\n    made.append(weakref.ref(thing))\n    del thing\n    stop()\n"
+    code = code.replace("    del thing\n    stop()\n", "    stop()\n    del thing\n    stop2()\n")
+    made, seen = [], []
+    arrived, leave, again, end = (threading.Event() for _ in range(4))
+    namespace = {
+        "Thing": Thing,
+        "weakref": weakref,
+        "made": made,
+        "stop": lambda: (arrived.set(), leave.wait(20)),
+        "stop2": lambda: (again.set(), end.wait(20)),
+    }
+    exec(compile(code, "<ipython-input-6-00000000>", "exec"), namespace)
+    thread = threading.Thread(target=namespace["outer"])
+    thread.start()
+    try:
+        assert arrived.wait(10)
+        seen.append(type(read_locals({"thing"}, thread.ident)["thing"]))
+        leave.set()
+        assert again.wait(10)
+        gc.collect()
+        assert seen == [Thing] and made[0]() is None
+    finally:
+        leave.set()
+        end.set()
+        thread.join()
+
+
+def test_a_function_that_asks_for_its_locals_keeps_what_it_got():
+    code = "def outer():\n    x = 1\n    mine = locals()\n    stop()\n    result.append(dict(mine))\n"
+    result = []
+    code = code.replace("def outer():", "result = []\ndef outer():")
+
+    def look(ident):
+        frame = sys._current_frames()[ident]
+        while frame.f_code.co_name != "outer":
+            frame = frame.f_back
+        result.append(frame.f_globals["result"])
+        return read_locals({"x"}, ident)
+
+    assert run_stopped(code, look) == {"x": 1}
+    assert result[0][0]["x"] == 1

@@ -1,0 +1,365 @@
+"""What a rank tells of its objects, without a rank."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import msgspec
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from rankbook.errors import BadRequest
+from rankbook.protocol import telemetry
+from rankbook.protocol.queries import AskLook, AskStatistic, NothingTold
+from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
+from rankbook.rank.inspect.device_memory import GradientCounter, Utilisation
+from rankbook.rank.inspect.query_handlers import Lookout
+from rankbook.rank.inspect.tensor_introspection import Breath
+from rankbook.rank.inspect.tensor_stats import statistic
+from rankbook.rank.inspect.variables import list_variables
+
+
+def inventory(namespace):
+    return object_discovery.take_inventory(object_discovery.find(namespace, Breath()), "cpu", Breath())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(70_001),
+        torch.randn(300, 400).t(),
+        torch.randn(3, 100_000)[:, ::2],
+        torch.tensor(3.5),
+        torch.randint(-5, 900, (100_000,)),
+        torch.randn(50, 60).to(torch.bfloat16),
+    ],
+    ids=["long", "transposed", "strided", "scalar", "integers", "bfloat16"],
+)
+def test_a_statistic_is_torchs_own(tensor):
+    found, whole = statistic(3, tensor), tensor.to(torch.float64)
+    assert (found.rank, found.nans, found.infinities) == (3, 0, 0)
+    assert (found.minimum, found.maximum) == (float(whole.min()), float(whole.max()))
+    assert found.mean == pytest.approx(float(whole.mean()), rel=1e-9, abs=1e-12)
+
+
+def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
+    tensor = torch.arange(100_000, dtype=torch.float32)
+    tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")
+    found = statistic(0, tensor)
+    assert (found.nans, found.infinities, found.minimum, found.maximum) == (1, 2, 0.0, 99_998.0)
+    empty = statistic(0, torch.full((3,), float("nan")))
+    assert (empty.minimum, empty.mean, empty.nans) == (None, None, 3)
+    assert statistic(0, torch.empty(0)).maximum is None
+
+
+def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr("rankbook.rank.inspect.tensor_stats.LONGEST", -1.0)
+    with pytest.raises(BadRequest, match="too many to look at"):
+        statistic(0, torch.ones(10))
+    with pytest.raises(BadRequest, match="no minimum"):
+        statistic(0, torch.ones(2, dtype=torch.complex64))
+
+
+def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
+    tied = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(tied, torch.nn.ReLU(), tied, torch.nn.Linear(8, 3))
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    found = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
+    assert [(each.kind, each.name) for each in found.holdings] == [("model", "model"), ("optimizer", "box['o']")]
+    assert found.parameters == sum(each.nbytes for each in model.parameters())
+    assert [each() for each in found.trainable] == list(model.parameters())
+    assert found.optimizer == sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+    assert tensor_introspection.steps_of_optimizer(optimizer) == 1
+
+
+def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
+    class Trainer:
+        def __init__(self):
+            self.model = torch.nn.Linear(2, 2)
+
+        @property
+        def trap(self):
+            raise AssertionError("a property was asked")
+
+    class Loud:
+        def __repr__(self):
+            raise AssertionError("a repr was asked")
+
+        def __len__(self):
+            raise AssertionError("a length was asked")
+
+        @property
+        def __class__(self):
+            raise AssertionError("a class was asked")
+
+    loader = DataLoader([1, 2, 3], batch_size=2)
+    namespace = {"trainers": [Trainer()], "loud": Loud(), "loader": loader}
+    found = inventory(namespace)
+    assert [(each.name, each.detail) for each in found.holdings] == [
+        ("trainers[0].model", ""),
+        ("loader", "batch size 2"),
+    ]
+    assert [(each.name, each.preview) for each in list_variables(namespace, (), Breath())] == [
+        ("trainers", "1 item"),
+        ("loud", ""),
+        ("loader", ""),
+    ]
+
+
+def test_variables_tell_what_metadata_says():
+    namespace = {"_x": 1, "rank": 0, "x": torch.ones(2, 3), "s": "a" * 500, "big": 1 << 5000, "f": len}
+    found = {each.name: each for each in list_variables(namespace, {"rank"}, Breath())}
+    assert list(found) == ["x", "s", "big"]
+    assert (found["x"].shape, found["x"].dtype, found["x"].bytes, found["x"].device) == ((2, 3), "float32", 24, "cpu")
+    assert len(found["s"].preview) <= 80
+    assert found["big"].preview == "5001 bits"
+
+
+def test_an_untouched_wrapper_adds_nothing_to_names():
+    inner = torch.nn.Linear(2, 2)
+    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module = inner
+    kind, found = shard_map.tensors_of({"m": wrapper}, "m", Breath())
+    assert (kind, [each.key for each in found]) == ("model", ["weight", "bias"])
+    assert shard_map.tensors_of({"m": wrapper}, "m.module", Breath())[0] == "model"
+    with pytest.raises(BadRequest, match="no variable 'q'"):
+        shard_map.tensors_of({"m": wrapper}, "q", Breath())
+    with pytest.raises(BadRequest, match="is a int"):
+        shard_map.tensors_of({"m": 3}, "m", Breath())
+
+
+def test_a_state_dict_is_found_whole():
+    state = {"model": {"w": torch.ones(2)}, "list": [torch.ones(3)], "step": 3}
+    kind, found = shard_map.tensors_of({"s": state}, "s", Breath())
+    assert (kind, [each.key for each in found]) == ("state dict", ["model.w", "list.0"])
+
+
+class _Work:
+    running = None
+
+    def __init__(self, variables):
+        self.variables = variables
+
+    def line(self):
+        return None
+
+    def frames(self):
+        return ()
+
+    def waits(self):
+        return "", 0.0
+
+    def namespace(self):
+        return dict(self.variables)
+
+    def hidden(self):
+        return ()
+
+    def run_when_idle(self, function):
+        function()
+
+
+def test_a_second_look_tells_holdings_only_where_they_changed():
+    work = _Work({"model": torch.nn.Linear(2, 2)})
+    lookout = Lookout(work, 0, torch.device("cpu"))
+    first = lookout.answer(AskLook(1, True, -1, True, False))
+    assert [each.name for each in first.holdings] == ["model"]
+    assert lookout.answer(AskLook(1, True, first.version, True, False)).holdings is None
+    work.variables["other"] = torch.nn.Linear(2, 2)
+    assert lookout.answer(AskLook(1, True, first.version, False, False)).holdings is None  # not yet due
+    assert len(lookout.answer(AskLook(1, True, first.version, True, False)).holdings) == 2
+    assert lookout.answer(AskLook(1, False, -1, False, False)).sample.memory is None
+    assert isinstance(lookout.answer(AskStatistic(1, "model", "nothing")), NothingTold)
+
+
+def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while_a_cell_finds_nothing_new(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.thread_time", lambda: 0.0)
+    work = _Work({"model": torch.nn.Linear(2, 2)})
+    lookout, ask = Lookout(work, 0, torch.device("cpu")), AskLook(1, True, -1, False, False)
+    assert lookout.at_once(ask) is None, "nothing was searched for yet"
+    assert lookout.at_once(AskLook(1, True, -1, True, False)) is None, "a fresh one searches"
+    work.running, searched = 7, []
+    for tenth in range(160):
+        now[0] = 100.0 + tenth / 10
+        if (told := lookout.at_once(ask)) is None:
+            told, before = lookout.answer(ask), lookout._searched
+            searched += [tenth] if before == now[0] else []
+        assert [each.name for each in told.holdings] == ["model"]
+    assert searched == [0, 10, 30, 70, 110, 150]
+    work.running = 8
+    now[0] += 1.0
+    lookout.answer(ask)
+    assert lookout._searched == now[0], "another cell may have made anything"
+
+
+def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch):
+    monkeypatch.setattr(telemetry, "listener", None)
+    monkeypatch.setattr(telemetry, "_sources", {})  # a save that a test of storage broke off may stand in there
+    lookout = Lookout(_Work({}), 0, torch.device("cpu"))
+
+    def told():
+        return lookout.answer(AskLook(1, False, -1, False, True)).saves
+
+    done = telemetry.CheckpointSave("run", "step-3", 3, "done", 8, 8, 0.5, None, False, "")
+    other, again = (msgspec.structs.replace(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
+    assert told() == ()
+    for save in (done, other):
+        telemetry.report(save)
+    assert told() == (done, other)
+    telemetry.offer("checkpoint again", lambda: again)
+    assert told() == (again, other)
+    telemetry.withdraw("checkpoint again")
+    telemetry.report(later := msgspec.structs.replace(done, seconds=0.7))
+    assert told() == (other, later)
+
+
+def test_a_device_of_which_nvml_tells_nothing_is_not_asked_again_and_other_errors_are_told(monkeypatch):
+    not_supported = type("NVMLError_NotSupported", (Exception,), {"__module__": "pynvml"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for error in (not_supported(), ModuleNotFoundError("No module named 'pynvml'"), KeyError("a bug")):
+        answers = iter([error])
+
+        def utilization(_device, answers=answers):
+            raise next(answers)
+
+        monkeypatch.setattr(torch.cuda, "utilization", utilization)
+        found = Utilisation(torch.device("cuda"))
+        if isinstance(error, KeyError):
+            with pytest.raises(KeyError):
+                found.now()
+        else:
+            assert (found.now(), found.now()) == (None, None)
+
+
+class Counting:
+    """A counter of gradients; `idle` is what the main thread calls between two cells."""
+
+    def __init__(self, *models):
+        self.idle = []
+        self.counter = GradientCounter(self.idle.append)
+        self.parameters = [weakref.ref(each) for model in models for each in model.parameters()]
+        self.request()
+
+    def request(self):
+        self.counter.request(self.parameters, timeout=0.0)
+
+    def end_cell(self):
+        while self.idle:
+            self.idle.pop()()
+
+
+def gradients_of(model):
+    return sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+
+
+def backward(model):
+    model(torch.ones(2, model.in_features)).sum().backward()
+
+
+def test_gradients_are_counted_at_the_end_of_a_step_once_for_each_request(monkeypatch):
+    model, never_stepped = torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    counting = Counting(model, never_stepped)
+    backward(model)
+    assert counting.counter.bytes == 0
+    optimizer.step()
+    assert counting.counter.bytes == gradients_of(model) > 0
+    optimizer.zero_grad()
+    monkeypatch.setattr(
+        tensor_introspection, "parameters_of_optimizer", lambda _: pytest.fail("nobody has looked again")
+    )
+    optimizer.step()
+    assert counting.counter.bytes > 0
+    monkeypatch.undo()
+    counting.request()
+    optimizer.step()
+    assert counting.counter.bytes == 0
+
+
+def test_gradients_that_no_optimizer_steps_are_counted_between_two_cells():
+    model, sharded = torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+    backward(model)
+    counting = Counting(model, sharded)
+    counting.request()
+    assert len(counting.idle) == 1, "one count is enough, however often somebody looks meanwhile"
+    counting.end_cell()
+    assert counting.counter.bytes == gradients_of(model) > 0
+    model.weight.grad = None
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes == gradients_of(model) == model.bias.nbytes
+
+
+def test_the_main_thread_leaves_alone_what_another_thread_trains():
+    model, trained, ended = torch.nn.Linear(8, 3), threading.Event(), threading.Event()
+    optimizer = torch.optim.SGD(model.parameters())
+    counting = Counting(model)
+
+    def train():
+        backward(model)
+        optimizer.step()
+        trained.set()
+        ended.wait(20)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert trained.wait(20)
+    assert counting.counter.bytes == gradients_of(model) > 0, "counted where it was stepped"
+    optimizer.zero_grad()
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes > 0
+    ended.set()
+    thread.join()
+    counting.request()
+    counting.end_cell()
+    assert counting.counter.bytes == 0
+
+
+def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_alive():
+    model = torch.nn.Linear(8, 3)
+    backward(model)
+    lookout = Lookout(_Work({"model": model}), 0, torch.device("cpu"))
+    told = lookout.answer(AskLook(1, True, -1, True, False))
+    assert told.sample.memory.gradients == gradients_of(model)
+    parameter = weakref.ref(model.weight)
+    lookout._work.variables.clear()
+    del model
+    assert parameter() is None
+
+
+def test_a_look_survives_what_changes_meanwhile():
+    model, ended, failures = torch.nn.Sequential(), threading.Event(), []
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    namespace = {"model": model, "optimizer": optimizer}
+
+    def look():
+        try:
+            while not ended.is_set():
+                inventory(dict(namespace))
+                list_variables(dict(namespace), (), Breath())
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            failures.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for round_ in range(150):
+        for number in range(20):
+            model.add_module(str(number), torch.nn.Linear(2, 2))
+            optimizer.state[torch.nn.Parameter(torch.ones(2))] = {"step": torch.tensor(1.0), "m": torch.ones(2)}
+            namespace[f"x{number}"] = [round_] * number
+        model._modules.clear()
+        optimizer.state.clear()
+        for number in range(20):
+            del namespace[f"x{number}"]
+    ended.set()
+    thread.join()
+    assert failures == []

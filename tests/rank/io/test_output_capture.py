@@ -1,0 +1,382 @@
+"""Capture with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
+
+from __future__ import annotations
+
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankbook.protocol.messages import Text, TextCut
+from rankbook.rank.io import output_capture
+from rankbook.rank.io.output_capture import SHOWN, TAIL, Pace
+
+pytestmark = pytest.mark.processes
+
+BEFORE = """
+import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subprocess, sys, threading
+from pathlib import Path
+answer = os.dup(1)
+from rankbook.rank import host
+from rankbook.rank.io.output_capture import SHOWN, Capture
+
+sent, shields = [], []
+@contextlib.contextmanager
+def shield():
+    shields.append("on")
+    try:
+        yield
+    finally:
+        shields.append("off")
+capture = Capture((*host.output_pipe(), *host.output_pipe()), sent.append, shield, Path(sys.argv[1]), 3)
+
+def read_always():
+    while True:
+        select.select(capture.files, [], [])
+        capture.drain()
+
+told = None
+"""
+AFTER = """
+with os.fdopen(answer, "wb") as file:
+    pickle.dump((sent, told), file)
+os._exit(0)
+"""
+
+
+def run(logs: Path, body: str) -> tuple[list[Text | TextCut], object]:
+    """What the capture sent while `body` ran, and what `body` left in `told`."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE + body + AFTER, str(logs)], capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr.decode()
+    return pickle.loads(done.stdout)
+
+
+def streams(sent: list[Text | TextCut]) -> list[tuple[str, str]]:
+    """(stream, text) in order, neighbours of one stream joined."""
+    joined: list[tuple[str, str]] = []
+    for message in sent:
+        assert isinstance(message, Text)
+        text = message.data.decode()
+        if joined and joined[-1][0] == message.stream:
+            joined[-1] = (message.stream, joined[-1][1] + text)
+        else:
+            joined.append((message.stream, text))
+    return joined
+
+
+def test_stdout_and_stderr_keep_the_order_in_which_python_wrote_them(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+for i in range(3):
+    print("out", i)
+    print("err", i, file=sys.stderr)
+capture.end()
+""",
+    )
+    assert streams(sent) == [(name, f"{name[3:]} {i}\n") for i in range(3) for name in ("stdout", "stderr")]
+
+
+def test_what_a_child_prints_does_not_overtake_what_python_wrote_to_stderr(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+print("before", file=sys.stderr)
+subprocess.run(["echo", "child"])
+print("after", file=sys.stderr)
+capture.end()
+""",
+    )
+    assert streams(sent) == [("stderr", "before\n"), ("stdout", "child\n"), ("stderr", "after\n")]
+
+
+def test_half_lines_and_their_order_are_kept_too(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+print("a", end="")
+print("b", end="", file=sys.stderr)
+print("c", end="")
+capture.end()
+""",
+    )
+    assert streams(sent) == [("stdout", "a"), ("stderr", "b"), ("stdout", "c")]
+
+
+def test_what_c_and_subprocesses_write_is_heard_between_what_python_prints(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+print("python")
+subprocess.run(["echo", "child"])
+libc = ctypes.CDLL(None)
+libc.puts(b"c library")
+libc.fflush(None)
+os.write(1, b"descriptor\\n")
+print("python again")
+capture.end()
+""",
+    )
+    assert streams(sent) == [("stdout", "python\nchild\nc library\ndescriptor\npython again\n")]
+
+
+def test_a_forked_worker_that_writes_to_both_streams_is_heard(tmp_path):
+    sent, told = run(
+        tmp_path,
+        """
+capture.begin(1)
+def work():
+    for i in range(3):
+        print("out", i)
+        print("err", i, file=sys.stderr)
+    os._exit(len(sent))
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start()
+worker.join()
+told = worker.exitcode
+capture.end()
+""",
+    )
+    assert told == 0, "the worker must leave the pipes to the rank"
+    heard = dict(streams(sent))
+    assert heard == {"stdout": "out 0\nout 1\nout 2\n", "stderr": "err 0\nerr 1\nerr 2\n"}
+
+
+def test_text_belongs_to_the_cell_in_which_it_was_written(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+print("one", end="")
+capture.end()
+print("between")
+capture.begin(2)
+print("two")
+capture.end()
+""",
+    )
+    assert [(message.cell, message.data) for message in sent] == [(1, b"one"), (1, b"between\n"), (2, b"two\n")]
+
+
+def test_text_is_sent_under_the_shield(tmp_path):
+    _, told = run(tmp_path, "capture.begin(1); print('x'); capture.end(); told = shields")
+    assert told and told == ["on", "off"] * (len(told) // 2)
+
+
+def test_what_is_no_utf8_is_carried_as_it_is(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        r"""
+capture.begin(1)
+os.write(1, b"\xff\xfe\n")
+print("\udc80 é")
+capture.end()
+""",
+    )
+    assert b"".join(message.data for message in sent) == b"\xff\xfe\n\\udc80 \xc3\xa9\n"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "sys.stdout.close()",
+        "sys.stdout = None",
+        "sys.stdout = object()",
+        "sys.stdout = type('Loud', (), {'flush': lambda self: 1 / 0})()",
+    ],
+)
+def test_user_code_that_breaks_its_stdout_harms_only_itself(tmp_path, harm):
+    sent, _ = run(
+        tmp_path,
+        f"""
+capture.begin(1)
+print("before")
+{harm}
+capture.end()
+capture.begin(2)
+os.write(1, b"after")
+capture.end()
+""",
+    )
+    assert [(message.cell, message.data) for message in sent] == [(1, b"before\n"), (2, b"after")]
+
+
+FLOOD = """
+line = b"%07d" + b"." * 92 + b"\\n"
+def flood(lines, stream=1):
+    for i in range(lines):
+        data = memoryview(line % i)
+        while data:
+            data = data[os.write(stream, data):]
+threading.Thread(target=read_always, daemon=True).start()
+capture.begin(1)
+"""
+LINE = 100
+
+
+def flood_lines(data: bytes) -> list[int]:
+    """The numbers of the flood's lines."""
+    return [int(line[:7]) for line in data.splitlines() if line[:7].isdigit()]
+
+
+def test_as_much_as_may_be_shown_is_shown_whole(tmp_path):
+    lines = SHOWN // LINE
+    sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
+    assert flood_lines(b"".join(message.data for message in sent)) == list(range(lines))
+    assert not list(tmp_path.iterdir()), "no log without a flood"
+
+
+def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(tmp_path):
+    lines = 3 * SHOWN // LINE
+    sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
+    cuts = [i for i, message in enumerate(sent) if isinstance(message, TextCut)]
+    assert len(cuts) == 1
+    cut = sent[cuts[0]]
+    log = tmp_path / "cell-1-rank-3.log"
+    assert cut.log == str(log)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert flood_lines(log.read_bytes()) == list(range(lines))
+    assert log.stat().st_size == lines * LINE
+
+    before = b"".join(m.data for m in sent[: cuts[0]] if m.stream == "stdout")
+    after = b"".join(m.data for m in sent[cuts[0] :] if isinstance(m, Text))
+    head, tail = flood_lines(before), flood_lines(after)
+    assert len(before) <= SHOWN and 0 < len(after) <= TAIL
+    assert head == list(range(len(head))), "the beginning is shown"
+    assert tail == list(range(lines - len(tail), lines)), "and the end, whole lines of it"
+    assert cut.lines == lines - len(head) - len(tail)
+    assert cut.size == lines * LINE - len(before) - len(after)
+    note = b"".join(m.data for m in sent[: cuts[0]] if m.stream == "stderr").decode()
+    assert str(log) in note, "said at once, not only at the end"
+
+
+def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(tmp_path):
+    lines = SHOWN // LINE
+    sent, _ = run(tmp_path, FLOOD + f"flood({lines}); flood({lines}, 2); flood({lines}); capture.end()")
+    (cut,) = [message for message in sent if isinstance(message, TextCut)]
+    shown = sum(len(flood_lines(message.data)) for message in sent if isinstance(message, Text))
+    assert cut.lines + shown == 3 * lines
+    assert len(flood_lines(Path(cut.log).read_bytes())) == 3 * lines
+
+
+def test_a_flood_without_any_line_break_is_cut_as_well(tmp_path):
+    sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * SHOWN // LINE}); capture.end()")
+    (cut,) = [message for message in sent if isinstance(message, TextCut)]
+    shown = sum(len(m.data) for m in sent if isinstance(m, Text) and m.stream == "stdout")
+    assert shown <= SHOWN + TAIL
+    assert cut.size + shown == Path(cut.log).stat().st_size
+
+
+def test_the_next_cell_may_print_again(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        FLOOD + f"flood({2 * SHOWN // LINE}); capture.end(); capture.begin(2); print('fresh'); capture.end()",
+    )
+    assert (sent[-1].cell, sent[-1].data) == (2, b"fresh\n")
+
+
+def test_what_comes_after_the_end_of_a_flooded_cell_is_logged_and_told(tmp_path):
+    lines = 2 * SHOWN // LINE
+    sent, _ = run(
+        tmp_path,
+        FLOOD + f"flood({lines}); capture.end(); os.write(1, b'late\\n'); capture.begin(2); capture.end()",
+    )
+    assert (tmp_path / "cell-1-rank-3.log").read_bytes().endswith(b"late\n")
+    late = [message for message in sent if isinstance(message, Text) and message.data.endswith(b"late\n")]
+    assert late, "what a background thread prints after the end is shown too"
+
+
+def test_where_no_log_can_be_written_that_is_said(tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("in the way")
+    sent, _ = run(folder, FLOOD + f"flood({2 * SHOWN // LINE}); capture.end()")
+    (cut,) = [message for message in sent if isinstance(message, TextCut)]
+    assert "no log could be written" in cut.log
+    assert any(b"no log" in message.data for message in sent if isinstance(message, Text))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_said_and_costs_no_more_than_the_log(tmp_path):
+    (tmp_path / "cell-1-rank-3.log").symlink_to("/dev/full")
+    sent, _ = run(tmp_path, FLOOD + f"flood({2 * SHOWN // LINE}); capture.end()")
+    (cut,) = [message for message in sent if isinstance(message, TextCut)]
+    assert "the disk is full" in cut.log
+    assert flood_lines(sent[-1].data), "the end is shown all the same"
+
+
+def test_a_flood_costs_the_rank_no_memory(tmp_path):
+    _, told = run(
+        tmp_path,
+        """
+threading.Thread(target=read_always, daemon=True).start()
+capture.begin(1)
+block = (b"x" * 99 + b"\\n") * 10_000
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(64):
+    data = memoryview(block)
+    while data:
+        data = data[os.write(1, data):]
+capture.end()
+told = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+""",
+    )
+    log = tmp_path / "cell-1-rank-3.log"
+    assert log.stat().st_size == 64_000_000
+    log.unlink()
+    assert told < 32 << 20
+
+
+def test_the_end_of_a_cell_keeps_the_pace_too(tmp_path):
+    _, told = run(
+        tmp_path,
+        """
+from rankbook.rank.io.output_capture import Pace
+capture._pace = Pace(rate=400_000, burst=20_000, window=1 << 20)
+capture.begin(1)
+os.write(1, b"x" * 60_000)
+capture.end()
+told = [len(text.data) for text in sent]
+""",
+    )
+    assert isinstance(told, list)
+    assert sum(told) == 60_000
+    assert max(told) <= 20_000, "and nothing at once because a byte's worth of time had passed"
+
+
+def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
+    pace = Pace(rate=650.0, burst=1800, window=2400)
+    went = []
+    for _ in range(400):
+        room = pace.room()
+        assert room is not None
+        pace.spend(room)
+        went.append((now, room))
+        now += 0.05
+    assert went[0] == (100.0, 1800)
+    assert max(sum(size for at, size in went if start <= at < start + 3.0) for start, _ in went) <= 2400
+    assert sum(size for _, size in went) >= 0.9 * 650 * 20, "in the long run as fast as the rate"
+
+
+def test_what_was_sent_leaves_less_of_the_burst_until_the_rate_has_given_it_back(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
+    pace = Pace(rate=500.0, burst=1800, window=1 << 20)
+    pace.spend(1000)
+    assert pace.room() == 800
+    pace.spend(1300)
+    assert pace.room() == 0, "more than there was room for is owed"
+    now += 2.0
+    assert pace.room() == 500
+    now += 60.0
+    assert pace.room() == 1800

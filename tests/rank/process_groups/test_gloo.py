@@ -1,0 +1,145 @@
+"""gloo between ranks, while another user of the machine connects to the same ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.stranger import OPERATIONS, PAIRS
+
+STRANGER = Path(__file__).parent.parent / "stranger.py"
+RANK = """
+import json, os, sys, threading, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from rankbook.rank import gloo, lifeboat
+from rankbook.rank.process_groups.gloo_sockets import tcp_sockets, duplicate
+from rankbook.rank.process_groups.store import FolderStore
+
+lifeboat.board(lambda thread: True)  # as every rank
+folder, rank, size, awaited = Path(sys.argv[1]), *map(int, sys.argv[2:])
+store = FolderStore(folder / "store", threading.Event())
+make = gloo._Listeners.__init__
+made = []
+
+def make_and_tell(self):
+    make(self)
+    made.append(self)
+    if len(made) <= awaited:  # the stranger comes first
+        print(json.dumps(sorted(port for _, port in self._addresses)), flush=True)
+        sys.stdin.readline()
+
+gloo._Listeners.__init__ = make_and_tell
+
+def wait(store, keys):
+    while not store.check(keys):
+        time.sleep(0.001)
+
+store.set(f"here-{rank}", "")
+wait(store, [f"here-{other}" for other in range(size)])
+began = time.monotonic()
+backend = gloo.make_gloo(store, rank, size, timedelta(seconds=30), wait)
+seconds = time.monotonic() - began
+tensor = torch.full((3,), rank + 1.0)
+backend.allreduce([tensor]).wait()
+gathered = [[torch.zeros(1) for _ in range(size)]]
+backend.allgather(gathered, [torch.tensor([float(rank)])]).wait()
+print(json.dumps({"sum": tensor.tolist(), "gathered": [t.item() for t in gathered[0]], "listeners": len(made),
+                  "seconds": seconds}), flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, *command: str) -> Process:
+    process = subprocess.Popen([sys.executable, *command], stdin=-1, stdout=-1, text=True)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
+def ranks(stack: ExitStack, folder: Path, size: int, *, awaited: int) -> list[Process]:
+    """Ranks that stop, each time they have made their first `awaited` listeners."""
+    return [start(stack, "-c", RANK, str(folder), str(rank), str(size), str(awaited)) for rank in range(size)]
+
+
+def stranger(stack: ExitStack, folder: Path, ports: list[int] | None = None) -> Process:
+    words = ",".join(str(port) for port in ports or [])
+    process = start(stack, str(STRANGER), str(os.getuid()), words, str(folder))
+    assert json.loads(read(process)) == "ready"
+    return process
+
+
+def read(process: Process) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def say(process: Process, words: str = "") -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{words}\n")
+    process.stdin.flush()
+
+
+def results(group: list[Process]) -> list[dict[str, object]]:
+    answers = [json.loads(read(process)) for process in group]
+    for process in group:
+        say(process)
+    return answers
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
+    for answer in results(ranks(stack, tmp_path, size, awaited=0)):
+        assert answer["sum"] == [size * (size + 1) / 2] * 3
+        assert answer["gathered"] == list(range(size))
+        assert answer["listeners"] == 1
+
+
+@pytest.mark.processes
+@as_root
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stack, tmp_path, size):
+    group = ranks(stack, tmp_path, size, awaited=1)
+    ports = [port for process in group for port in json.loads(read(process))]
+    other = stranger(stack, tmp_path, ports)
+    say(other, "go")
+    assert json.loads(read(other)) == "attacking"
+    for port in ports:
+        wait_until(lambda port=port: taken(port) >= PAIRS, timeout=30, what="connections of the stranger")
+    for process in group:
+        say(process)
+    answers = results(group)
+    say(other, "stop")
+    report = json.loads(read(other))
+    assert report["connected"] >= 4 * size
+    assert report["received"] == ""
+    for answer in answers:
+        assert answer["sum"] == [size * (size + 1) / 2] * 3
+        assert answer["gathered"] == list(range(size))
+        assert answer["listeners"] == 2
+
+
+def taken(port: int) -> int:
+    """How many connections to the port have named a pair of ranks, and the rank has read that."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    unread = [int(row[4].split(":")[1], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
+    return sum(0 < count <= len(OPERATIONS) for count in unread)

@@ -1,0 +1,203 @@
+"""Ending whoever waits on a socket of C++ code: from another thread, and no other socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rankbook.rank.process_groups import gloo_sockets
+from rankbook.rank.process_groups.gloo_sockets import (
+    NOBODY,
+    has_connections,
+    shut_down,
+    tcp_sockets,
+    user_of_peer,
+    watch_opened,
+)
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def listening(stack: ExitStack) -> socket.socket:
+    return stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+
+def connected(stack: ExitStack, listener: socket.socket) -> Pair:
+    one = stack.enter_context(socket.create_connection(listener.getsockname()))
+    other = stack.enter_context(listener.accept()[0])
+    for each in (one, other):
+        each.settimeout(5)
+    return one, other
+
+
+def held() -> int:
+    """How many descriptors this process has."""
+    return len([*Path("/dev/fd").iterdir()])
+
+
+def usable(pair: Pair) -> bool:
+    pair[0].sendall(b"x")
+    return pair[1].recv(1) == b"x"
+
+
+def test_what_is_opened_meanwhile_is_known_and_what_was_there_is_not(stack):
+    before = connected(stack, listening(stack))
+    with watch_opened() as opened:
+        listener = listening(stack)
+        pair = connected(stack, listener)
+        assert opened == {}, "only in the end"
+    assert set(opened) == {listener.fileno(), *(each.fileno() for each in pair)}
+    assert not set(opened) & {each.fileno() for each in before}
+
+
+def test_it_is_known_also_if_the_call_fails(stack):
+    watching = watch_opened()
+    opened = watching.__enter__()
+    pair = connected(stack, listening(stack))
+    assert not watching.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert {each.fileno() for each in pair} <= set(opened)
+
+
+def test_files_pipes_and_sockets_of_other_kinds_are_no_tcp_sockets(stack, tmp_path):
+    ends = [stack.enter_context(os.fdopen(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
+    pair = [stack.enter_context(each) for each in socket.socketpair()]
+    datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    file = stack.enter_context((tmp_path / "file").open("w"))
+    listener = listening(stack)
+    found = set(tcp_sockets())
+    assert listener.fileno() in found
+    assert not found & {each.fileno() for each in (*ends, *pair, datagrams, file)}
+
+
+def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
+    listener = listening(stack)
+    with watch_opened() as opened:
+        one, other = connected(stack, listener)
+    one.settimeout(None)
+    waits, received = threading.Event(), []
+
+    def receive() -> None:
+        waits.set()
+        received.append(one.recv(1))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert waits.wait(5)
+    shut_down(opened)
+    thread.join(5)
+    assert not thread.is_alive(), "it waits on"
+    assert received == [b""]
+    assert other.recv(1) == b""
+    with pytest.raises(OSError, match="roken pipe"):
+        one.sendall(b"x")
+
+
+def test_a_socket_that_listens_is_left_alone(stack):
+    with watch_opened() as opened:
+        listener = listening(stack)
+    shut_down(opened)
+    assert usable(connected(stack, listener))
+
+
+def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
+    listener = listening(stack)
+    kept = connected(stack, listener)
+    with watch_opened() as opened:
+        gone, _ = connected(stack, listener)
+    number = gone.fileno()
+    opened = {number: opened[number]}
+    gone.close()
+    os.dup2(kept[0].fileno(), number)
+    try:
+        before = held()
+        shut_down(opened)
+        assert held() == before
+        assert usable(kept)
+    finally:
+        os.close(number)
+
+
+def test_a_descriptor_that_is_closed_or_has_lost_its_peer_is_no_error(stack):
+    listener = listening(stack)
+    with watch_opened() as opened:
+        one, other = connected(stack, listener)
+        pair = connected(stack, listener)
+    one.close()
+    pair[1].close()
+    shut_down(opened)
+    shut_down(opened)
+    assert other.recv(1) == b""
+
+
+def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
+    listener = listening(stack)
+    before = held()
+    with watch_opened() as opened:
+        pair = connected(stack, listener)
+    assert held() == before + 2
+    shut_down(opened)
+    assert held() == before + 2
+    for each in pair:
+        each.close()
+    assert held() == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("by", ["sock_diag", "table"])
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells whose a connection is")
+def test_the_user_at_the_other_end_is_known(stack, monkeypatch, host, by):
+    if by == "table":
+        monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = stack.enter_context(socket.create_server((host, 0), family=family))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    one = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+    other = stack.enter_context(listener.accept()[0])
+    address, peer = one.getsockname()[:2], listener.getsockname()[:2]
+    assert user_of_peer(peer, address) == os.getuid()
+    assert has_connections(peer)
+    assert user_of_peer(peer, (host, 1)) == NOBODY
+    one.close()
+    assert user_of_peer(peer, address) == NOBODY, "it is nobody's any more, and not root's"
+    assert other.recv(1) == b""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("by", ["sock_diag", "table"])
+def test_another_user_at_the_other_end_is_known(stack, monkeypatch, by):
+    if by == "table":
+        monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
+    listener = listening(stack)
+    code = (
+        "import os, socket, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        f"connection = socket.socket()\nconnection.connect({listener.getsockname()!r})\nsys.stdin.read()"
+    )
+    listener.settimeout(30)
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1) as process:
+        connection = stack.enter_context(listener.accept()[0])
+        assert user_of_peer(connection.getsockname(), connection.getpeername()) == 65534
+        process.communicate()
+
+
+def test_who_does_not_tell_is_told_from_nobody(stack, monkeypatch):
+    monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
+    monkeypatch.setattr(gloo_sockets, "_TABLES", dict.fromkeys(gloo_sockets._TABLES, Path("/nowhere")))
+    one, other = connected(stack, listening(stack))
+    assert user_of_peer(other.getsockname(), one.getsockname()) is None

@@ -1,0 +1,164 @@
+"""The rendezvous store, as torch calls it and as processes share it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rankbook.errors import CollectiveAborted
+from rankbook.rank.process_groups.store import FolderStore
+
+
+@pytest.fixture
+def store(tmp_path) -> FolderStore:
+    return FolderStore(tmp_path / "store", threading.Event())
+
+
+def test_it_answers_as_a_hash_store_does(store):
+    answers = []
+    for each in (dist.HashStore(), store):
+        prefixed = dist.PrefixStore("a/b", each)
+        prefixed.set("text", "value")
+        prefixed.set("bytes", b"\xff\x00")
+        answers.append(
+            (
+                prefixed.get("text"),
+                prefixed.get("bytes"),
+                prefixed.check(["text", "bytes"]),
+                prefixed.check(["text", "none"]),
+                prefixed.add("sum", 3),
+                prefixed.add("sum", -1),
+                prefixed.get("sum"),
+                prefixed.compare_set("compared", "", "new"),
+                prefixed.compare_set("compared", "other", "newer"),
+                prefixed.compare_set("compared", "new", "newer"),
+                prefixed.compare_set("absent", "old", "new"),
+                prefixed.delete_key("text"),
+                prefixed.delete_key("text"),
+                prefixed.wait(["bytes", "sum"]),
+                each.check(["a/b/bytes"]),
+            )
+        )
+    assert answers[1] == answers[0]
+
+
+@pytest.mark.parametrize("key", ["", ".", "..", "../lock", "/etc/passwd", "a\0b", "ü" * 300, "lock", "x" * 5000])
+def test_any_key_is_a_file_in_the_folder(store, tmp_path, key):
+    store.set(key, "value")
+    assert store.get(key) == b"value"
+    assert store.num_keys() == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
+
+
+def test_long_keys_are_not_mixed_up(store):
+    for last in "ab":
+        store.set("x" * 1000 + last, last)
+    assert store.get("x" * 1000 + "a") == b"a"
+
+
+def test_only_its_user_can_read_it(store, tmp_path):
+    store.set("key", "value")
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "store", *(tmp_path / "store").iterdir())]
+    assert modes == [0o700, 0o600]
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o755)
+    with pytest.raises(PermissionError, match="open to other users"):
+        FolderStore(tmp_path / "store", threading.Event())
+
+
+def test_a_folder_that_is_put_in_its_place_is_not_read(store, tmp_path):
+    store.set("key", "value")
+    (tmp_path / "store").rename(tmp_path / "moved")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "key-key").write_text("false")
+    assert store.get("key") == b"value"
+
+
+def test_a_wait_ends_after_its_timeout_and_names_what_is_missing(store):
+    store.set("here", "")
+    for each in (store, dist.PrefixStore("", store)):
+        with pytest.raises(RuntimeError, match=r"100ms.*absent"):
+            each.wait(["here", "absent"], timedelta(milliseconds=100))
+
+
+def test_a_wait_ends_when_the_rank_gives_up(tmp_path):
+    give_up = threading.Event()
+    store = FolderStore(tmp_path / "store", give_up)
+    timer = threading.Timer(0.1, give_up.set)
+    timer.start()
+    with pytest.raises(CollectiveAborted):
+        store.get("absent")
+    timer.join()
+
+
+def test_keys_of_earlier_generations_are_deleted_and_no_others(store):
+    for number in (1, 2, 10):
+        dist.PrefixStore(f"generation-{number}/agreement", store).set("key", "value")
+    store.set("generation-1", "value")
+    store.forget_generations(10)
+    assert store.check(["generation-10/agreement/key", "generation-1"])
+    assert store.num_keys() == 2
+
+
+ADD = """
+import sys, threading
+from pathlib import Path
+from rankbook.rank.process_groups.store import FolderStore
+store = FolderStore(Path(sys.argv[1]), threading.Event())
+print(flush=True)
+while True:
+    store.add("sum", 1)
+    store.set("value", "x" * 100_000)
+"""
+
+
+@pytest.mark.processes
+def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, tmp_path):
+    command = [sys.executable, "-c", ADD, str(tmp_path / "store")]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+        store.wait(["value"], timedelta(seconds=30))
+        before = store.add("sum", 0)
+        for writer in writers:
+            deadline = time.monotonic() + 0.2
+            while time.monotonic() < deadline:
+                assert len(store.get("value")) == 100_000
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait()
+        assert store.add("sum", 0) > before
+        assert len(store.get("value")) == 100_000
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
+@pytest.mark.processes
+def test_gloo_meets_in_it(tmp_path):
+    code = (
+        "import sys, threading\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"
+        "from rankbook.rank.process_groups.store import FolderStore\n"
+        "store = FolderStore(Path(sys.argv[1]), threading.Event())\n"
+        "dist.init_process_group('gloo', store=store, rank=int(sys.argv[2]), world_size=2)\n"
+        "t = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\ndist.destroy_process_group()"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(rank)], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == [b"2.0\n", b"2.0\n"]

@@ -1,0 +1,104 @@
+"""Where the OOM killer's victims are counted: files as kernels write them, in a folder of the test's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankbook.rank.cgroups import RecentKills, find_counter, read_counter
+
+EVENTS = "low 0\nhigh 17\nmax 4031\noom 3\noom_kill {}\noom_group_kill 1\n"
+OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+def machine(tmp_path: Path, *, groups: str, mounts: str, file: str, text: str) -> Path:
+    """A process folder whose mounts lie below `tmp_path`, and the one file with a counter."""
+    process = tmp_path / "proc"
+    process.mkdir()
+    (process / "cgroup").write_text(groups)
+    (process / "mountinfo").write_text(mounts.replace("@", str(tmp_path)))
+    counter = tmp_path / file
+    counter.parent.mkdir(parents=True)
+    counter.write_text(text)
+    return process
+
+
+MACHINES = {
+    "version 2": {
+        "groups": "0::/user.slice/user-1000.slice/session-2.scope\n",
+        "mounts": "25 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
+        "34 25 0:29 / @/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n",
+        "file": "cgroup/user.slice/user-1000.slice/session-2.scope/memory.events",
+        "text": EVENTS.format(2),
+    },
+    "version 2 in a container that sees its own group at the top": {
+        "groups": "0::/\n",
+        "mounts": "612 605 0:29 / @/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw\n",
+        "file": "cgroup/memory.events",
+        "text": EVENTS.format(2),
+    },
+    "version 1": {
+        "groups": "4:memory:/user.slice\n3:cpu,cpuacct:/\n1:name=systemd:/user.slice\n",
+        "mounts": "33 25 0:28 / @/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+        "35 25 0:32 / @/cgroup/memory rw,relatime shared:12 - cgroup cgroup rw,memory\n",
+        "file": "cgroup/memory/user.slice/memory.oom_control",
+        "text": OOM_CONTROL.format(2),
+    },
+    "version 1 in a container that sees only its own group, by a longer name": {
+        "groups": "9:memory:/docker/4f2a\n0::/docker/4f2a\n",
+        "mounts": "1 2 0:32 /docker/4f2a @/cgroup/memory ro master:12 - cgroup memory rw,memory\n",
+        "file": "cgroup/memory/memory.oom_control",
+        "text": OOM_CONTROL.format(2),
+    },
+    "both, with the memory in version 1": {
+        "groups": "4:memory:/jobs/one\n0::/\n",
+        "mounts": "35 25 0:32 / @/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        "44 25 0:33 / @/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+        "file": "cgroup/memory/jobs/one/memory.oom_control",
+        "text": OOM_CONTROL.format(2),
+    },
+    "a mount with a space in its name": {
+        "groups": "0::/one\n",
+        "mounts": "44 25 0:33 / @/control\\040groups rw - cgroup2 cgroup2 rw\n",
+        "file": "control groups/one/memory.events",
+        "text": EVENTS.format(2),
+    },
+}
+
+
+@pytest.mark.parametrize("each", MACHINES.values(), ids=MACHINES)
+def test_the_counter_of_our_own_group_is_found(tmp_path, each):
+    found = find_counter(machine(tmp_path, **each))
+    assert found == tmp_path / each["file"]
+    assert read_counter(found) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "oom_kill_disable 0\nunder_oom 0\n", "low 0\noom 1\n"], ids=["empty", "an old kernel", "no kills"]
+)
+def test_where_nothing_is_counted_nothing_is_told(tmp_path, text):
+    assert find_counter(machine(tmp_path, **{**MACHINES["version 2"], "text": text})) is None
+    assert find_counter(tmp_path / "no such process") is None
+    assert RecentKills(None).recent(1.0) == 0
+
+
+def test_the_groups_of_others_do_not_count(tmp_path):
+    process = machine(tmp_path, **{**MACHINES["version 2"], "file": "cgroup/memory.events"})
+    assert find_counter(process) is None
+
+
+def test_a_kill_counts_for_some_seconds(tmp_path):
+    counter = tmp_path / "memory.events"
+    counter.write_text(EVENTS.format(5))
+    kills = RecentKills(counter)
+    kills.look(100.0)
+    assert kills.recent(101.0) == 0, "those before our time are not ours"
+    counter.write_text(EVENTS.format(7))
+    assert kills.recent(102.0) == 2
+    assert kills.recent(109.0) == 2, "whoever ends a little later may have been one of them"
+    for second in range(110, 130):
+        kills.look(float(second))
+    assert kills.recent(130.0) == 0, "whoever ends now was not"
+    counter.write_text(EVENTS.format(8))
+    assert kills.recent(130.1) == 1

@@ -1,0 +1,136 @@
+"""Where an interrupt may hit the main thread, and where it has to wait a moment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rankbook.rank import control_thread
+from rankbook.rank.control_thread import Interrupts
+
+
+@pytest.fixture
+def interrupts(monkeypatch):
+    monkeypatch.setattr(control_thread.host, "interrupt_group", lambda: None)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
+    made = Interrupts()
+    made.arm(1)
+    yield made
+    made.disarm()
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGCHLD, before[1])
+
+
+def go_on_for(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def request_and_go_on(interrupts, cell):
+    interrupts.request(cell)
+    go_on_for(5)
+
+
+class Gate:
+    """As `threading.Condition`: an interrupt between the lock's being taken and the block would leave it taken."""
+
+    def __init__(self, *, hit_as_it):
+        self.lock, self._hit = threading.Lock(), hit_as_it
+
+    def __enter__(self):
+        self.lock.acquire()
+        if self._hit == "opens":
+            signal.raise_signal(signal.SIGINT)
+
+    def __exit__(self, *_):
+        if self._hit == "closes":
+            signal.raise_signal(signal.SIGINT)
+        self.lock.release()
+
+
+def test_a_lock_that_is_being_taken_is_given_back(interrupts):
+    gate = Gate(hit_as_it="opens")
+    with pytest.raises(KeyboardInterrupt), gate:
+        go_on_for(5)
+    assert gate.lock.acquire(blocking=False)
+
+
+def test_a_lock_that_is_being_given_back_is(interrupts):
+    gate = Gate(hit_as_it="closes")
+
+    def pass_through():
+        with gate:
+            pass
+        go_on_for(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        pass_through()
+    assert gate.lock.acquire(blocking=False)
+
+
+def test_who_waits_for_a_lock_is_interrupted_all_the_same(interrupts):
+    class Slow:
+        def __enter__(self):
+            timer.start()
+            go_on_for(20)
+
+        def __exit__(self, *_):
+            pass
+
+    timer = threading.Timer(0.05, interrupts.request, (1,))
+    with pytest.raises(KeyboardInterrupt), Slow():
+        pass
+    timer.join()
+
+
+def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interrupts):
+    interrupts._after_fork()  # without the one before it, which an interrupt has ended before its first line
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 1)
+    interrupts.arm(2)
+    interrupts._before_fork()
+    interrupts._before_fork()
+    interrupts._after_fork()
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 2)
+
+
+FORKS_IN_STEP = """
+import ctypes, os, threading, time
+from rankbook.rank import control
+control.host.interrupt_group = lambda: None
+interrupts = control.Interrupts()
+holding_the_gil = ctypes.PyDLL(None)
+os.register_at_fork(before=lambda: holding_the_gil.usleep(6000))  # a rank's fork takes so long
+interrupts.guard()
+os.register_at_fork(after_in_parent=lambda: time.sleep(0.005))
+for turn in range(1, 6):
+    interrupts.arm(turn)
+    threading.Timer(0.05, interrupts.request, (turn,)).start()
+    end = time.monotonic() + 5
+    try:
+        while time.monotonic() < end:
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        print("lost")
+    except KeyboardInterrupt:
+        print("raised")
+    finally:
+        interrupts.disarm()
+"""
+
+
+@pytest.mark.processes
+def test_an_interrupt_is_delivered_to_a_loop_of_slow_forks():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == ["raised"] * 5, done.stderr

@@ -1,0 +1,86 @@
+"""The variables that a new rank takes over from a peer, and the reasons for those that it does not."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankbook.rank import recovery
+from rankbook.transport.serialization import unpack
+from rankbook.transport.shared_memory import SegmentStore
+
+pytestmark = pytest.mark.processes  # a forked child tries what can be pickled
+
+CELL = """
+import math
+
+scale = 3
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def scaled(x):
+    return x * scale
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_process_state(monkeypatch, tmp_path):
+    """Taking over a peer's variables changes the import path, the current folder and the known namespace."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(recovery, "_namespace", {})
+    monkeypatch.chdir(tmp_path)
+
+
+def taken_over(peer: dict[str, Any], hidden: dict[str, Any], folder: Path) -> tuple[dict[str, Any], recovery.Adopted]:
+    """Return the namespace of a fresh rank after it has taken over the peer's variables, and what is missing."""
+    listed = recovery.list_state(peer, hidden)
+    packed = recovery.export_state(peer, hidden, listed["names"], SegmentStore(folder))
+    fresh: dict[str, Any] = {"__name__": "__main__"}
+    recovery.stand_for(fresh)
+    adopted = recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=folder))
+    adopted["missing"] |= listed["missing"]
+    return fresh, adopted
+
+
+def test_variables_functions_and_imports_are_taken_over_and_counted(tmp_path):
+    peer: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL, peer)
+    peer["tensor"] = torch.arange(3)
+    fresh, adopted = taken_over(peer, {}, tmp_path)
+    assert adopted == {"variables": 2, "functions": 2, "imports": 1, "missing": {}, "refused": ""}
+    assert (fresh["scale"], fresh["tensor"].tolist(), fresh["math"]) == (3, [0, 1, 2], math)
+    fresh["scale"] = 5
+    assert fresh["scaled"](2) == 10, "it sees the variables of the rank that it is on"
+
+
+def test_private_names_and_what_each_rank_has_by_itself_stay_behind(tmp_path):
+    peer = {"_private": 1, "rank": 0, "kept": 2}
+    fresh, adopted = taken_over(peer, {"rank": None}, tmp_path)
+    assert set(fresh) - {"__name__", "__builtins__"} == {"kept"}
+    assert adopted["missing"] == {}
+
+
+def test_a_variable_that_cannot_be_sent_is_named_with_the_reason(tmp_path):
+    fresh, adopted = taken_over({"lock": threading.Lock(), "kept": 2}, {}, tmp_path)
+    assert fresh["kept"] == 2
+    assert "lock" not in fresh
+    assert "_thread.lock cannot be pickled" in adopted["missing"]["lock"]
+
+
+def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
+    state = recovery.State(
+        variables={"kept": 2}, imports={"m": "no_such_module"}, path=sys.path, folder=str(tmp_path / "no")
+    )
+    fresh: dict[str, Any] = {}
+    adopted = recovery.adopt_state(fresh, lambda: state)
+    assert fresh == {"kept": 2}
+    assert adopted["imports"] == 0
+    assert set(adopted["missing"]) == {"the current folder", "m"}
