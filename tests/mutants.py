@@ -104,16 +104,16 @@ MUTANTS = (
         "rank/process_groups/test_recoverable_group.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/samplers.py",
+        "kernel/rankbook/runtime/data/samplers.py",
         "rows = max([*lengths, *map(len, repeated)])",
         "rows = max(lengths)",
-        "runtime/test_samplers.py",
+        "runtime/data/test_samplers.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/accumulation.py",
+        "kernel/rankbook/runtime/gradient_accumulation.py",
         "if self._rescale != 1.0:",
         "if self._rescale:",
-        "runtime/test_accumulation.py",
+        "runtime/test_gradient_accumulation.py",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/verifying.py",
@@ -229,19 +229,19 @@ MUTANTS = (
     ),
     # Training.
     Mutant(
-        "kernel/rankbook/runtime/samplers.py",
+        "kernel/rankbook/runtime/data/samplers.py",
         "elif len(batch_list) == ranks and self.drop_last:",
         "elif self.drop_last:",
-        "runtime/test_samplers.py",
+        "runtime/data/test_samplers.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/loaders.py",
+        "kernel/rankbook/runtime/data/loaders.py",
         "rank * mesh.size(axis) + mesh.get_local_rank(axis)",
         "rank + mesh.get_local_rank(axis)",
-        "runtime/test_loaders.py",
+        "runtime/data/test_loaders.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/accumulation.py",
+        "kernel/rankbook/runtime/gradient_accumulation.py",
         "            self._stale = True\n        loader =",
         "        loader =",
         "runtime/test_accelerator.py",

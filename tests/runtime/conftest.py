@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankbook.runtime.environment import SPELLINGS
+from rankbook.runtime.launch_environment import SPELLINGS
 from rankbook.runtime.state import AcceleratorState, GradientState
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankbook.runtime.options import AutocastKwargs
+from rankbook.runtime.config import AutocastKwargs
 from rankbook.runtime.precision import MixedForward, in_fp32, install_forward, remove_forward
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from rankbook.runtime import prepare_data_loader, seeding, set_seed
+from rankbook.runtime import prepare_data_loader, set_seed
+from rankbook.runtime.data import seeding
 
 pytestmark = pytest.mark.processes
 

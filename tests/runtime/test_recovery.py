@@ -17,7 +17,7 @@ import copy, gc
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from rankbook.runtime import *
-from rankbook.runtime.accumulation import window
+from rankbook.runtime.gradient_accumulation import window
 from rankbook.runtime.prepare import generations
 torch.set_num_threads(1)
 
@@ -130,7 +130,7 @@ def test_a_cell_that_is_run_again_leaves_no_reducer_for_the_recovery_to_stumble_
 
 DEAL = """
 from torch.utils.data import DistributedSampler, IterableDataset
-from rankbook.runtime.loaders import prepare_data_loader
+from rankbook.runtime.data.loaders import prepare_data_loader
 
 class Numbers(IterableDataset):
     def __iter__(self):
@@ -172,7 +172,7 @@ for name in loaders:
 assert PartialState().process_index == state.process_index == shared.process_index == accelerator.process_index == rank
 assert state.__dict__ is PartialState().__dict__ and gradients.__dict__ is GradientState().__dict__
 assert shared.__dict__ is accelerator.state.__dict__ and gradients.num_steps == 2
-assert window is sys.modules['rankbook.runtime.accumulation'].window
+assert window is sys.modules['rankbook.runtime.gradient_accumulation'].window
 assert turns.rank == rank
 """
 

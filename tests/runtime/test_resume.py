@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.errors import BadRequest
-from rankbook.runtime import PartialState, prepare_data_loader, seeding, set_seed, synchronize_rng_states
-from rankbook.runtime.position import Position
+from rankbook.runtime import PartialState, prepare_data_loader, set_seed, synchronize_rng_states
+from rankbook.runtime.data import seeding
+from rankbook.runtime.data.loader_state import Position
 from tests.rank_processes import run_ranks
 
 

@@ -223,7 +223,7 @@ def write_files(folder):
 
 
 def test_a_sharded_model_is_written_whole_and_a_full_disk_is_told_to_all(tmp_path):
-    from tests.runtime.test_saving import read
+    from tests.runtime.saving.test_methods import read
 
     (whole, _) = run_ranks(write_files, 2, str(tmp_path))
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2

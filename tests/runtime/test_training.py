@@ -19,10 +19,10 @@ from rankbook.runtime import (
     GradScalerKwargs,
     ParallelismConfig,
     TorchDynamoPlugin,
-    core,
     precision,
+    settings,
 )
-from rankbook.runtime.accumulation import window
+from rankbook.runtime.gradient_accumulation import window
 from rankbook.runtime.state import GradientState
 
 METHODS = {  # what a script that was written for Accelerate may give by position or by name
@@ -83,7 +83,7 @@ def no_window():
 @pytest.fixture
 def half_precision(monkeypatch):
     """Fp16 on the CPU, which `Accelerator` refuses: its scaler works there just as it does on a CUDA device."""
-    monkeypatch.setattr(core, "check_precision", lambda *_: None)
+    monkeypatch.setattr(settings, "check_precision", lambda *_: None)
 
 
 def one_weight(rate=1.0):

@@ -63,7 +63,7 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.runtime.accelerator import Accelerator
-    from rankbook.runtime.collectives import (
+    from rankbook.runtime.comm.collectives import (
         broadcast,
         broadcast_object_list,
         gather,
@@ -71,14 +71,17 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
     )
-    from rankbook.runtime.dispatcher import DataLoaderDispatcher
-    from rankbook.runtime.gradient_state import GradientState
-    from rankbook.runtime.loader_options import DataLoaderConfiguration
-    from rankbook.runtime.loaders import DataLoaderShard, prepare_data_loader
-    from rankbook.runtime.logs import get_logger
-    from rankbook.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
-    from rankbook.runtime.optimizer import AcceleratedOptimizer
-    from rankbook.runtime.options import (
+    from rankbook.runtime.comm.gather_for_metrics import trim
+    from rankbook.runtime.comm.tree import (
+        concatenate,
+        convert_to_fp32,
+        find_batch_size,
+        honor_type,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
+    )
+    from rankbook.runtime.config import (
         AutocastKwargs,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
@@ -92,18 +95,25 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from rankbook.runtime.parallelism import ParallelismConfig, TorchTensorParallelConfig
-    from rankbook.runtime.process_state import DistributedType, PartialState
-    from rankbook.runtime.progress import tqdm
-    from rankbook.runtime.samplers import (
+    from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
+    from rankbook.runtime.data.loader_options import DataLoaderConfiguration
+    from rankbook.runtime.data.loaders import DataLoaderShard, prepare_data_loader
+    from rankbook.runtime.data.samplers import (
         BatchSamplerShard,
         IterableDatasetShard,
         SeedableRandomSampler,
         SkipBatchSampler,
     )
+    from rankbook.runtime.data.seeding import set_seed, synchronize_rng_states
+    from rankbook.runtime.data.skipping import SkipDataLoader, skip_first_batches
+    from rankbook.runtime.gradient_state import GradientState
+    from rankbook.runtime.logging import get_logger
+    from rankbook.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from rankbook.runtime.optimizer import AcceleratedOptimizer
+    from rankbook.runtime.parallelism import ParallelismConfig, TorchTensorParallelConfig
+    from rankbook.runtime.process_state import DistributedType, PartialState
+    from rankbook.runtime.progress import tqdm
     from rankbook.runtime.scheduler import AcceleratedScheduler
-    from rankbook.runtime.seeding import set_seed, synchronize_rng_states
-    from rankbook.runtime.skipping import SkipDataLoader, skip_first_batches
     from rankbook.runtime.state import AcceleratorState
     from rankbook.runtime.trackers import (
         GeneralTracker,
@@ -112,16 +122,6 @@ if TYPE_CHECKING:
         Tracker,
         filter_trackers,
     )
-    from rankbook.runtime.tree import (
-        concatenate,
-        convert_to_fp32,
-        find_batch_size,
-        honor_type,
-        recursively_apply,
-        send_to_device,
-        slice_tensors,
-    )
-    from rankbook.runtime.trim import trim
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -189,7 +189,7 @@ __getattr__, __dir__ = lazy_imports(
         "rankbook.runtime.accelerator": ("Accelerator",),
         "rankbook.runtime.optimizer": ("AcceleratedOptimizer",),
         "rankbook.runtime.scheduler": ("AcceleratedScheduler",),
-        "rankbook.runtime.options": (
+        "rankbook.runtime.config": (
             "AutocastKwargs",
             "DDPCommunicationHookType",
             "DistributedDataParallelKwargs",
@@ -204,19 +204,19 @@ __getattr__, __dir__ = lazy_imports(
             "TorchDynamoPlugin",
         ),
         "rankbook.runtime.parallelism": ("ParallelismConfig", "TorchTensorParallelConfig"),
-        "rankbook.runtime.dispatcher": ("DataLoaderDispatcher",),
-        "rankbook.runtime.loader_options": ("DataLoaderConfiguration",),
-        "rankbook.runtime.loaders": ("DataLoaderShard", "prepare_data_loader"),
-        "rankbook.runtime.samplers": (
+        "rankbook.runtime.data.dispatcher": ("DataLoaderDispatcher",),
+        "rankbook.runtime.data.loader_options": ("DataLoaderConfiguration",),
+        "rankbook.runtime.data.loaders": ("DataLoaderShard", "prepare_data_loader"),
+        "rankbook.runtime.data.samplers": (
             "BatchSamplerShard",
             "IterableDatasetShard",
             "SeedableRandomSampler",
             "SkipBatchSampler",
         ),
-        "rankbook.runtime.seeding": ("set_seed", "synchronize_rng_states"),
-        "rankbook.runtime.skipping": ("SkipDataLoader", "skip_first_batches"),
-        "rankbook.runtime.trim": ("trim",),
-        "rankbook.runtime.collectives": (
+        "rankbook.runtime.data.seeding": ("set_seed", "synchronize_rng_states"),
+        "rankbook.runtime.data.skipping": ("SkipDataLoader", "skip_first_batches"),
+        "rankbook.runtime.comm.gather_for_metrics": ("trim",),
+        "rankbook.runtime.comm.collectives": (
             "broadcast",
             "broadcast_object_list",
             "gather",
@@ -225,7 +225,7 @@ __getattr__, __dir__ = lazy_imports(
             "reduce",
         ),
         "rankbook.runtime.gradient_state": ("GradientState",),
-        "rankbook.runtime.logs": ("get_logger",),
+        "rankbook.runtime.logging": ("get_logger",),
         "rankbook.runtime.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
         "rankbook.runtime.process_state": ("DistributedType", "PartialState"),
         "rankbook.runtime.progress": ("tqdm",),
@@ -237,7 +237,7 @@ __getattr__, __dir__ = lazy_imports(
             "Tracker",
             "filter_trackers",
         ),
-        "rankbook.runtime.tree": (
+        "rankbook.runtime.comm.tree": (
             "concatenate",
             "convert_to_fp32",
             "find_batch_size",

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from rankbook.runtime import recovery
-from rankbook.runtime.accumulation import window
-from rankbook.runtime.communication import Communication
+from rankbook.runtime.comm.methods import Communication
+from rankbook.runtime.gradient_accumulation import window
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer
@@ -23,7 +23,7 @@ from rankbook.runtime.prepare.loaders import prepare_loader
 from rankbook.runtime.prepare.models import adopt_model, prepare_model, release_model
 from rankbook.runtime.prepare.optimizers import prepare_optimizer
 from rankbook.runtime.prepare.schedulers import prepare_scheduler
-from rankbook.runtime.saving import Saving
+from rankbook.runtime.saving.methods import Saving
 from rankbook.runtime.scheduler import AcceleratedScheduler
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.tracking import Tracking
@@ -100,7 +100,7 @@ class Accelerator(Training, Communication, Saving, Tracking):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # noqa: ANN401 - a loader
         """A loader that begins `num_batches` later."""
-        from rankbook.runtime.skipping import skip_first_batches
+        from rankbook.runtime.data.skipping import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
 

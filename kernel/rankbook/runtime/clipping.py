@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from rankbook.runtime.strategies.unshard import full
+from rankbook.runtime.strategies.gather import full
 
 
 def clip_norm(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.options import AutocastKwargs, GradScalerKwargs
+from rankbook.runtime.config import AutocastKwargs, GradScalerKwargs
 
 PRECISIONS = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """What may be asked for, with the type that autocast uses."""

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import BadRequest, CollectiveAborted
-from rankbook.runtime import agreement
-from rankbook.runtime.environment import Setup, flag, local_rank_of, read_setup, text
-from rankbook.runtime.splitting import share_of
+from rankbook.runtime.comm import consistency
+from rankbook.runtime.comm.splitting import share_of
+from rankbook.runtime.launch_environment import Setup, flag, local_rank_of, read_setup, text
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -163,7 +163,7 @@ class PartialState:
             yield
             return
         if not first:
-            agreement.agree(None)
+            consistency.agree(None)
             yield
             return
         try:
@@ -171,9 +171,9 @@ class PartialState:
         except CollectiveAborted:
             raise  # the others know: their wait was broken off too
         except Exception as error:
-            agreement.tell(error)
+            consistency.tell(error)
             raise
-        agreement.agree(None)
+        consistency.agree(None)
 
     # Only some
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rankbook.protocol import telemetry
-from rankbook.runtime.accumulation import window
+from rankbook.runtime.gradient_accumulation import window
 from rankbook.runtime.gradient_state import GradientState
-from rankbook.runtime.prepare import generations, optimizers
+from rankbook.runtime.prepare import optimizers, registry
 from rankbook.runtime.strategies.ddp import DataParallel
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def install() -> None:
 
 def known() -> tuple[list[Any], list[Any]]:
     """The models and optimizers that are prepared here, by any `Accelerator`, and whole on each rank."""
-    models = [wrapped for strategy, wrapped in generations.living() if not strategy.shards]
+    models = [wrapped for strategy, wrapped in registry.living() if not strategy.shards]
     wrappers = [
         each
         for each in optimizers.living()
@@ -55,13 +55,13 @@ def _parameters() -> list[torch.Tensor]:
 def _drop() -> None:
     for wrapper in optimizers.living():
         wrapper.optimizer.zero_grad()
-    for strategy, wrapped in generations.living():
+    for strategy, wrapped in registry.living():
         strategy.drop_gradients(wrapped)
 
 
 def _agree() -> None:
     """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
-    copies = [wrapped for strategy, wrapped in generations.living() if isinstance(strategy, DataParallel)]
+    copies = [wrapped for strategy, wrapped in registry.living() if isinstance(strategy, DataParallel)]
     wrappers = optimizers.living()
     if not dist.is_initialized():
         return

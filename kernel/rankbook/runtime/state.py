@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.environment import text
 from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.launch_environment import text
 from rankbook.runtime.process_state import DistributedType, PartialState, missing
 
 __all__ = ["PRECISIONS", "AcceleratorState", "DistributedType", "GradientState", "PartialState"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.core import Core
+from rankbook.runtime.settings import Core
 from rankbook.runtime.trackers import GeneralTracker, make_tracker
 
 

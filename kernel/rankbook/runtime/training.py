@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from rankbook.runtime.accumulation import Accumulating, window
 from rankbook.runtime.clipping import clip_norm, clip_values
-from rankbook.runtime.collectives import reduce
-from rankbook.runtime.core import Core
-from rankbook.runtime.options import AutocastKwargs, ProfileKwargs
+from rankbook.runtime.comm.collectives import reduce
+from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
+from rankbook.runtime.gradient_accumulation import Accumulating, window
 from rankbook.runtime.precision import autocast
-from rankbook.runtime.prepare.generations import strategy_of
 from rankbook.runtime.prepare.optimizers import wrapper_of
+from rankbook.runtime.prepare.registry import strategy_of
+from rankbook.runtime.settings import Core
 
 
 class Training(Core):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rankbook.runtime.options import TorchDynamoPlugin
-from rankbook.runtime.strategies.strategy import Setup, Strategy
+from rankbook.runtime.config import TorchDynamoPlugin
+from rankbook.runtime.strategies.base import Setup, Strategy
 
 
 @dataclass

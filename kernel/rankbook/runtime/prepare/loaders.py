@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from rankbook.runtime.loaders import prepare_data_loader
+from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.prepare.context import Context
 from rankbook.runtime.prepare.reports import report_loader
-from rankbook.runtime.strategies.meshes import mesh_for
+from rankbook.runtime.strategies.mesh import mesh_for
 
 _numbers = itertools.count()
 

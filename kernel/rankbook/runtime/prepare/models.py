@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.runtime.precision import install_forward, remove_forward
-from rankbook.runtime.prepare import generations
+from rankbook.runtime.prepare import registry
 from rankbook.runtime.prepare.context import Context
-from rankbook.runtime.prepare.generations import Generation
+from rankbook.runtime.prepare.registry import Generation
 from rankbook.runtime.prepare.reports import report_model
 
 _log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def prepare_model(
     `evaluation`: it is placed and run in mixed precision, and not spread. A model that was prepared before is prepared
     anew with the settings of now; given back as it was returned, and with the same settings, it is returned as it is.
     """
-    raw = generations.raw_of(model)
-    earlier = generations.generation_of(raw)
+    raw = registry.raw_of(model)
+    earlier = registry.generation_of(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
     name = earlier.name if earlier is not None else f"model {next(_numbers)}"
@@ -46,14 +46,14 @@ def prepare_model(
     spread = not evaluation and not isinstance(raw, DistributedDataParallel)
     try:
         if spread:
-            with generations.following(raw):
+            with registry.following(raw):
                 wrapped = context.strategy.wrap(raw)
     except BaseException:
         remove_forward(raw)
         raise
     if context.dynamo.active:
         _compile(wrapped, context)
-    generations.remember(
+    registry.remember(
         raw,
         Generation(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
     )
@@ -64,26 +64,26 @@ def prepare_model(
 def adopt_model(wrapped: nn.Module, context: Context) -> None:
     """Know a prepared model that has arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    if generations.generation_of(raw) is None:
+    if registry.generation_of(raw) is None:
         name, signature = f"model {next(_numbers)}", _signature(raw, context, evaluation=False)
-        generations.remember(raw, Generation(weakref.ref(wrapped), context.strategy, signature, name))
+        registry.remember(raw, Generation(weakref.ref(wrapped), context.strategy, signature, name))
 
 
 def release_model(model: nn.Module) -> nn.Module:
     """The person's own model, as it was before `prepare`. A collective where it is sharded."""
-    raw = generations.raw_of(model)
-    generation = generations.generation_of(raw)
+    raw = registry.raw_of(model)
+    generation = registry.generation_of(raw)
     if generation is None:
         remove_forward(raw)
         return raw
     wrapped = generation.wrapped()
-    with generations.following(raw):
+    with registry.following(raw):
         generation.strategy.release(raw, wrapped)
     remove_forward(raw)
     for each in (raw, wrapped):
         if each is not None:
             each._compiled_call_impl = None
-    generations.forget(raw)
+    registry.forget(raw)
     return raw
 
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.optimizer import AcceleratedOptimizer
-from rankbook.runtime.prepare import generations
+from rankbook.runtime.prepare import registry
 from rankbook.runtime.prepare.context import Context
 from rankbook.runtime.prepare.reports import report_optimizer
-from rankbook.runtime.strategies.unshard import full
+from rankbook.runtime.strategies.gather import full
 
 _wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[AcceleratedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
     """Have `optimizer` hold what stands for its parameters in their model now, with its state in the same layout."""
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
-            new = generations.successor_of(old)
+            new = registry.successor_of(old)
             if new is not old:
                 state = {name: _like(value, old, new) for name, value in optimizer.state.get(old, {}).items()}
                 group["params"][place] = new

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.options import DistributedDataParallelKwargs
-from rankbook.runtime.strategies.strategy import Setup, Strategy
+from rankbook.runtime.config import DistributedDataParallelKwargs
+from rankbook.runtime.strategies.base import Setup, Strategy
 
 _HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}
 _WRAPPERS = {"fp16": "fp16_compress_wrapper", "bf16": "bf16_compress_wrapper"}

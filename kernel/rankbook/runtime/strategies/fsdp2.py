@@ -18,10 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.options import FullyShardedDataParallelPlugin
-from rankbook.runtime.strategies.meshes import mesh_for
-from rankbook.runtime.strategies.strategy import Setup, Strategy
-from rankbook.runtime.strategies.unshard import drop_unreduced, unshard_module
+from rankbook.runtime.config import FullyShardedDataParallelPlugin
+from rankbook.runtime.strategies.base import Setup, Strategy
+from rankbook.runtime.strategies.gather import drop_unreduced, unshard_module
+from rankbook.runtime.strategies.mesh import mesh_for
 
 _NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ENOUGH = 100_000_000

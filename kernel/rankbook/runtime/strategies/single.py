@@ -5,7 +5,7 @@ Owns: the case of one rank without a plan. Refuses: to wrap anything.
 
 from __future__ import annotations
 
-from rankbook.runtime.strategies.strategy import Setup, Strategy
+from rankbook.runtime.strategies.base import Setup, Strategy
 
 
 class SingleDevice(Strategy):

@@ -1,0 +1,1 @@
+"""Communicate between ranks: collectives over nested containers, splitting, consistency checks."""

@@ -1,0 +1,273 @@
+"""gather, broadcast, reduce and pad, over nested containers of tensors; and the same for objects.
+
+Owns: what each rank gets. Refuses: to start one that the ranks do not agree on, where agreeing costs no wait.
+
+With one process each gives what it would give with more: a 0-d tensor gathered has one dimension. Before anything is
+sent the ranks compare what they bring (`agreement.same`), if the group can do that over the CPU, or if `debug` is set;
+a rank with other shapes, or with a leaf that is no tensor, makes it an error on every rank that shows all of them. It
+costs one collective of 16 bytes; `RANKBOOK_DEBUG=0` leaves it out.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rankbook.errors import BadRequest, TransferError
+from rankbook.runtime.comm import consistency
+from rankbook.runtime.comm.coalescing import as_bytes, parcels, rows_from_bytes, split_like
+from rankbook.runtime.comm.tree import describe, is_container, leaves, map_leaves
+from rankbook.runtime.process_state import PartialState
+
+_T = TypeVar("_T")
+REDUCTIONS = ("mean", "sum", "min", "max")
+# The newer name of one function; torch 2.13 warns of the older.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # type: ignore[deprecated,unused-ignore]
+_SENT_AS_THEY_ARE = frozenset(  # by gloo and nccl both; the others go as bytes, or as a wider type to add them up
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def gather(tensor: _T) -> _T:
+    """The tensors of all ranks, joined along their first dimension in rank order, on every rank.
+
+    A 0-d tensor counts as one row. All ranks bring the same shapes; `pad_across_processes` makes them so.
+    Raises `BadRequest` on every rank for shapes that differ and for leaves that are no tensors (`gather_object`).
+    """
+    state = PartialState()
+    _prepare(state, "gather", tensor, describe)
+    if not state.use_distributed:
+        return _map(lambda each: each if each.ndim else each[None], tensor)
+    given = [each for _, each in leaves(tensor)]
+    sent = [_sendable(each.detach() if each.ndim else each.detach()[None]).contiguous() for each in given]
+    gathered: dict[int, torch.Tensor] = {}
+    for parcel in parcels(sent, [each.device for each in sent]):
+        together = [sent[index] for index in parcel]
+        gathered.update(zip(parcel, _gather(state, together), strict=True))
+    results = iter([gathered[index].to(each.device) for index, each in enumerate(given)])
+    return _map(lambda _: next(results), tensor)
+
+
+def _gather(state: PartialState, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All ranks' rows of each, in one collective."""
+    first = tensors[0]
+    sent = _as_sent(first) if len(tensors) == 1 else as_bytes(tensors)
+    gathered = sent.new_empty((state.num_processes * sent.shape[0], *sent.shape[1:]))
+    _all_gather(gathered, sent)
+    if len(tensors) == 1:
+        return [gathered.view(first.dtype)]
+    return rows_from_bytes(gathered.view(state.num_processes, -1), tensors)
+
+
+def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
+    """Each tensor's "mean", "sum", "min" or "max" over all ranks, times `scale`, as new tensors on every rank.
+
+    The mean of integers is a floating point number. Raises `BadRequest` on every rank for another reduction, for shapes
+    that differ and for leaves that are no tensors; nothing is sent then.
+    """
+    state = PartialState()
+    unknown = reduction not in REDUCTIONS
+    failure = (
+        f"reduction={reduction!r} is not there; use one of {', '.join(map(repr, REDUCTIONS))}" if unknown else None
+    )
+    _prepare(state, f"reduce({reduction!r})", tensor, describe, failure)
+    given = [each for _, each in leaves(tensor)]
+    summed = [_as_summed(each) for each in given]
+    if state.use_distributed:
+        for parcel in parcels(summed, [(each.device, each.dtype) for each in summed]):
+            if len(parcel) == 1:
+                dist.all_reduce(summed[parcel[0]], op=_OPS[reduction])
+                continue
+            flat = torch.cat([summed[index].view(-1) for index in parcel])
+            dist.all_reduce(flat, op=_OPS[reduction])
+            together = [summed[index] for index in parcel]
+            for index, piece in zip(parcel, split_like(flat, together), strict=True):
+                summed[index] = piece
+    results = iter([_finish(state, *each, reduction, scale) for each in zip(given, summed, strict=True)])
+    return _map(lambda _: next(results), tensor)
+
+
+def _as_summed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, contiguous, where the backends can add it up and in a type that they can."""
+    copied = _sendable(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    if copied.dtype in _SENT_AS_THEY_ARE and copied.dtype != torch.bool:
+        return copied
+    return copied.to(torch.float32 if copied.is_floating_point() else torch.int64)
+
+
+def _finish(
+    state: PartialState, given: torch.Tensor, reduced: torch.Tensor, reduction: str, scale: float
+) -> torch.Tensor:
+    if reduction == "mean":
+        reduced = reduced / state.num_processes
+    if scale != 1.0:
+        reduced = reduced * scale
+    keeps_type = given.dtype != torch.bool and given.is_floating_point() == reduced.is_floating_point()
+    return reduced.to(given.device, given.dtype if keeps_type else reduced.dtype)
+
+
+def broadcast(tensor: _T, from_process: int = 0) -> _T:
+    """The tensors of rank `from_process`, on every rank; the other ranks' tensors are written to, and given back.
+
+    Raises `BadRequest` on every rank for a rank that is not there, shapes that differ and leaves that are no tensors.
+    """
+    state = PartialState()
+    _prepare(state, f"broadcast(from {from_process})", tensor, describe, _no_such_rank(state, from_process))
+    if state.use_distributed:
+        _map(lambda each: _broadcast(each, from_process), tensor)
+    return tensor
+
+
+def _broadcast(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    own = tensor.detach()
+    rows = own if own.ndim else own[None]
+    sent = _sendable(rows).contiguous()
+    dist.broadcast(_as_sent(sent), src=source)
+    if sent.data_ptr() != rows.data_ptr():  # it was not contiguous, or went by way of another device
+        rows.copy_(sent)
+    return tensor
+
+
+def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> _T:
+    """Each tensor, padded along `dim` with `pad_index` to the largest size that any rank has there.
+
+    A tensor without that dimension stays as it is. `pad_first` puts the padding before the data. Raises `BadRequest` on
+    every rank for structures or numbers of dimensions that differ, and for leaves that are no tensors.
+    """
+    state = PartialState()
+    _prepare(state, f"pad_across_processes(dim={dim})", tensor, lambda data: str(map_leaves(_kind, data)))
+    padded = [each for _, each in leaves(tensor) if -each.ndim <= dim < each.ndim]
+    if not state.use_distributed or not padded:
+        return tensor
+    sizes = torch.tensor([each.shape[dim] for each in padded], device=consistency.control_device())
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    wanted = iter(sizes.tolist())
+    return _map(
+        lambda each: _pad(each, dim, next(wanted), pad_index, pad_first) if -each.ndim <= dim < each.ndim else each,
+        tensor,
+    )
+
+
+def _kind(leaf: object) -> str:
+    return f"{leaf.ndim}-d" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, value: float, first: bool) -> torch.Tensor:
+    own = tensor.shape[dim]
+    if own == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size - own
+    padding = tensor.new_full(shape, value)
+    return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
+
+
+def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the name that callers know
+    """The items of every rank's list, one list in rank order, on every rank. With one process the object as it is.
+
+    Raises `TransferError` on every rank when one of them has an object that cannot be pickled, and `BadRequest` when
+    one has no list.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return object
+    items: list[Any] = []
+    for rank, each in enumerate(_exchange(state, object)):
+        if not hasattr(each, "__iter__"):
+            raise BadRequest(f"gather_object joins lists; rank {rank} has a {type(each).__name__}. Give it [object]")
+        items.extend(each)
+    return items
+
+
+def _exchange(state: PartialState, value: object) -> list[Any]:
+    rows: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(rows, _pickled(value))
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(rows) if isinstance(each, str)]
+    if failed:
+        raise TransferError(f"gather_object: {'; '.join(failed)}")
+    return [pickle.loads(each) for each in rows]
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Put the objects of rank `from_process` into every rank's list, and give it back.
+
+    Raises `TransferError` on every rank when one of them cannot be pickled, `BadRequest` for a rank that is not there.
+    """
+    state = PartialState()
+    failure = _no_such_rank(state, from_process)
+    if failure is not None:
+        raise BadRequest(f"broadcast_object_list: {failure}")
+    if not state.use_distributed:
+        return object_list
+    told: list[Any] = [_pickled(object_list) if state.process_index == from_process else None]
+    dist.broadcast_object_list(told, src=from_process)
+    if isinstance(told[0], str):
+        raise TransferError(f"broadcast_object_list: rank {from_process}: {told[0]}")
+    if state.process_index != from_process:
+        object_list[:] = pickle.loads(told[0])
+    return object_list
+
+
+def _pickled(value: object) -> bytes | str:
+    """The pickle, or why there is none: the other ranks wait for an answer in any case."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - raised on every rank, as a TransferError
+        return f"cannot be pickled: {type(error).__name__}: {error}"
+
+
+def _prepare(state: PartialState, what: str, data: Any, words: Any, failure: str | None = None) -> None:  # noqa: ANN401 - anything
+    """Raise, on every rank, what speaks against this collective."""
+    if failure is None:
+        wrong = [f"{path or 'it'} is a {type(each).__name__}" for path, each in leaves(data) if not _is_tensor(each)]
+        if wrong:
+            failure = f"takes tensors in lists, tuples, mappings and dataclasses; {', '.join(wrong[:3])}"
+    if state.use_distributed and (state.debug or (state.checks and consistency.is_cheap())):
+        consistency.same(what, words(data), failure)
+    elif failure is not None:
+        raise BadRequest(f"{what}: {failure}")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_container(value)
+
+
+def _no_such_rank(state: PartialState, rank: int) -> str | None:
+    if 0 <= rank < state.num_processes:
+        return None
+    return f"there is no rank {rank}; ranks go from 0 to {state.num_processes - 1}"
+
+
+def _map(function: Any, data: _T) -> _T:  # noqa: ANN401 - tensor to tensor
+    result: _T = map_leaves(function, data)
+    return result
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, contiguous and with a dimension, or its bytes where the backends do not know its type."""
+    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(torch.uint8)
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the group has a backend for it."""
+    group = dist.group.WORLD
+    if group is None or not group._device_types or tensor.device.type in {each.type for each in group._device_types}:
+        return tensor
+    return tensor.to(consistency.control_device())

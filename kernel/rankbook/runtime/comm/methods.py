@@ -1,0 +1,185 @@
+"""What ranks tell one another, as methods of the `Accelerator`.
+
+Owns: the collectives' names there, metrics over uneven data, and who does what. Refuses: collectives of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.comm import collectives
+from rankbook.runtime.comm.gather_for_metrics import trim
+from rankbook.runtime.comm.tree import concatenate, leaves, map_leaves, send_to_device
+from rankbook.runtime.data.samplers import WHOLE, Share
+from rankbook.runtime.settings import Core
+from rankbook.runtime.strategies.mesh import mesh_for
+
+_T = TypeVar("_T")
+
+
+class Communication(Core):
+    """See `Accelerator`."""
+
+    def gather(self, tensor: _T) -> _T:
+        """The tensors of all ranks, joined along their first dimension in rank order. A collective."""
+        return collectives.gather(tensor)
+
+    def reduce(self, tensor: _T, reduction: str = "sum", scale: float = 1.0) -> _T:
+        """Each tensor's "mean", "sum", "min" or "max" over the ranks, times `scale`. A collective."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: _T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> _T:
+        """Each tensor as long in `dim` as the longest of all ranks. A collective."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: ANN401 - nested
+        """`gather`, without what was added to make batches even: each sample of the dataset once, in order.
+
+        Where batches are uneven and a rank has none in the last round, the ranks that have one get its samples.
+
+        What is no tensor is gathered as objects; `use_gather_object` has tensors go that way too. A collective.
+        """
+        found = [each for _, each in leaves(input_data)]
+        as_objects = use_gather_object or not found or not all(isinstance(each, torch.Tensor) for each in found)
+        if as_objects:
+            return self._for_metrics_as_objects(input_data)
+        return self._for_metrics(input_data)
+
+    def _for_metrics(self, data: Any) -> Any:  # noqa: ANN401 - nested
+        share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
+        if share is None:
+            return self._without_replicas(collectives.gather(data))
+        data = map_leaves(lambda each: each if each.ndim else each[None], data)
+        if len(share.ranks) < len(share.real):
+            return self._from_those_with_a_batch(data, share)
+        # The ranks' parts of this batch may differ in length.
+        return trim(self._without_replicas(collectives.gather(collectives.pad_across_processes(data))), share)
+
+    def _for_metrics_as_objects(self, data: Any) -> Any:  # noqa: ANN401 - nested
+        share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
+        if share is None or not isinstance(data, list):
+            return self._without_replicas(collectives.gather_object(data))
+        if len(share.ranks) < len(share.real):
+            return self._from_those_with_a_batch(data, share)
+        everyone = collectives.gather_object([data])
+        longest = max(map(len, everyone))
+        rows = [row for each in everyone for row in (*each, *[None] * (longest - len(each)))]
+        return trim(self._without_replicas(rows), share)
+
+    def _from_those_with_a_batch(self, data: Any, share: Share) -> Any:  # noqa: ANN401 - nested
+        """Of the last round of uneven batches, in which some ranks have none: they have left the loop.
+
+        They cannot take part in a collective, so the others send to one another, each in its turn.
+        """
+        replicas = self.num_processes // self.setup.data_parallel_size
+        own = self.process_index % replicas
+        peers = {part: part * replicas + own for part in share.ranks}
+        parts = []
+        for part, rank in peers.items():
+            box = [map_leaves(lambda each: each.detach().cpu() if isinstance(each, torch.Tensor) else each, data)]
+            if rank == self.process_index:
+                for other in peers.values():
+                    if other != rank:
+                        dist.send_object_list(box, dst=other)
+            else:
+                dist.recv_object_list(box, src=rank)
+            rows = share.real[part]
+            parts.append(box[0] if rows == WHOLE else _first_rows(box[0], rows))
+        if isinstance(data, list) and not any(isinstance(each, torch.Tensor) for _, each in leaves(data)):
+            return [row for part in parts for row in part]
+        return send_to_device(concatenate(parts), self.device)
+
+    def _without_replicas(self, gathered: Any) -> Any:  # noqa: ANN401 - nested
+        """Of ranks that share their batches, as those of a tensor-parallel group do, the first one's rows."""
+        ranks, parts = self.num_processes, self.setup.data_parallel_size
+        if ranks == parts:
+            return gathered
+        if isinstance(gathered, list):
+            rows = len(gathered) // ranks
+            return [each for part in range(parts) for each in gathered[part * (ranks // parts) * rows :][:rows]]
+        return map_leaves(lambda each: each.unflatten(0, (parts, ranks // parts, -1))[:, 0].flatten(0, 1), gathered)
+
+    # Who does what
+
+    def wait_for_everyone(self) -> None:
+        """Return once every rank has come here."""
+        self.state.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank 0 goes through before the others."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the first rank of each machine goes through before the others."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(self, inputs: _T, apply_padding: bool = False) -> AbstractContextManager[_T]:
+        """This rank's share of `inputs`, within a block."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
+        """A function that only rank 0 runs."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
+        """A function that only the first rank of each machine runs."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - a decorator
+        """A function that only the last rank runs."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:  # noqa: ANN401 - a decorator
+        """A function that only rank `process_index` runs."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:  # noqa: ANN401 - a decorator
+        """A function that only rank `local_process_index` of each machine runs."""
+        return self.state.on_local_process(function, local_process_index)
+
+    # Where a rank stands in the mesh
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of `parallelism_config`, with all its axes; None without one. A collective, the first time."""
+        parallelism = self.parallelism_config
+        return None if parallelism is None else mesh_for(self.device.type, parallelism.sizes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this rank has a part of. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of its copy this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each divided layer this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        return self._place("tp")
+
+    def _place(self, axis: str) -> int:
+        if self.parallelism_config is None:
+            raise BadRequest(f"there is no mesh with an axis {axis}: give the Accelerator a parallelism_config")
+        return self.parallelism_config.place_of(self.process_index)[axis]
+
+    def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
+        """Print on the first rank of each machine."""
+        self.state.print(*values, **options)
+
+
+def _first_rows(data: Any, rows: int) -> Any:  # noqa: ANN401 - nested, or a list of objects
+    if isinstance(data, list) and not any(isinstance(each, torch.Tensor) for _, each in leaves(data)):
+        return data[:rows]
+    return map_leaves(lambda each: each[:rows] if isinstance(each, torch.Tensor) else each, data)

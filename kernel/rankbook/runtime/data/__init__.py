@@ -1,0 +1,1 @@
+"""Read batches: prepared loaders, samplers, the dispatcher, random numbers and loader state."""

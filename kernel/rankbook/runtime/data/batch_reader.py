@@ -1,0 +1,192 @@
+"""Reads one batch, in whichever process that happens: a loader's worker, or the rank itself.
+
+torch's loader is given tickets instead of lists of indices, and a dataset that takes tickets. A ticket says which
+batch it is, so a worker needs to know nothing else, however long it has lived.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from rankbook.runtime.data.rng import BatchRng
+from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, Share, with_last
+
+
+class Ticket(NamedTuple):
+    """One batch to be read: `items` are its indices, None for a stream; `number` counts the batches of all ranks."""
+
+    run: int
+    seed: int
+    epoch: int
+    round: int
+    rank: int
+    number: int
+    items: Any
+    share: Share | None
+    last: bool
+
+
+class Arrived(NamedTuple):
+    """A batch that there is something to say of; all others come bare."""
+
+    batch: Any
+    share: Share | None
+    last: bool
+    absent: bool = False  # the stream has ended, or has nothing for this rank in this round
+
+    def pin_memory(self) -> Arrived:
+        """Called by torch's pinning thread."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return self._replace(batch=pin_memory(self.batch))
+
+
+NOTHING = Arrived(None, None, True, True)
+
+
+def as_is(batch: Any) -> Any:  # noqa: ANN401 - any batch
+    """The collate function of a loader whose dataset gives whole batches."""
+    return batch
+
+
+class MapFetch(Dataset[Any]):
+    """`dataset`, as one that gives whole, collated batches for tickets. All else is the dataset's own."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool = False) -> None:  # noqa: ANN401
+        self.dataset = dataset
+        self._collate = collate
+        self._single = single
+        self._rng = BatchRng(dataset, collate)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
+        if name.startswith("__") or name in {"dataset", "_rng"}:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a ticket from the loader, an index from anybody else
+        return self.__getitems__(index) if type(index) is Ticket else self.dataset[index]
+
+    def __getitems__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+        if ticket.items is None:
+            return NOTHING
+        with self._rng.seeded(ticket.seed, ticket.epoch, ticket.number):
+            batch = self._read(ticket.items)
+        return Arrived(batch, ticket.share, ticket.last) if ticket.last or ticket.share else batch
+
+    def _read(self, items: Any) -> Any:  # noqa: ANN401
+        dataset = self.dataset
+        if self._single:
+            return self._collate(dataset[items[0]])
+        if getattr(dataset, "__getitems__", None):
+            return self._collate(dataset.__getitems__(items))
+        return self._collate([dataset[index] for index in items])
+
+
+class IterableFetch(Dataset[Any]):
+    """An iterable dataset, as one that gives whole, collated batches for tickets.
+
+    Every process that reads runs the whole stream, with generators seeded from (seed, epoch, round) alone, and
+    keeps the part that it was asked for: so all of them see one and the same stream, and each sample is given once.
+    A dataset that asks torch for its worker is told that it is the only one.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], shard: IterableDatasetShard, collate: Callable[[Any], Any], single: bool = False
+    ) -> None:
+        self.dataset: Any = dataset
+        self._shard = shard
+        self._collate = collate
+        self._single = single
+        self._rng = BatchRng(dataset)
+        self._collate_rng = BatchRng(collate)
+        self._run = -1
+        self._rounds: Iterator[Round] = iter(())
+        self._current: Round | None = None
+        self._at = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_run": -1, "_rounds": None, "_current": None, "_at": -1}
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
+        if name.startswith("__") or name in {"dataset", "_rng"}:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+        return self.__getitems__(ticket)
+
+    def __getitems__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+        be_only_worker()
+        current = self._advance(ticket)
+        part = current.parts[ticket.rank] if current else None
+        if current is None or part is None:
+            return NOTHING
+        with self._collate_rng.seeded(ticket.seed, ticket.epoch, "collate", ticket.number):
+            batch = self._collate(part[0] if self._single else list(part))
+        share = whole_share(current.share) if self._single else current.share
+        last = current.last[ticket.rank]
+        return Arrived(batch, share, last) if last or share else batch
+
+    def _advance(self, ticket: Ticket) -> Round | None:
+        """Read up to the ticket's round. None if the stream ends before."""
+        if ticket.run != self._run or ticket.round < self._at:
+            self._run, self._at, self._current = ticket.run, -1, None
+            if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+                set_epoch(ticket.epoch)  # the copy in a worker that outlives the epoch hears of it only here
+            self._restart(ticket)
+        while self._at < ticket.round:
+            self._current = next(self._rounds, None)
+            self._at += 1
+        return self._current
+
+    def _restart(self, ticket: Ticket) -> None:
+        self._rounds = with_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
+
+    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        """Yield `rounds`, from number `first` on, each read with generators seeded for it."""
+        return self._rng.iterate(rounds, ticket.seed, ticket.epoch, "round", first=first)
+
+    def _open(self, ticket: Ticket) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
+        with self._rng.seeded(ticket.seed, ticket.epoch, "start"):
+            return iter(self.dataset)
+
+
+def whole_share(share: Share | None) -> Share | None:
+    """The share of a round whose items are batches already: how many rows they have is not known."""
+    if share is None:
+        return None
+    return Share(tuple(WHOLE if count else 0 for count in share.real), WHOLE, share.ranks)
+
+
+def be_only_worker() -> None:
+    """Have this loader's worker say that it is the only one; nothing happens in a process that is none."""
+    info: Any = get_worker_info()
+    if info is not None and info.num_workers != 1:
+        alone = copy.copy(info)
+        for name, value in (("id", 0), ("num_workers", 1)):
+            object.__setattr__(alone, name, value)  # torch's own refuses to be changed
+        torch.utils.data._utils.worker._worker_info = alone
+
+
+class WorkerStart:
+    """A worker's first call: the person's own, which finds the dataset that it was written for."""
+
+    def __init__(self, dataset: Any, function: Callable[[int], None], iterable: bool) -> None:  # noqa: ANN401
+        self._dataset, self._function, self._iterable = dataset, function, iterable
+
+    def __call__(self, worker: int) -> None:
+        """`worker` is the number of the worker. Raises what the person's function raises."""
+        info: Any = get_worker_info()
+        fetch = info.dataset
+        object.__setattr__(info, "dataset", fetch.dataset)
+        if self._iterable:
+            be_only_worker()
+        self._function(worker)

@@ -1,0 +1,222 @@
+"""What is to be read in one pass over the data: the index sampler of a prepared loader.
+
+Owns: the number that each batch has in an epoch, the shuffle's stream, where a pass starts. Refuses: reading data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
+
+from rankbook.runtime.data.batch_reader import Ticket, whole_share
+from rankbook.runtime.data.rng import BatchRng, stream_seed
+from rankbook.runtime.data.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    Round,
+    SeedableRandomSampler,
+    Share,
+    forward_epoch,
+)
+
+_GIVEN_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAW_NOTHING_ELSE = (SequentialSampler, SeedableRandomSampler, DistributedSampler, *_GIVEN_A_GENERATOR)
+
+
+@dataclass
+class Pass:
+    """One pass over the data: `run` counts them, `skip` is the number of rounds that are left out at its start."""
+
+    run: int = 0
+    seed: int = 0
+    epoch: int = 0
+    skip: int = 0
+
+
+class OneByOne:
+    """A sampler of indices, each as a batch by itself, for a loader that does not batch."""
+
+    def __init__(self, sampler: Any) -> None:  # noqa: ANN401 - any iterable of indices
+        self.sampler = sampler
+        self.batch_size = 1
+        self.drop_last = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return ([index] for index in self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class Shuffle:
+    """Seeds a batch sampler from (seed, epoch), so that all ranks shuffle alike.
+
+    `batch_sampler` is a copy of the person's, as deep as it must be: torch's samplers are given a generator, and theirs
+    stay as they were. A torch generator that the person gave is theirs: it is used, and `own` gives it.
+    """
+
+    def __init__(self, batch_sampler: Any, seedable: bool = False) -> None:  # noqa: ANN401 - any batch sampler
+        sampler: Any = getattr(batch_sampler, "sampler", None)
+        self.own: torch.Generator | None = getattr(sampler, "generator", None)
+        self._generator: torch.Generator | None = None
+        self._seedable: SeedableRandomSampler | None = None
+        self.batch_sampler = batch_sampler
+        if seedable and self.own is None and _is_plain_shuffle(sampler):
+            sampler = self._replace(SeedableRandomSampler(sampler.data_source))
+        if self.own is None and type(sampler) in _GIVEN_A_GENERATOR:
+            self._generator = torch.Generator()
+            self._replace(copy.copy(sampler)).generator = self._generator
+        if type(sampler) is SeedableRandomSampler and not sampler.seed_given:
+            self._seedable = self._replace(copy.copy(sampler))
+        known = type(batch_sampler) in {BatchSampler, OneByOne} and type(sampler) in _DRAW_NOTHING_ELSE
+        roots = () if known else (batch_sampler,)
+        self._rng = BatchRng(*roots, skip=(self.own,) if self.own else ())
+
+    def _replace(self, sampler: Any) -> Any:  # noqa: ANN401 - any sampler
+        self.batch_sampler = copy.copy(self.batch_sampler)
+        self.batch_sampler.sampler = sampler
+        return sampler
+
+    def begin(self, a_pass: Pass) -> None:
+        """A pass begins."""
+        if self._seedable is not None:
+            self._seedable.initial_seed = a_pass.seed
+        if self._generator is not None:
+            self._generator.manual_seed(stream_seed(a_pass.seed, a_pass.epoch, "shuffle") >> 193)
+
+    def draw(self, rounds: Iterator[Round], a_pass: Pass) -> Iterator[Round]:
+        """Yield `rounds`, read with generators seeded for the pass where the sampler may draw from any."""
+        return self._rng.iterate(rounds, a_pass.seed, a_pass.epoch, "shuffle")
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler
+    return (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+class MapTickets:
+    """The tickets of a map-style dataset for `ranks`, round by round. A rank that has no batch gets none.
+
+    `world_size` and `rank` are those that the batches are numbered by; they are the shard's unless the person's own
+    sampler has dealt the samples already.
+    """
+
+    def __init__(
+        self,
+        shard: BatchSamplerShard,
+        shuffle: Shuffle,
+        ranks: tuple[int, ...],
+        numbered: tuple[int, int] | None = None,
+    ) -> None:
+        self.shard = shard
+        self.shuffle = shuffle
+        self.ranks = ranks
+        self.current = Pass()
+        self._numbered = numbered
+        self.batch_size = shard.batch_size
+        self.drop_last = shard.drop_last
+
+    def begin(self, a_pass: Pass) -> None:
+        """What the next `__iter__` gives tickets for."""
+        self.current = a_pass
+        forward_epoch(self.shard.batch_sampler, a_pass.epoch)
+        self.shuffle.begin(a_pass)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
+        world_size, offset = self._numbered or (self.shard.num_processes, 0)
+        alone = len(self.ranks) == 1
+        for each in self.shuffle.draw(self.shard.rounds(self.current.skip), self.current):
+            for rank in self.ranks:
+                items = each.parts[rank]
+                if items is None and alone:
+                    return
+                share, last = each.share, each.last[rank]
+                if self._numbered:
+                    assert items is not None  # what has been dealt is numbered, and read by one rank
+                    share = share_of_dealt(self.shard.sampler, len(items)) if last else None
+                number = each.number * world_size + rank + offset
+                yield Ticket(run, seed, epoch, each.number, rank, number, items, share, last)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def move_to(self, rank: int) -> None:
+        """These are the tickets of `rank` from now on: they have come to the successor of a dead rank."""
+        if self._numbered is None:
+            self.shard.process_index = rank
+            self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
+            return
+        place, self._numbered = self._numbered, (self._numbered[0], rank)
+        below: Any = self.shard.batch_sampler
+        while below is not None:  # the person's own samplers, which have dealt the samples already
+            if isinstance(below, DistributedSampler) and (below.num_replicas, below.rank) == place:
+                below.rank = rank
+            if isinstance(below, BatchSamplerShard) and (below.num_processes, below.process_index) == place:
+                below.process_index = rank
+            following = getattr(below, "batch_sampler", None)
+            below = getattr(below, "sampler", None) if following is None else following
+
+
+def share_of_dealt(sampler: Any, rows: int) -> Share | None:  # noqa: ANN401 - any sampler
+    """What is real in the last round, of `rows` each, where a DistributedSampler has dealt; of others nobody knows.
+
+    It repeats samples until all ranks have as many, so the last of each rank's may be a repetition.
+    """
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    more = len(sampler.dataset) % sampler.num_replicas  # type: ignore[arg-type]
+    ranks = tuple(range(sampler.num_replicas))
+    if sampler.drop_last or not more:
+        return None
+    return Share(tuple(rows - (rank >= more) for rank in ranks), rows, ranks)
+
+
+class SingleTickets(MapTickets):
+    """As `MapTickets`, where each item is a batch already: nobody knows its rows."""
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for ticket in super().__iter__():
+            yield ticket._replace(share=whole_share(ticket.share))
+
+
+class StreamTickets:
+    """The tickets of an iterable dataset for `ranks`, without an end: who reads finds it."""
+
+    def __init__(self, shard: IterableDatasetShard, ranks: tuple[int, ...]) -> None:
+        self.shard = shard
+        self.ranks = ranks
+        self.current = Pass()
+        self.batch_size = shard.batch_size
+        self.drop_last = shard.drop_last
+
+    def begin(self, a_pass: Pass) -> None:
+        """What the next `__iter__` gives tickets for."""
+        self.current = a_pass
+        # Here too, ahead of the workers: a dataset may keep its epoch in memory that they share, and a change by all of
+        # them at once would be none that anybody meant.
+        self.shard.set_epoch(a_pass.epoch)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
+        for number in count(self.current.skip):
+            for rank in self.ranks:
+                whole = number * self.shard.num_processes + rank
+                yield Ticket(run, seed, epoch, number, rank, whole, None, None, False)
+
+    def move_to(self, rank: int) -> None:
+        """These are the tickets of `rank` from now on: they have come to the successor of a dead rank."""
+        self.shard.process_index = rank
+        self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
+
+    def __len__(self) -> int:
+        whole, more = divmod(len(self.shard), self.shard.rows)
+        return whole + bool(more)

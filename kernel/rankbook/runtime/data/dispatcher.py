@@ -1,0 +1,271 @@
+"""A loader that rank 0 reads for all ranks.
+
+Owns: `DataLoaderDispatcher`: what rank 0 sends each rank, and that an error of its reading is raised by all. Refuses:
+to deal or to read differently than `DataLoaderShard` does: each rank gets the very batches it would have read itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from rankbook.errors import PeerFailed
+from rankbook.runtime.comm import consistency
+from rankbook.runtime.comm.tree import concatenate, find_batch_size
+from rankbook.runtime.data.batch_reader import NOTHING, Arrived
+from rankbook.runtime.data.channel import Inbound, Outbound
+from rankbook.runtime.data.collating import placing
+from rankbook.runtime.data.frames import Parcel, pack
+from rankbook.runtime.data.loader_base import Parts, PreparedLoader, read_locally
+from rankbook.runtime.data.samplers import WHOLE, BatchSamplerShard, Share
+
+_MOST_ROUNDS = 32
+_MOST_BYTES = 1 << 18
+"""How many rounds travel together at most, and how many bytes; larger rounds travel one by one."""
+_PATIENCE = 0.002
+"""Seconds after which what was read is sent: nobody is kept waiting for the rest of a bundle."""
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """Rank 0 reads, and sends each rank its batch; `prepare_data_loader(dispatch_batches=True)` makes one.
+
+    Any batch that can be pickled passes. What rank 0 raises while it reads, packs or runs `slice_fn` is raised on every
+    rank. `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of all ranks' batches, joined.
+    """
+
+    @classmethod
+    def of(cls, parts: Parts, slice_fn: Callable[..., Any] | None = None) -> DataLoaderDispatcher:
+        """One that is made of these parts, whose tickets are those of all ranks."""
+        made = cls.__new__(cls)
+        made._setup(parts)
+        made.slice_fn = slice_fn
+        made._group, made._lanes, made._inbound = None, {}, None
+        return made
+
+    slice_fn: Callable[..., Any] | None
+    _group: Any
+    _lanes: dict[int, Outbound]
+    _inbound: Inbound | None
+
+    def __getstate__(self) -> dict[str, Any]:  # for a copy, and for a rank that takes a lost one's place
+        return {**self.__dict__, "_lanes": {}, "_inbound": None}
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """The `BatchSamplerShard`; None for an iterable dataset."""
+        shard = self.parts.tickets.shard
+        return shard if isinstance(shard, BatchSamplerShard) else None
+
+    def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
+        if self._group is None and consistency.control_device().type != "cpu":
+            self._group = dist.new_group(backend="gloo")
+        rank, deal = self._deal()
+        if rank:
+            self._inbound = self._inbound or Inbound(self._group)
+            return self._receive(self._inbound)
+        self._lanes = self._lanes or {other: Outbound(other, self._group) for other in range(1, len(deal))}
+        return self._send(self._lanes, deal)
+
+    def _deal(self) -> tuple[int, tuple[int, ...]]:
+        """This rank, and the part of the data that each rank gets: those of one tensor-parallel group get the same."""
+        if self.parts.deal is None:
+            return self.parts.process_index, tuple(range(self.parts.num_processes))
+        return dist.get_rank(), self.parts.deal
+
+    def _receive(self, lane: Inbound) -> Iterator[tuple[Any, Share | None, bool]]:
+        lane.begin()
+        while True:
+            arrived, failure, ended = lane.receive()
+            for each in arrived:
+                yield each.batch, each.share, each.last
+            if failure is not None:
+                failure.throw()
+            if ended:
+                return
+
+    def _send(self, lanes: dict[int, Outbound], deal: tuple[int, ...]) -> Iterator[tuple[Any, Share | None, bool]]:
+        reading = _Reading(self.parts, self.slice_fn, deal, lanes)
+        first = reading.next_bundle()
+        for wait in [lane.begin() for lane in lanes.values()]:
+            wait()
+        for rank, lane in lanes.items():
+            lane.load(first.parcels[rank])
+        current: _Bundle | None = first
+        while current is not None:
+            posted = []
+            for rank, lane in lanes.items():
+                posted += lane.post(current.parcels[rank])
+            following = None if current.ended else reading.next_bundle()  # read while this one travels
+            if following is not None:
+                for rank, lane in lanes.items():
+                    lane.load(following.parcels[rank])
+            for each in posted:
+                each.wait()
+            for own in current.own:
+                yield own.batch, own.share, own.last
+            if current.error is not None:
+                raise current.error
+            current = following
+
+
+class _Failure:
+    """What rank 0 raised, on its way to the others."""
+
+    def __init__(self, error: Exception) -> None:
+        self.text = f"{type(error).__name__}: {error}"
+        try:
+            self.pickled: bytes | None = pickle.dumps(error)
+            pickle.loads(self.pickled)
+        except Exception:  # noqa: BLE001 - the error goes as text then
+            self.pickled = None
+
+    def throw(self) -> None:
+        """Raise it here: as what it was, or a `PeerFailed` that tells of it where it cannot be pickled."""
+        told = PeerFailed(f"rank 0 raised {self.text} while it read a batch for all ranks", 0)
+        if self.pickled is None:
+            raise told
+        error: Exception = pickle.loads(self.pickled)
+        error.add_note("Raised on rank 0, while it read a batch for all ranks")
+        raise error from told
+
+
+class _Bundle:
+    """Some rounds, packed: rank 0's own batches, and a parcel for each other rank; `deal` has the part of each rank.
+
+    After `error` nothing follows, nor after an end: `ended`.
+    """
+
+    def __init__(
+        self, rounds: list[list[Arrived]], deal: tuple[int, ...], error: Exception | None, ended: bool
+    ) -> None:
+        self.own = [each[deal[0]] for each in rounds if not each[deal[0]].absent]
+        self.error = error
+        self.ended = ended or error is not None
+        failure = None if error is None else _Failure(error)
+        self.parcels: dict[int, Parcel] = {}
+        packed: dict[int, Parcel] = {}
+        for rank, part in enumerate(deal[1:], 1):
+            if part in packed:
+                self.parcels[rank] = packed[part].again()
+                continue
+            batches = [each[part] for each in rounds if not each[part].absent]
+            self.parcels[rank] = packed[part] = pack((batches, failure, self.ended))
+
+
+class _Reading:
+    """Rank 0's own loader, read a round at a time."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        slice_fn: Callable[..., Any] | None,
+        deal: tuple[int, ...],
+        lanes: dict[int, Outbound],
+    ) -> None:
+        self._parts = parts
+        self._deal = deal
+        self._lanes = lanes
+        here = type(parts.inner) is DataLoader and not parts.inner.num_workers and slice_fn is None
+        self._collate = placing(parts.fetch) if here else None
+        self._rooms = {deal[rank]: lane.room for rank, lane in lanes.items() if deal.count(deal[rank]) == 1}
+        self._slice_fn = slice_fn
+        self._batches = read_locally(parts)
+        self._first: list[Arrived] = []
+        self._ended = False
+        self._rounds = 1
+
+    def next_bundle(self) -> _Bundle:
+        """The next rounds: one, or as many as are small and quickly read, for a message takes longer than those."""
+        rounds: list[list[Arrived]] = []
+        error: Exception | None = None
+        began = time.perf_counter()
+        for lane in self._lanes.values():
+            lane.begin_parcel()
+        while not (self._ended or error):
+            try:
+                arrived = self._read()
+                rounds.append(self._cut(arrived) if self._slice_fn else arrived)
+            except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
+                error = raised
+            if len(rounds) >= self._rounds or time.perf_counter() - began > _PATIENCE:
+                break
+        bundle = self._packed(rounds, error)
+        if rounds:
+            size = max(each.nbytes for each in bundle.parcels.values())
+            self._rounds = min(_MOST_ROUNDS, max(1, _MOST_BYTES * len(rounds) // size))
+        return bundle
+
+    def _packed(self, rounds: list[list[Arrived]], error: Exception | None) -> _Bundle:
+        """`rounds`, up to the first of which a batch cannot be packed."""
+        try:
+            return _Bundle(rounds, self._deal, error, self._ended)
+        except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
+            if len(rounds) < 2:
+                return _Bundle([], self._deal, raised, True)
+        good: list[list[Arrived]] = []
+        for each in rounds:
+            alone = self._packed([each], None)
+            if alone.error is not None:
+                return _Bundle(good, self._deal, alone.error, True)
+            good.append(each)
+        return _Bundle(good, self._deal, error, self._ended)
+
+    def _read(self) -> list[Arrived]:
+        ranks = self._parts.num_processes
+        arrived: list[Arrived] = []
+        while len(arrived) < ranks and not self._ended:
+            if self._collate is not None:
+                self._collate.room = self._rooms.get(len(arrived))
+            try:
+                batch, share, last = next(self._batches)
+            except StopIteration:
+                self._ended = True
+                break
+            finally:
+                if self._collate is not None:
+                    self._collate.room = None
+            arrived.append(batch if type(batch) is Arrived else Arrived(batch, share, last))
+        if self._parts.custom_iter:
+            return self._filled(arrived)
+        arrived += [NOTHING] * (ranks - len(arrived))
+        self._ended = self._ended or all(each.absent for each in arrived)
+        return arrived
+
+    def _filled(self, arrived: list[Arrived]) -> list[Arrived]:
+        """An `__iter__` of a person's own may end within a round: whole batches are repeated, or ranks go without."""
+        ranks = self._parts.num_processes
+        self._first = self._first or arrived
+        if not arrived:
+            return [NOTHING] * ranks
+        missing = ranks - len(arrived)
+        last = missing > 0 or arrived[-1].last
+        if not missing:
+            return [each._replace(last=last) for each in arrived]
+        even = self._parts.tickets.shard.even_batches
+        present = tuple(range(ranks if even else len(arrived)))
+        share = Share((WHOLE,) * len(arrived) + (0,) * missing, WHOLE, present)
+        fill = self._first if even else [NOTHING]
+        repeated = [fill[number % len(fill)] for number in range(missing)]
+        return [each if each.absent else each._replace(share=share, last=True) for each in (*arrived, *repeated)]
+
+    def _cut(self, arrived: list[Arrived]) -> list[Arrived]:
+        """What `slice_fn` makes of all ranks' batches together."""
+        assert self._slice_fn is not None
+        present = [each for each in arrived if not each.absent]
+        if not present:
+            return arrived
+        whole, at, cut = concatenate([each.batch for each in present]), 0, []
+        for rank, each in enumerate(present):
+            end = at + find_batch_size(each.batch)
+            batch = self._slice_fn(
+                copy.copy(whole), slice(at, end), process_index=rank, num_processes=self._parts.num_processes
+            )
+            cut.append(each._replace(batch=batch))
+            at = end
+        return cut + arrived[len(present) :]

@@ -1,0 +1,257 @@
+"""A loader of which each rank reads its own part.
+
+Owns: `DataLoaderShard`, and how `prepare` takes a person's loader apart and puts it together again. Refuses: to touch
+the person's loader, its sampler or its lists, and to run the constructor of a subclass again: a shallow copy of the
+loader is given another index sampler and another dataset instead, so its class, its `__iter__` and its attributes stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, _DatasetKind
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.data.batch_reader import IterableFetch, MapFetch, WorkerStart, as_is
+from rankbook.runtime.data.batch_requests import MapTickets, OneByOne, Shuffle, SingleTickets, StreamTickets
+from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
+from rankbook.runtime.data.loader_base import Parts, PreparedLoader, read_locally, reads_together
+from rankbook.runtime.data.loader_options import require_stateful_dataloader
+from rankbook.runtime.data.samplers import BatchSamplerShard, IterableDatasetShard, Share
+from rankbook.runtime.data.stateful import StatefulFetch, StatefulStream, has_state
+from rankbook.runtime.process_state import PartialState
+
+
+class DataLoaderShard(PreparedLoader):
+    """Rank's own part of a loader; its batches are on the device when they come.
+
+    `prepare_data_loader` makes one of any loader. Made by hand it takes the arguments of torch's DataLoader, whose
+    samplers deal out this rank's batches already, and puts them on `device`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401 - as torch's
+        device: torch.device | None = None,
+        rng_types: list[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _non_blocking: bool = False,
+        **kwargs: Any,  # noqa: ANN401 - torch's
+    ) -> None:
+        kind = require_stateful_dataloader() if use_stateful_dataloader else DataLoader
+        state = PartialState()
+        numbered = (state.num_processes, state.process_index) if state.use_distributed else None
+        parts = take_apart(kind(dataset, **kwargs), 1, 0, numbered=numbered)
+        parts.device, parts.non_blocking, parts.rng_types = device, _non_blocking, list(rng_types or ())
+        parts.generator = synchronized_generator or parts.generator
+        parts.agree = reads_together(state.num_processes)
+        parts.deal = tuple(range(state.num_processes)) if numbered else None
+        self._setup(parts, skip_batches=skip_batches)
+
+    @classmethod
+    def of(cls, parts: Parts) -> DataLoaderShard:
+        """One that is made of these parts."""
+        made = cls.__new__(cls)
+        made._setup(parts)
+        return made
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """The `BatchSamplerShard`; None for an iterable dataset."""
+        shard = self.parts.tickets.shard
+        return shard if isinstance(shard, BatchSamplerShard) else None
+
+    def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
+        return read_locally(self.parts)
+
+
+def prepare_data_loader(
+    dataloader: Any,  # noqa: ANN401 - a DataLoader, or a subclass of it
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,  # noqa: ANN401 - a DeviceMesh
+) -> Any:  # noqa: ANN401 - a DataLoaderShard or a DataLoaderDispatcher
+    """`dataloader` for rank `process_index` of `num_processes` (default: this process among the others).
+
+    The options are those of `DataLoaderConfiguration`. `put_on_device`: batches are on `device` (default: this
+    process's) when they come. `rng_types`: what else is given rank 0's state when a pass begins. `torch_device_mesh`:
+    ranks that differ only along the axes "tp" and "cp" get the same batches. A loader that was prepared already comes
+    back as it is. The person's loader is not changed.
+
+    Raises `BadRequest` (a ValueError) for what is no loader, a batch that cannot be split evenly, an unknown rng type,
+    a `slice_fn_for_dispatch` without dispatched batches, and torchdata that is asked for and not there.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader
+    if not isinstance(dataloader, DataLoader):
+        raise BadRequest(f"prepare_data_loader takes a torch DataLoader, not a {type(dataloader).__name__}")
+    state = PartialState()
+    ranks = state.num_processes if num_processes is None else num_processes
+    rank = state.process_index if process_index is None else process_index
+    agree = reads_together(ranks)
+    deal = tuple(range(ranks)) if agree and rank == state.process_index else None
+    world_size = ranks
+    if torch_device_mesh is not None:
+        ranks, rank = data_ranks(torch_device_mesh, world_size)
+        deal = mesh_deal(torch_device_mesh) if agree else None
+    if dispatch_batches is None:
+        dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and put_on_device
+    if slice_fn_for_dispatch is not None and not dispatch_batches:
+        raise BadRequest("slice_fn_for_dispatch cuts what rank 0 dispatches: it needs dispatch_batches=True")
+    dealt = ranks > 1 and isinstance(_sampler_below(dataloader), DistributedSampler)
+    dispatches = dispatch_batches and world_size > 1 and not dealt
+    parts = take_apart(
+        dataloader,
+        1 if dealt else ranks,
+        0 if dealt else rank,
+        split_batches=split_batches and not dealt,
+        even_batches=even_batches,
+        every_rank=dispatches,
+        numbered=(ranks, rank) if dealt else None,
+        stateful=use_stateful_dataloader,
+        seedable=use_seedable_sampler,
+        data_seed=data_seed,
+    )
+    parts.agree, parts.deal = agree, deal
+    parts.device = (state.device if device is None else device) if put_on_device else None
+    parts.non_blocking, parts.rng_types = non_blocking, list(rng_types or ())
+    if dispatches:
+        return DataLoaderDispatcher.of(parts, slice_fn_for_dispatch)
+    return DataLoaderShard.of(parts)
+
+
+def data_ranks(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 - a DeviceMesh
+    """How many ranks of `mesh` read different data, and which of them this one is."""
+    names = list(mesh.mesh_dim_names or ())
+    ranks, rank = 1, 0
+    for axis, name in enumerate(names):
+        if name not in {"tp", "cp"}:
+            ranks, rank = ranks * mesh.size(axis), rank * mesh.size(axis) + mesh.get_local_rank(axis)
+    if mesh.size() != world_size:
+        raise BadRequest(f"the mesh has {mesh.size()} ranks ({names}), and the loader is for {world_size}")
+    return ranks, rank
+
+
+def mesh_deal(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a DeviceMesh
+    """The part of the data that each rank of `mesh` reads, by its number in the world."""
+    layout = mesh.mesh
+    parts = torch.zeros_like(layout)
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        if name not in {"tp", "cp"}:
+            shape = [-1 if each == axis else 1 for each in range(layout.dim())]
+            parts = parts * mesh.size(axis) + torch.arange(mesh.size(axis)).view(shape)
+    return tuple(parts.flatten()[layout.flatten().argsort()].tolist())
+
+
+def _sampler_below(loader: Any) -> Any:  # noqa: ANN401
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return loader.sampler if sampler is None else sampler
+
+
+def take_apart(
+    source: Any,  # noqa: ANN401 - a DataLoader
+    ranks: int,
+    rank: int,
+    *,
+    split_batches: bool = False,
+    even_batches: bool = True,
+    every_rank: bool = False,
+    numbered: tuple[int, int] | None = None,
+    stateful: bool = False,
+    seedable: bool = False,
+    data_seed: int | None = None,
+) -> Parts:
+    """The parts of the prepared loader for `source`; `every_rank`: this process reads for all of them."""
+    wanted = tuple(range(ranks)) if every_rank else (rank,)
+    even_batches = even_batches and ranks > 1  # one rank alone has nobody to be even with
+    single = source.batch_sampler is None
+    tickets: MapTickets | StreamTickets
+    fetch: Any
+    generator = None
+    if isinstance(source.dataset, IterableDataset):
+        size = 1 if single else source.batch_size
+        stream = IterableDatasetShard(
+            source.dataset, size, bool(source.drop_last), ranks, rank, split_batches and not single, even_batches
+        )
+        tickets, rows = StreamTickets(stream, wanted), 0 if single else stream.rows
+        keeps_state = stateful and not every_rank
+        fetch = (StatefulStream if keeps_state else IterableFetch)(source.dataset, stream, source.collate_fn, single)
+    else:
+        shuffle = Shuffle(OneByOne(source.sampler) if single else source.batch_sampler, seedable)
+        generator = shuffle.own
+        shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
+        tickets = (SingleTickets if single else MapTickets)(shard, shuffle, wanted, numbered)
+        rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
+        keeps_state = stateful and not every_rank and has_state(source.dataset)
+        fetch = (StatefulFetch if keeps_state else MapFetch)(source.dataset, source.collate_fn, single)
+    stateful_kind = require_stateful_dataloader() if stateful else None
+    inner = _copy(source, tickets, fetch, stateful_kind)
+    custom_iter = type(inner).__iter__ not in {DataLoader.__iter__, getattr(stateful_kind, "__iter__", None)}
+    world_size = ranks if numbered is None else numbered[0]
+    return Parts(
+        source=source,
+        inner=inner,
+        tickets=tickets,
+        fetch=fetch,
+        num_processes=world_size,
+        process_index=rank if numbered is None else numbered[1],
+        total_rows=rows * world_size,
+        length=tickets.__len__,
+        custom_iter=custom_iter,
+        stateful=isinstance(fetch, StatefulFetch | StatefulStream) and not custom_iter,
+        data_seed=data_seed,
+        generator=generator,
+    )
+
+
+def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> Any:  # noqa: ANN401 - a DataLoader
+    """A loader like `source` that reads `tickets` through `fetch`; of torchdata's class, if `stateful`."""
+    start = source.worker_init_fn
+    if start is not None:
+        start = WorkerStart(source.dataset, start, isinstance(source.dataset, IterableDataset))
+    if stateful is not None and not isinstance(source, stateful):
+        inner = stateful(
+            fetch,
+            batch_sampler=tickets,
+            collate_fn=as_is,
+            worker_init_fn=start,
+            **{name: getattr(source, name) for name in _COPIED},
+        )
+    else:
+        inner = copy.copy(source)
+    inner.__dict__.update(  # torch's own `__setattr__` refuses most of these
+        dataset=fetch,
+        batch_sampler=tickets,
+        collate_fn=as_is,
+        worker_init_fn=start,
+        _dataset_kind=_DatasetKind.Map,
+        _iterator=None,
+        in_order=True,  # the position counts batches in their order
+    )
+    return inner
+
+
+_COPIED = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)

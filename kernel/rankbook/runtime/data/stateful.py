@@ -1,0 +1,221 @@
+"""The state of a dataset that torchdata's StatefulDataLoader keeps, in each worker where there are some.
+
+Owns: when it is taken, and whether it can be put back. Refuses: which batch comes next; that is the position's.
+
+torchdata gives the state that a worker's dataset had after the batch that was delivered last, whatever was read ahead
+since. A map-style dataset's is one rank's, for as many workers and ranks: where those differ the batches are right all
+the same, and a warning says that the datasets' own state begins anew. An iterable dataset is one stream, which each
+worker of each rank runs whole. So the state of the worker that delivered last is put back in all of them, however many
+they are, on however many ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from rankbook.runtime.data.batch_reader import IterableFetch, MapFetch, Ticket
+from rankbook.runtime.data.loader_state import Position
+from rankbook.runtime.data.samplers import Dealt, with_last
+
+_ROUND = "stream_round"
+
+
+class StatefulFetch(MapFetch):
+    """Reads a map-style dataset that has a state. torchdata looks for both functions on the class."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401 - the dataset's
+        """The dataset's."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401 - the dataset's
+        """Put it back."""
+        self.dataset.load_state_dict(state)
+
+
+class StatefulStream(IterableFetch):
+    """Reads an iterable dataset that may have a state, or whose iterators may; torchdata looks for both functions.
+
+    A round is read before its ticket comes, so that the last one is known as such: what is told is the state before
+    that. `resume` is what the pass of one run begins with.
+    """
+
+    _stream: Any = None
+    _states: tuple[tuple[int, dict[str, Any]], ...] = ()
+    _fresh: dict[str, Any] | None = None  # the dataset's state before this process has read any of it
+    _start: dict[str, Any] | None = None  # and as this pass begins
+    _sticks: bool | None = None
+    resume: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_stream": None, "_states": ()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the round in hand."""
+        state = next((each for number, each in self._states if number == self._at), None)
+        return {_ROUND: -1} if state is None else {_ROUND: self._at, "state": state, "start": self._start}
+
+    def load_state_dict(self, state: object) -> None:
+        """Nothing: a pass begins with `resume`."""
+
+    def _restart(self, ticket: Ticket) -> None:
+        self._states = ()
+        if self._fresh is None:
+            self._fresh = self._state_before()
+        told, shard = self.resume, self._shard
+        if told is None or told["run"] != ticket.run:
+            self._start = self._begin_anew(self._fresh)
+            self._stream = self._open(ticket)
+            self._rounds = with_last(self._each(ticket, shard.dealt(self._stream)))
+            return
+        self._start, first = told["start"], told["first"]
+        filled_up = shard.even_batches and not shard.drop_last
+        initial = self._first_samples(ticket, told["start"]) if filled_up else []
+        self._stream = self._open_at(ticket, told["state"])
+        self._at = first - 1
+        self._rounds = with_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
+
+    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        for each in super()._each(ticket, rounds, first):
+            self._states = (*self._states[-1:], (each[0], self._state()))
+            yield each
+
+    def _begin_anew(self, fresh: dict[str, Any]) -> dict[str, Any]:
+        """The state that a pass begins with, which nothing was loaded for.
+
+        Some datasets show a state that was loaded only once they are read, and begin each later pass with it too, or
+        with that of a new one: those are told to begin as they did first. All others go on where they are.
+        """
+        now = self._state_before()
+        if not now or (self._sticks is None and _same(now, fresh)):
+            return now
+        if self._sticks is not False:
+            self._load(fresh)
+        if self._sticks:
+            return fresh
+        if self._sticks is None:
+            self._sticks = not _same(self._dataset_state(), fresh)
+            self._load({} if self._sticks else now)
+        return fresh if self._sticks else now
+
+    def _first_samples(self, ticket: Ticket, start: dict[str, Any]) -> list[Any]:
+        """Those of the first round, which fill up the last: read again, for a checkpoint holds no samples."""
+        stream = self._open_at(ticket, start)
+        with self._rng.seeded(ticket.seed, ticket.epoch, "round", 0):
+            try:
+                return self._shard.first_samples(stream)
+            finally:
+                if callable(close := getattr(stream, "close", None)):
+                    close()
+
+    def _open_at(self, ticket: Ticket, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
+        before = self._state_before()
+        self._load(state)
+        if "dataset" in state and not _same(before, {"dataset": state["dataset"]}):
+            self._sticks = _same(before, self._dataset_state())
+        self._rng.search_again()
+        stream = self._open(ticket)
+        if "iterator" in state:
+            stream.load_state_dict(copy.deepcopy(state["iterator"]))
+        return stream
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "dataset" in state:
+            self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+
+    def _dataset_state(self) -> dict[str, Any]:
+        return {"dataset": copy.deepcopy(self.dataset.state_dict())} if has_state(self.dataset) else {}
+
+    def _state_before(self) -> dict[str, Any]:
+        try:
+            return self._dataset_state()
+        except AttributeError:  # its `__iter__` makes what it tells
+            return {}
+
+    def _state(self) -> dict[str, Any]:
+        state = {} if self._stream is self.dataset else self._dataset_state()
+        if has_state(self._stream):
+            state["iterator"] = copy.deepcopy(self._stream.state_dict())
+        return state
+
+
+def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 - any state
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # tensors and arrays say for each number whether it is the same
+        return pickle.dumps(one) == pickle.dumps(other)
+
+
+def has_state(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
+    """Whether a dataset can tell its state, and take it back."""
+    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+
+
+def take(inner: Any, fetch: Any, position: Position, place: tuple[int, int], skip: int) -> dict[str, Any] | None:  # noqa: ANN401
+    """What `put_back` needs; None where there is nothing: workers of a pass that is over have ended, with their state.
+
+    `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, `skip` the rounds that its pass left
+    out at its start. The state of an iterable dataset is one within a pass: each pass begins it anew.
+    """
+    if position.reader is not None:
+        return position.reader
+    reading = not position.finished and position.wanted_epoch is None and inner._iterator is not None
+    if isinstance(fetch, StatefulStream):
+        told = _told_by_streams(inner.state_dict()) if reading else []
+        found = [each for each in told if each[_ROUND] == position.delivered - 1 and each["state"]]
+        return copy.deepcopy(found[0]) if found else None
+    said = {"place": list(place), "workers": inner.num_workers}
+    if reading:
+        state = copy.deepcopy(inner.state_dict())
+        return {**said, "delivered": position.delivered, "skip": skip, "state": state}
+    return None if inner.num_workers else {**said, "dataset": copy.deepcopy(fetch.state_dict())}
+
+
+def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of whatever version
+    """What the `StatefulStream` of each process had to say, wherever torchdata has put it."""
+    if not isinstance(state, dict):
+        return []
+    if _ROUND in state:
+        return [state] if "state" in state else []
+    return [found for each in state.values() for found in _told_by_streams(each)]
+
+
+def put_back(inner: Any, fetch: Any, place: tuple[int, int], position: Position, skip: int) -> int:  # noqa: ANN401
+    """Have the next pass of `inner` continue with what was taken; the rounds that are left out at its start.
+
+    `skip` are the rounds that all ranks leave out, as rank 0 said.
+    """
+    told, stream = position.reader or {}, isinstance(fetch, StatefulStream)
+    if stream != (_ROUND in told):
+        _warn("it is that of another kind of dataset", stream)
+        return skip
+    if stream:
+        if skip != position.resume:
+            _warn(f"it is that after {position.resume} rounds, and rank 0 continues after {skip}", stream)
+            return skip
+        fetch.resume = {**told, "first": skip, "run": position.run + 1}
+        inner.__dict__["_iterator"] = None  # workers that stayed know nothing of it
+        return skip
+    now = {"place": list(place), "workers": inner.num_workers}
+    then = {name: told[name] for name in now}
+    if now != then or told.get("delivered", skip) != skip:
+        (rank, ranks), (rank_now, ranks_now) = then["place"], now["place"]
+        _warn(
+            f"it is that of rank {rank} of {ranks} with {then['workers']} workers, and this is rank {rank_now} of "
+            f"{ranks_now} with {now['workers']}",
+            stream,
+        )
+        return skip
+    if "dataset" in told:
+        fetch.load_state_dict(copy.deepcopy(told["dataset"]))
+        return skip
+    inner.load_state_dict(copy.deepcopy(told["state"]))
+    return int(told["skip"])
+
+
+def _warn(why: str, stream: bool) -> None:
+    so = "The stream is read from its beginning" if stream else "The batches are right"
+    warnings.warn(f"the dataset's own state is not put back: {why}. {so}", stacklevel=5)

@@ -1,0 +1,1 @@
+"""Save and restore the state of a training run and the files of a model."""

@@ -1,0 +1,178 @@
+"""A model in files that other programs read: safetensors or torch.save's, in shards with an index.
+
+Owns: names of files, which tensor goes into which, tied weights that are written once. Refuses: the format of
+safetensors itself (`rankbook.checkpoint.safetensors`), and anything but tensors. Imported once a model is saved.
+
+At any time rank 0 holds one whole tensor of a sharded model, or for torch.save's files those of one file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankbook.checkpoint import safetensors
+from rankbook.checkpoint.blobs import raw
+from rankbook.checkpoint.stores import Storage
+from rankbook.errors import BadRequest
+from rankbook.runtime.strategies.gather import full
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DRAFT = ".writing"
+
+
+def size_of(given: int | str) -> int:
+    """Bytes of "10GB", "200MiB" or a number. Raises `BadRequest` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(given).strip().upper())
+    if found is None or found[2] not in _UNITS or not float(found[1]):
+        raise BadRequest(f'max_shard_size={given!r}: a number of bytes, or such as "200MB" or "10GB"')
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`start`, `end`: of the names of files."""
+
+    start: str
+    end: str
+
+    def name(self, number: int, count: int) -> str:
+        """Of file `number` from 0 of `count`."""
+        return f"{self.start}{self.end}" if count == 1 else f"{self.start}-{number + 1:05d}-of-{count:05d}{self.end}"
+
+    @property
+    def index(self) -> str:
+        """The name of the index, where there is more than one file."""
+        return f"{self.start}{self.end}.index.json"
+
+    def is_own(self, name: str) -> bool:
+        """Whether an earlier save of the same kind has left this file."""
+        pattern = rf"{re.escape(self.start)}(-\d{{5}}-of-\d{{5}})?{re.escape(self.end)}(\.index\.json)?"
+        return re.fullmatch(pattern, name) is not None
+
+
+SAFETENSORS, PICKLED = Kind("model", ".safetensors"), Kind("pytorch_model", ".bin")
+
+
+def once(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, each tensor under its first name only. Raises `BadRequest` for what is no tensor."""
+    owners = {
+        raw_name: id(tensor)
+        for named in (model.named_parameters, model.named_buffers)
+        for raw_name, tensor in named(remove_duplicate=False)
+    }
+    state = model.state_dict()
+    if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise BadRequest(f"save_model writes tensors, which {', '.join(others)} is not; save_state stores all of it")
+    seen: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        owner = owners.get(name, id(value))
+        if owner not in seen:
+            seen.add(owner)
+            found[name] = value
+    return found
+
+
+def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Which tensors share a file of at most `most` bytes; a larger one has its own."""
+    found: list[list[str]] = [[]]
+    held = 0
+    for name, value in state.items():
+        size = value.numel() * value.element_size()
+        if found[-1] and held + size > most:
+            found.append([])
+            held = 0
+        found[-1].append(name)
+        held += size
+    # Larger elements first: so each tensor begins at a multiple of its element's size.
+    return [sorted(names, key=lambda name: -state[name].element_size()) for names in found]
+
+
+def write(
+    storage: Storage, state: Mapping[str, torch.Tensor], kind: Kind, most: int, *, writes: bool
+) -> OSError | None:
+    """Write all of `state` where this rank `writes`; every rank calls it, for a sharded tensor is a collective.
+
+    Files are written beside their places and moved there once all are complete; the index comes last, and what is left
+    of an earlier save goes. Returns what went wrong with the storage.
+    """
+    groups = shards(state, most)
+    names = [kind.name(number, len(groups)) for number in range(len(groups))]
+    heads = [_head(state, keys) if kind is SAFETENSORS else b"" for keys in groups]  # raises on all ranks alike
+    failure: OSError | None = None
+    for name, head, keys in zip(names, heads, groups, strict=True):
+        wholes = _wholes(state, keys)
+        if writes and failure is None:
+            try:
+                storage.write(name + _DRAFT, _safe(head, wholes) if kind is SAFETENSORS else _pickled(wholes))
+            except OSError as error:
+                failure = error
+        for _ in wholes:  # the others take part in every collective
+            pass
+    if writes and failure is None:
+        try:
+            _put_in_place(storage, state, kind, names, groups)
+        except OSError as error:
+            failure = error
+    return failure
+
+
+def write_one(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a dict of whole tensors as one safetensors file. Raises `BadRequest` for anything else, and OSError."""
+    if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+        raise BadRequest("safe_serialization=True writes a dict of tensors, and nothing else")
+    ((*names,),) = shards(state, sys.maxsize)
+    storage.write(name + _DRAFT, _safe(_head(state, names), _wholes(state, names)))
+    storage.move(name + _DRAFT, name)
+
+
+def _put_in_place(
+    storage: Storage, state: Mapping[str, torch.Tensor], kind: Kind, names: Sequence[str], groups: Sequence[list[str]]
+) -> None:
+    for name in names:
+        storage.move(name + _DRAFT, name)
+    kept = set(names)
+    if len(names) > 1:
+        kept.add(kind.index)
+        weight_map = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
+        total = sum(value.numel() * value.element_size() for value in state.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        storage.write(kind.index + _DRAFT, [text.encode()])
+        storage.move(kind.index + _DRAFT, kind.index)
+    for name in storage.list():
+        if kind.is_own(name.removesuffix(_DRAFT)) and name not in kept:
+            storage.remove(name)
+
+
+def _wholes(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        yield name, full(state[name].detach())
+
+
+def _head(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> bytes:
+    held = {name: (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape)) for name in names}
+    return safetensors.header(held, {"format": "pt"})
+
+
+def _safe(head: bytes, wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    yield head
+    for _, whole in wholes:
+        if math.prod(whole.shape):
+            yield raw(whole)
+
+
+def _pickled(wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    stream = io.BytesIO()
+    torch.save({name: whole.cpu().clone() for name, whole in wholes}, stream)
+    yield stream.getbuffer()

@@ -1,0 +1,242 @@
+"""What `save_state` stores and `load_state` puts back, as a checkpoint.
+
+Owns: names of what is stored, what has to be there on load, and what else lies in the folder. Refuses: which folder it
+is, hooks, and numbered folders (`saving.py`, `saved_state.py`). Imported once something is saved or loaded.
+
+Models and optimizers are sharded tensors. Schedulers, loaders, the scaler and registered objects are rank 0's; every
+rank's random state is an object of its own, and so is what torchdata's loader keeps of its dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankbook.checkpoint.async_save import SaveHandle
+from rankbook.checkpoint.contents import contents_of
+from rankbook.checkpoint.folders import PARTIAL, Place, is_checkpoint
+from rankbook.checkpoint.loading import load, load_metadata, prepare_load
+from rankbook.checkpoint.manifest import Manifest
+from rankbook.checkpoint.mapping import ShardedObject
+from rankbook.checkpoint.models import load_sharded_state_dicts, sharded_state_dicts
+from rankbook.checkpoint.saving import Saved, save_contents
+from rankbook.checkpoint.storage import LocalStorage, storage_of
+from rankbook.checkpoint.stores import ASIDE
+from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.runtime.saving import training_state
+
+Told = Callable[[str], AbstractContextManager[None]]
+"""A block that may fail on some ranks, and then does on all."""
+
+_KIND = "rankbook.runtime"
+_RANDOM = "random_states"
+_OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.json|common\.pt")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What there is. `objects`: by name, everything that has state and is no model and no optimizer."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    objects: Mapping[str, Any]
+    rank: int
+    world_size: int
+
+    @property
+    def names(self) -> list[str]:
+        """Of all, as they are stored."""
+        return [*self.models, *self.optimizers, *self.objects]
+
+
+def parts(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Mapping[str, Sequence[Any]],
+    rank: int,
+    world_size: int,
+) -> Parts:
+    """With a name for each: "model", "model_1" and so on. `others`: by kind."""
+    objects = {name: each for kind, things in others.items() for name, each in _named(kind, things).items()}
+    return Parts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
+
+
+def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
+    return {f"{kind}_{number}" if number else kind: each for number, each in enumerate(things)}
+
+
+@dataclass
+class Folder(Place):
+    """The folder of one checkpoint. `after`: called on rank 0 when it is complete."""
+
+    after: Callable[[], None] = field(default=lambda: None)
+
+    def commit(self) -> None:
+        """On rank 0: what a hook or the person has put into the folder stays in it."""
+        if isinstance(self.storage, LocalStorage) and self.name is not None:
+            _carry_over(self.storage.root / self.name, self.storage.root / f"{self.name}{PARTIAL}")
+        super().commit()
+        self.after()
+
+
+def _carry_over(folder: Path, draft: Path) -> None:
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if _OWN_FILE.fullmatch(each.name) is None:
+            if each.is_dir() and not each.is_symlink():
+                shutil.copytree(each, draft / each.name, symlinks=True, copy_function=_linked)
+            else:
+                _linked(each, draft / each.name)
+
+
+def _linked(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def parted(folder: str) -> tuple[str, str]:
+    """A folder, or its URL, as the one above it and its name. Raises `BadRequest` where it has no name."""
+    if "://" in folder:
+        scheme, _, path = folder.partition("://")
+        above, _, name = path.rstrip("/").rpartition("/")
+        if not above.strip("/"):
+            raise BadRequest(f"{folder}: a checkpoint needs a folder within another, such as {scheme}://run/state")
+        return f"{scheme}://{above}", name
+    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it leaves links as they are
+    return str(whole.parent), whole.name
+
+
+def write(
+    found: Parts,
+    states: Mapping[str, Mapping[str, Any]],
+    folder: str,
+    *,
+    told: Told,
+    async_: bool,
+    after: Callable[[], None],
+) -> Saved | SaveHandle:
+    """Store all of it, with `states` for the models, in the place of what was in the folder. A collective."""
+    with told("save_state"):
+        objects = {name: each.state_dict() for name, each in found.objects.items()}
+        random = training_state.random_state()
+    state = {
+        **sharded_state_dicts(found.models, found.optimizers, states=states),
+        "objects": {name: ShardedObject(name, each, (1,), (0,), found.rank) for name, each in objects.items()},
+        "readers": {
+            name: ShardedObject(name, each, (found.world_size,), (found.rank,)) for name, each in _readers(objects)
+        },
+        _RANDOM: ShardedObject(_RANDOM, random, (found.world_size,), (found.rank,)),
+    }
+    above, name = parted(folder)
+    place = Folder(storage_of(above), above, name=name, after=after)
+    kept = [each for each in found.names if each in states or each not in found.models]
+    return save_contents(contents_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
+
+
+def read(found: Parts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()) -> None:
+    """Put back all that is stored. A collective; raises on every rank, `BadRequest` where it is another training's."""
+    with told("load_state"):
+        folder = there(folder)
+        manifest = load_metadata(folder)
+        _check(found, manifest, folder)
+    objects = load(_objects(found, manifest), folder, allow=allow)
+    wanted = sharded_state_dicts(found.models, found.optimizers)
+    with told("load_state"):
+        wanted = _stored(wanted, manifest, folder, strict=strict)
+    prepared = prepare_load(wanted, folder, allow=allow)
+    with told("load_state"):  # a loader may refuse this world size: then nothing has changed
+        for name, each in found.objects.items():
+            if name.partition("_")[0] == "loader":
+                own = objects.get(f"{name}.reader")
+                each.load_state_dict(objects[name] if own is None else {**objects[name], "reader": own})
+    loaded = prepared.fill()
+    with told("load_state"):
+        load_sharded_state_dicts(found.models, found.optimizers, loaded)
+        for name, each in found.objects.items():
+            if name.partition("_")[0] != "loader" and name in objects:  # fp16's scaler may begin anew
+                each.load_state_dict(objects[name])
+        if objects.get(_RANDOM) is not None:
+            training_state.restore_random_state(objects[_RANDOM])
+
+
+def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What each loader that has one tells of its dataset's state."""
+    loaders = [(name, each) for name, each in objects.items() if name.partition("_")[0] == "loader"]
+    return [(f"{name}.reader", each["reader"]) for name, each in loaders if "reader" in each]
+
+
+def there(folder: str) -> str:
+    """The folder of a checkpoint as it lies now. Raises `BadRequest` where there is none."""
+    above, name = parted(folder)
+    storage = storage_of(above)
+    for each in (name, f"{name}{ASIDE}"):  # aside: a save was killed as it put the new one into its place
+        if is_checkpoint(storage.list(each)):
+            return f"{above}/{each}"
+    if "model.pt" in storage.list(name):
+        raise BadRequest(f"{folder} was written by a Rankbook before checkpoints were sharded, and cannot be read")
+    raise BadRequest(f"there is no checkpoint {folder}")
+
+
+def _check(found: Parts, manifest: Manifest, folder: str) -> None:
+    try:
+        stored = manifest.metadata[_KIND]["parts"]
+    except (KeyError, TypeError) as error:
+        raise BadRequest(f"{folder} is no checkpoint of save_state: rankbook.checkpoint.load reads it") from error
+    if missing := [name for name in found.names if name not in stored and name != "scaler"]:
+        raise BadRequest(f"{folder} has no {', '.join(missing)}: prepare what was prepared when it was saved")
+
+
+def _objects(found: Parts, manifest: Manifest) -> dict[str, Any]:
+    """A map of the objects; fp16's scaler may begin anew, and a rank that was not there keeps its random state."""
+    wanted = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
+    wanted[_RANDOM] = ShardedObject(_RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),))
+    if found.rank >= manifest.world_size:
+        del wanted[_RANDOM]
+    if found.world_size == manifest.world_size:
+        readers = {f"{name}.reader" for name in found.objects}
+        wanted |= {name: ShardedObject(name, None, (found.world_size,), (found.rank,)) for name in readers}
+    optional = {name for name in wanted if name == "scaler" or name.endswith(".reader")}
+    return {name: each for name, each in wanted.items() if name not in optional or each.unique_key in manifest.objects}
+
+
+def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
+    """The map without what is not stored: of models if not `strict`, and of optimizers that had not stepped then."""
+    stored = {*manifest.tensors, *manifest.objects}
+
+    def known(entry: Any) -> bool:  # noqa: ANN401 - a shard or a value
+        return not hasattr(entry, "key") or getattr(entry, "unique_key", entry.key) in stored
+
+    for name, entries in wanted["models"].items():
+        lacking = sorted(each for each, entry in entries.items() if not known(entry))
+        own = {f"{name}.{each}" for each in entries}
+        surplus = sorted(each for each in stored if each.startswith(f"{name}.") and _plain(each, manifest) not in own)
+        if strict and (lacking or surplus):
+            said = [
+                f"{what}: {', '.join(map(repr, keys[:8]))}" + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+                for what, keys in (("it has no", lacking), ("only it has", surplus))
+                if keys
+            ]
+            raise CheckpointingException(
+                f"{folder} does not fit the {name.replace('_', ' ')}; {'; '.join(said)}. strict=False loads the rest"
+            )
+        wanted["models"][name] = {each: entry for each, entry in entries.items() if known(entry)}
+    for optimizer in wanted["optimizers"].values():
+        for values in optimizer["state"].values():
+            for what in [what for what, entry in values.items() if not known(entry)]:
+                del values[what]
+        optimizer["state"] = {name: values for name, values in optimizer["state"].items() if values}
+    return wanted
+
+
+def _plain(key: str, manifest: Manifest) -> str:
+    return ShardedObject.empty_from_unique_key(key).key if key in manifest.objects else key

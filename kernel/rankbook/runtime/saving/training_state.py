@@ -1,0 +1,123 @@
+"""Parts of a training's state, and the folders that it is saved to.
+
+Owns: a model's state with whole tensors, random states, one file, a project's numbered checkpoints. Refuses: what a
+checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.config import ProjectConfiguration
+from rankbook.runtime.strategies.gather import full
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with whole tensors on every rank. A collective where it is sharded."""
+    return {
+        name: full(value) if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, numpy, torch and every CUDA device."""
+    import numpy as np
+
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - it is what user code draws from
+    found: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """As `random_state` gave it."""
+    import numpy as np
+
+    version, words, gauss = state["random"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def write(value: object, file: Path) -> None:
+    """Wholly or not at all: beside its place first, then moved."""
+    draft = file.with_name(f"{file.name}.writing")
+    torch.save(value, draft)
+    draft.replace(file)
+
+
+def numbered(project: ProjectConfiguration) -> list[Path]:
+    """The project's numbered checkpoints that are complete, oldest first."""
+    found = [each for each in project.checkpoints.glob("checkpoint_*") if number_of(each) is not None]
+    return sorted((each for each in found if is_complete(each)), key=lambda each: number_of(each) or 0)
+
+
+def number_of(folder: Path) -> int | None:
+    """The number of a numbered checkpoint's folder, None for others."""
+    start, _, number = folder.name.rpartition("_")
+    return int(number) if start == "checkpoint" and number.isdecimal() else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether there is a checkpoint in a folder."""
+    return (folder / "manifest.json").is_file()
+
+
+def latest(project: ProjectConfiguration) -> Path:
+    """The project's newest numbered checkpoint. Raises `BadRequest` where there is none."""
+    found = numbered(project)
+    if not found:
+        raise BadRequest(f"there is no checkpoint in {project.checkpoints}: give load_state a folder")
+    return found[-1]
+
+
+def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
+    """Remove what is beyond the project's limit, oldest first, but never the `newest`; and half-written ones.
+
+    What cannot be removed now is tried again after the next save.
+    """
+    folder = project.checkpoints
+    if newest.parent != folder or not project.automatic_checkpoint_naming:
+        return
+    from rankbook.checkpoint import folders
+    from rankbook.checkpoint.storage import LocalStorage
+
+    storage = LocalStorage(folder)
+    drafts = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
+    claims = [each.with_suffix("") for each in folder.glob(f"checkpoint_*{folders.PARTIAL}{folders.OWNER}")]
+    gone = [
+        folder / name
+        for draft in dict.fromkeys([*drafts, *claims])
+        if folders.owner_of(storage, draft.name) is None  # else another process is saving there
+        for name in (draft.name, draft.name + folders.OWNER)
+    ]
+    if project.total_limit is not None:
+        others = [each for each in numbered(project) if each != newest]
+        gone += others[: max(0, len(others) + 1 - project.total_limit)]
+    for each in gone:
+        with contextlib.suppress(OSError):
+            storage.remove(each.name)
+
+
+def register(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add `hook` to `hooks`; the handle takes it out again."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

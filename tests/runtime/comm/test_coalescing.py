@@ -1,0 +1,52 @@
+"""Which tensors travel together, and that each comes out as it went in."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankbook.runtime.comm import coalescing
+from rankbook.runtime.comm.coalescing import as_bytes, parcels, rows_from_bytes, split_like
+
+TYPES = (torch.bool, torch.int16, torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float8_e4m3fn)
+SHAPES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+
+
+def filled(shape: list[int], kind: torch.dtype, start: int) -> torch.Tensor:
+    return (torch.arange(start, start + torch.Size(shape).numel()) % 2).view(shape).to(kind)
+
+
+@given(st.lists(st.tuples(SHAPES, st.sampled_from(TYPES)), min_size=1, max_size=5), st.integers(1, 3))
+def test_each_rank_s_rows_come_out_in_order(what, ranks):
+    told = [[filled(shape, kind, rank + index) for index, (shape, kind) in enumerate(what)] for rank in range(ranks)]
+    found = rows_from_bytes(torch.stack([as_bytes(each) for each in told]), told[0])
+    for index, rows in enumerate(found):
+        expected = torch.cat([each[index] for each in told])
+        assert rows.dtype == expected.dtype
+        assert rows.shape == expected.shape
+        assert torch.equal(rows.to(torch.complex64), expected.to(torch.complex64))
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=12))
+def test_each_tensor_is_in_one_parcel_of_its_kind_and_none_is_too_large(sizes):
+    tensors = [torch.empty(size, dtype=torch.uint8) for size, _ in sizes]
+    coalescing.MOST_BYTES, before = 200, coalescing.MOST_BYTES
+    try:
+        found = parcels(tensors, [kind for _, kind in sizes])
+    finally:
+        coalescing.MOST_BYTES = before
+    assert sorted(index for each in found for index in each) == list(range(len(sizes)))
+    for parcel in found:
+        assert parcel == sorted(parcel)
+        assert len({sizes[index][1] for index in parcel}) == 1
+        assert len(parcel) == 1 or sum(sizes[index][0] for index in parcel) <= 200
+
+
+def test_pieces_are_tensors_of_their_own():
+    like = [torch.empty(2, 2), torch.empty(()), torch.empty(0, 3)]
+    pieces = split_like(torch.arange(5.0), like)
+    assert [each.tolist() for each in pieces] == [[[0, 1], [2, 3]], 4, []]
+    pieces[0].zero_()
+    assert pieces[1].item() == 4
+    assert pieces[1].untyped_storage().nbytes() == 4

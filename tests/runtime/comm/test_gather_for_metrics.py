@@ -1,0 +1,34 @@
+"""What was gathered, without what only filled up the round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.comm.gather_for_metrics import trim
+from rankbook.runtime.data.samplers import WHOLE, Share
+
+UNEVEN = Share((2, 1, 0), 2, (0, 1))
+
+
+def test_each_ranks_real_rows_stay_in_their_order():
+    gathered = torch.arange(12).reshape(6, 2)
+    assert trim(gathered, UNEVEN)[:, 0].tolist() == [0, 2, 4]
+    assert trim(gathered, Share((2, 2, 1), 2, (0, 1, 2)))[:, 0].tolist() == [0, 2, 4, 6, 8]
+    assert trim(gathered, Share((WHOLE, 0, WHOLE), WHOLE, (0, 1, 2)))[:, 0].tolist() == [0, 2, 8, 10]
+    assert trim(gathered, Share((1, 2, 2), 2, (0, 1, 2)))[:, 0].tolist() == [0, 4, 6, 8, 10]
+    assert trim(gathered, None) is gathered
+
+
+def test_containers_of_tensors_and_lists_of_objects_are_trimmed():
+    nested = {"a": torch.arange(6), "b": [torch.arange(6), (torch.arange(6), "label")]}
+    trimmed = trim(nested, UNEVEN)
+    assert trimmed["a"].tolist() == trimmed["b"][0].tolist() == trimmed["b"][1][0].tolist() == [0, 1, 2]
+    assert trimmed["b"][1][1] == "label"
+    assert trim(["r0", "r0", "r1", "r1", "r2", "r2"], UNEVEN) == ["r0", "r0", "r1"]
+
+
+def test_rows_that_are_not_the_same_number_for_each_rank_are_an_error():
+    with pytest.raises(BadRequest, match="7 gathered rows are not the same number for each of 3 ranks"):
+        trim(torch.arange(7), UNEVEN)

@@ -1,0 +1,430 @@
+"""Rank 0 reads for all: the same batches as if each had read its own, and its errors everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from rankbook.errors import PeerFailed
+from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
+from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, Unpacking, pack
+from tests.rank_processes import run_ranks
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: object
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    values: torch.Tensor
+
+
+def there_and_back(thing, capacity=FIRST_CAPACITY):
+    """Through a wire that is a list."""
+    wire = []
+    pack(thing).post(lambda each: wire.append(each.clone()), capacity)
+
+    def receive(into):
+        sent = wire.pop(0)
+        assert sent.numel() == into.numel()
+        into.copy_(sent)
+
+    back, _ = Unpacking().unpack(receive, capacity)
+    assert not wire
+    return back
+
+
+def test_any_picklable_leaf_passes_and_tensors_keep_shape_and_type():
+    shapes = [(), (0, 3), (3,), (2, 5), (LARGE, 2)]
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64):
+        for shape in shapes:
+            tensor = torch.randint(0, 2, shape).to(dtype)
+            back = there_and_back(tensor)
+            assert back.dtype == dtype and torch.equal(back, tensor)
+            back.add_(1) if dtype != torch.bool else back.logical_not_()
+    batch = {
+        "strings": ["a", "b" * 9000],
+        "point": Point(torch.arange(3), None),
+        "array": np.arange(6.0).reshape(2, 3),
+        "strided": torch.arange(12).reshape(3, 4).t()[::2],
+        "record": Record("r", torch.ones(2, requires_grad=True)),
+        "bytes": b"x" * (LARGE + 1),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    back = there_and_back(batch)
+    assert back["strings"] == batch["strings"] and type(back["point"]).__name__ == "Point"
+    assert torch.equal(back["point"].x, batch["point"].x) and np.array_equal(back["array"], batch["array"])
+    assert torch.equal(back["strided"], batch["strided"]) and back["bytes"] == batch["bytes"]
+    assert back["record"].name == "r" and torch.equal(back["record"].values, batch["record"].values)
+    assert torch.equal(back["sparse"].to_dense(), torch.eye(2))
+
+
+def test_a_frame_longer_or_shorter_than_expected_arrives():
+    for capacity in (FIRST_CAPACITY, 3 * FIRST_CAPACITY):
+        assert there_and_back("x" * 2 * FIRST_CAPACITY, capacity) == "x" * 2 * FIRST_CAPACITY
+
+
+class Words(Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return {"id": index, "word": f"w{index}", "draw": torch.rand(1), "large": torch.full((20_000,), index)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter({"id": i, "word": f"w{i}"} for i in range(self.n))
+
+
+class Tenfold(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            batch["id"] = batch["id"] * 10
+            yield batch
+
+
+class Bad(Words):
+    def __getitem__(self, index):
+        if index == 5:
+            raise LookupError("record 5 is broken")
+        return super().__getitem__(index)
+
+
+class Unsendable(Words):
+    def __getitem__(self, index):
+        return {"id": index, "what": (lambda: index) if index == 6 else None}
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+class OddlyBad(Words):
+    def __getitem__(self, index):
+        raise Unpicklable(1, 2)
+
+
+def keep(batch):
+    return batch
+
+
+def told(loader):
+    """What one rank gets: ids, words, draws, the end, the remainder."""
+    seen = []
+    for batch in loader:
+        draws = batch.get("draw", torch.zeros(0)).flatten().tolist()
+        seen.append((batch["id"].tolist(), batch["word"], draws, loader.end_of_dataloader, loader.share))
+    return seen, loader.remainder, GradientState().in_dataloader
+
+
+def same_as_read_by_each():
+    found = []
+    for options in (
+        {"split_batches": False},
+        {"split_batches": True},
+        {"even_batches": False},
+        {"even_batches": False, "split_batches": True},
+    ):
+        for source in (
+            DataLoader(Words(7), batch_size=2, shuffle=True),
+            DataLoader(Words(7), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+            DataLoader(Stream(7), batch_size=2),
+            DataLoader(Words(1), batch_size=2),
+            DataLoader(Words(0), batch_size=2),
+            DataLoader(Stream(0), batch_size=2),
+            Tenfold(Words(8), batch_size=2),
+        ):
+            both = [
+                prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, **options)
+                for dispatch in (True, False)
+            ]
+            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            for _ in range(2):
+                dispatched, own = (told(each) for each in both)
+                assert dispatched == own, (options, source, dispatched, own)
+            if not isinstance(source, Tenfold) and isinstance(source.dataset, Words):
+                assert [len(each) for each in both] == [len(own[0])] * 2, (options, source)
+            found.append(own)
+    skipping = skip_first_batches(prepare_data_loader(DataLoader(Words(8), 2), dispatch_batches=True), 1)
+    found.append([batch["id"].tolist() for batch in skipping])
+    for _ in skipping:
+        break  # on every rank; the next loop is whole
+    found.append([batch["id"].tolist() for batch in skipping])
+    return found
+
+
+@pytest.mark.processes
+def test_each_rank_gets_what_it_would_have_read():
+    first, second = run_ranks(same_as_read_by_each)
+    assert first[0][0][0][0] != second[0][0][0][0]
+    assert [first[-1], second[-1], first[-2]] == [[[4, 5]], [[6, 7]], [[4, 5]]]
+
+
+def resumed():
+    """What follows a state of each batch, of loaders that rank 0 reads ahead of all ranks."""
+    found = []
+    for source in (
+        DataLoader(Words(20), batch_size=2, shuffle=True),
+        DataLoader(Words(20), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+        DataLoader(Stream(20), batch_size=2),
+    ):
+        first, states, whole = prepare_data_loader(source, data_seed=1, dispatch_batches=True), [], []
+        for batch in first:
+            whole.append((batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()))
+            states.append(first.state_dict())
+        following = told(first)[0]
+        for at in (1, 3):
+            again = prepare_data_loader(source, data_seed=1, dispatch_batches=True)
+            again.load_state_dict(states[at - 1])
+            rest = [(batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()) for batch in again]
+            assert rest == whole[at:] and told(again)[0] == following, (source, at)
+        found.append(len(whole))
+    return found
+
+
+@pytest.mark.processes
+def test_the_next_batch_is_the_next_batch_however_far_rank_0_has_read():
+    assert run_ranks(resumed) == [[5, 5, 5]] * 2
+
+
+def bad_records():
+    found = []
+    for data in (Bad(8), Unsendable(8), OddlyBad(4)):
+        loader = prepare_data_loader(DataLoader(data, 2, collate_fn=collate_plain), dispatch_batches=True)
+        seen, error = [], None
+        try:
+            for batch in loader:
+                seen.append(batch["id"])  # noqa: PERF401 - what came before the error counts
+        except Exception as raised:  # noqa: BLE001 - which one it is, is what is asked
+            error = raised
+        found.append((seen, type(error).__name__, str(error), getattr(error, "__notes__", [])))
+        assert not GradientState().in_dataloader
+        assert gather_object([dist.get_rank()]) == [0, 1]  # nobody waits for anybody
+    return found
+
+
+def collate_plain(records):
+    return {name: [record[name] for record in records] for name in records[0]}
+
+
+@pytest.mark.processes
+def test_a_bad_record_raises_on_every_rank_and_nobody_is_left_waiting():
+    first, second = run_ranks(bad_records)
+    assert first[0][:3] == ([[0, 1]], "LookupError", "record 5 is broken")
+    assert second[0][1:3] == first[0][1:3] and "rank 0" in second[0][3][0]
+    assert (first[1][1] == second[1][1] != "NoneType") and first[1][0] == [[0, 1]] and second[1][0] == [[2, 3]]
+    assert first[2][1] == "Unpicklable" and second[2][1] == PeerFailed.__name__
+    assert "Unpicklable: 1 2" in second[2][2]
+
+
+def own_slices():
+    calls = []
+
+    def cut(batch, part, process_index, num_processes):
+        calls.append((part, process_index, num_processes))
+        return {"id": batch["id"][part] + 100 * process_index}
+
+    source = DataLoader([{"id": i} for i in range(6)], batch_size=2)
+    loader = prepare_data_loader(source, dispatch_batches=True, slice_fn_for_dispatch=cut)
+    return [batch["id"].tolist() for batch in loader], calls
+
+
+@pytest.mark.processes
+def test_a_slice_function_cuts_all_ranks_batches():
+    first, second = run_ranks(own_slices)
+    assert (first[0], second[0]) == ([[0, 1], [4, 5]], [[102, 103], [100, 101]])
+    assert first[1][:2] == [(slice(0, 2), 0, 2), (slice(2, 4), 1, 2)] and second[1] == []
+
+
+def test_streams_for_a_device_are_dispatched_unless_told_otherwise():
+    options = {"num_processes": 2, "process_index": 1, "put_on_device": True}
+    kinds = [
+        type(prepare_data_loader(DataLoader(data), dispatch_batches=dispatch, **options)).__name__
+        for data, dispatch in ((Stream(3), None), (Stream(3), False), (Words(3), None))
+    ]
+    assert kinds == ["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderShard"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [3])
+def test_uneven_data_ends_for_each_rank_where_its_own_ends(world_size):
+    def read():
+        loader = prepare_data_loader(DataLoader(Words(5), 1), dispatch_batches=True, even_batches=False)
+        return [(batch["id"].tolist(), loader.end_of_dataloader) for batch in loader]
+
+    assert run_ranks(read, world_size) == [
+        [([0], False), ([3], True)],
+        [([1], False), ([4], True)],
+        [([2], True)],
+    ]
+
+
+class Heavy(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {"id": index, "large": torch.full((60_000 + 70_000 * (index > 15),), float(index))}
+
+
+def heavy_passes():
+    """All batches of some passes, kept; how the large ones came; and what is open afterwards."""
+    from pathlib import Path
+
+    from rankbook.runtime.data import slots
+
+    came = {"slots": 0, "in place": 0}
+    empty, fill = slots.Opened.empty, slots.Slots.fill
+
+    def counting(self, slot, into):
+        came["slots"] += 1
+        empty(self, slot, into)
+
+    def filling(self, buffers):
+        reserved = self._reserved
+        found = fill(self, buffers)
+        came["in place"] += found is not None and found == reserved
+        return found
+
+    slots.Opened.empty, slots.Slots.fill = counting, filling
+    loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    kept = []
+    counts = []
+    for turn in range(5):
+        before = came["slots"]
+        kept += list(loader)
+        counts.append(came["slots"] - before)
+        if turn == 1:
+            loader._inbound = None  # as on a rank that has taken a lost one's place
+        if turn == 2:
+            for batch in loader:
+                kept.append(batch)
+                break
+        descriptors = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        assert sum("rankbook-batches" in each for each in descriptors) <= 2  # ours and that of mmap's object
+    wrong = [batch["id"] for batch in kept if not (batch["large"] == batch["id"][:, None]).all()]
+    shapes = [tuple(batch["large"].shape) for batch in kept]
+    ids = [batch["id"].tolist() for batch in kept]
+    return wrong, counts, ids, set(shapes), gather_object([dist.get_rank()]), came["in place"]
+
+
+@pytest.mark.processes
+def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_was():
+    first, second = run_ranks(heavy_passes)
+    assert first[0] == second[0] == []
+    assert second[2][:3] == [[2, 3], [6, 7], [10, 11]] and len(second[2]) == len(first[2]) == 31
+    assert second[3] == {(2, 60_000), (2, 130_000)}
+    assert first[1] == [0] * 5 and first[4] == [0, 1]
+    assert first[5] and not second[5]  # what rank 0 has put together for the other is not copied again
+    # of 6 in a pass, also of the one after a `break`; one that is not emptied yet is not waited for
+    assert all(second[1][number] > 3 for number in (1, 3, 4)), second[1]
+    assert 0 < second[1][2] < 6  # it had to be opened again
+
+
+def where_memory_cannot_be_opened():
+    from rankbook.runtime.data import channel, frames, slots
+
+    made = []
+
+    def refused(offer):
+        made.append(offer.capacity)
+        raise PermissionError("no")
+
+    frames.Opened = refused
+    loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    good = all((batch["large"] == batch["id"][:, None]).all() for _ in range(3) for batch in loader)
+    if dist.get_rank() == 0:
+        assert not loader._lanes[1]._shares_host or loader._lanes[1]._slots is not None
+
+    def none_left(_):
+        raise OSError("no memory")
+
+    channel.Slots = none_left
+    other = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    good = good and all((batch["large"] == batch["id"][:, None]).all() for batch in other)
+    slots.host_key.cache_clear()
+    channel.host_key = lambda: bytes([dist.get_rank()] * 16)  # as on two hosts
+    apart = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
+    return good and all((batch["large"] == batch["id"][:, None]).all() for batch in apart), len(made)
+
+
+@pytest.mark.processes
+def test_where_memory_cannot_be_shared_large_tensors_travel_as_messages():
+    first, second = run_ranks(where_memory_cannot_be_opened)
+    assert first == (True, 0)
+    assert second[0] and 1 <= second[1] <= 6
+
+
+def over_a_mesh(sizes):
+    """What a rank gets, dispatched and read by itself, on a mesh with these axes; and a bad record."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    found = []
+    for source in (
+        DataLoader(Words(7), batch_size=2, shuffle=True),
+        DataLoader(Words(7), batch_size=2, num_workers=1, multiprocessing_context="fork"),
+        DataLoader(Stream(7), batch_size=2),
+        Tenfold(Words(8), batch_size=2),
+        DataLoader(Words(0), batch_size=2),
+    ):
+        for options in ({}, {"even_batches": False}):
+            both = [
+                prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, torch_device_mesh=mesh, **options)
+                for dispatch in (True, False)
+            ]
+            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            for _ in range(2):
+                dispatched, own = (told(each) for each in both)
+                assert dispatched == own, (options, source, dispatched, own)
+            found.append(own)
+    heavy = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True, torch_device_mesh=mesh)
+    for _ in range(2):
+        for batch in heavy:
+            batch["large"] += 1  # a rank's own: another one that got the same does not see it
+            assert (batch["large"] == batch["id"][:, None] + 1).all()
+    with pytest.raises(LookupError, match="record 5 is broken"):
+        list(prepare_data_loader(DataLoader(Bad(8), 2), dispatch_batches=True, torch_device_mesh=mesh))
+    assert gather_object([dist.get_rank()]) == list(range(dist.get_world_size()))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}, {"tp": 2}])
+def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
+    ranks = run_ranks(over_a_mesh, 2 ** len(sizes), sizes)
+    if len(sizes) == 1:
+        assert ranks[0] == ranks[1]
+        return
+    pairs = [(0, 1), (2, 3)] if [*sizes][1] == "tp" else [(0, 2), (1, 3)]
+    assert all(ranks[one] == ranks[other] for one, other in pairs)
+    assert ranks[0] != ranks[pairs[1][0]]
+
+
+@pytest.mark.parametrize(("deal", "rooms"), [((0, 1, 2), {1, 2}), ((0, 1, 0, 1), set()), ((0, 0, 1), {1})])
+def test_only_what_one_rank_alone_gets_is_put_together_in_its_memory(deal, rooms):
+    """A slot is free again once its rank has emptied it, however long the same travels to another one."""
+    from rankbook.runtime.data.channel import Outbound
+    from rankbook.runtime.data.dispatcher import _Reading
+
+    options = {"num_processes": len(set(deal)), "process_index": 0, "dispatch_batches": True}
+    parts = prepare_data_loader(DataLoader(Words(8), 2), **options).parts
+    lanes = {rank: Outbound(rank, None) for rank in range(1, len(deal))}
+    assert set(_Reading(parts, None, deal, lanes)._rooms) == rooms

@@ -1,0 +1,418 @@
+"""A prepared loader on one process: ranks are told apart by number, so no process is started for them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
+
+from rankbook.errors import BadRequest
+from rankbook.runtime import GradientState, prepare_data_loader, skip_first_batches
+from rankbook.runtime.comm.gather_for_metrics import trim
+from rankbook.runtime.data import seeding
+from rankbook.runtime.data.loader_options import DataLoaderConfiguration
+from rankbook.runtime.data.loaders import DataLoaderShard, data_ranks, mesh_deal
+from rankbook.runtime.data.samplers import Share
+
+
+@pytest.fixture(autouse=True)
+def no_seed():
+    seeding._remembered = None
+
+
+class Numbers(Dataset):
+    def __init__(self, n):
+        self.n = n
+        self.read = []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        info = get_worker_info()  # as torch's documentation shows it
+        mine = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+        return iter(mine)
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.n
+
+
+def for_ranks(loader, ranks, **options):
+    options = {"data_seed": 0, **options}
+    return [prepare_data_loader(loader, num_processes=ranks, process_index=rank, **options) for rank in range(ranks)]
+
+
+def batches(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def metrics(loaders):
+    """What `gather_for_metrics` gives: each round's batches, padded and joined, trimmed by the first rank's share."""
+    found = []
+    iterators = [iter(loader) for loader in loaders]
+    while True:
+        present = [(loader, batch) for loader, it in zip(loaders, iterators, strict=True) for batch in islice(it, 1)]
+        if not present:
+            return found
+        share = present[0][0].share
+        assert {loader.share for loader, _ in present} == {share}
+        rows = max(len(batch) for _, batch in present)
+        padded = [torch.nn.functional.pad(batch, (0, rows - len(batch)), value=-1) for _, batch in present]
+        padded += [torch.full((rows,), -1)] * (len(loaders) - len(padded))
+        found += trim(torch.cat(padded), share).tolist()
+        assert share is None or share.rows in {rows, -1}
+
+
+SHAPES = [(n, size, ranks) for ranks in (1, 2, 3) for n in (0, 1, 2, 5, 7, 12) for size in (1, 2)]
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("split", [False, True], ids=["dealt", "split"])
+@pytest.mark.parametrize("data", [Numbers, Stream, SizedStream])
+def test_the_metrics_are_of_each_sample_once_in_order(data, split, even):
+    for n, size, ranks in SHAPES:
+        source = DataLoader(data(n), batch_size=size * ranks if split else size)
+        loaders = for_ranks(source, ranks, split_batches=split, even_batches=even, dispatch_batches=False)
+        assert metrics(loaders) == list(range(n)), (n, size, ranks)
+        for loader in loaders:
+            given = len(list(loader))
+            assert loader.end_of_dataloader and (data is Stream or len(loader) == given)
+            assert loader.remainder in {n % loader.total_batch_size, 0 if n else -1}
+
+
+def test_the_last_batch_is_known_when_it_comes_and_what_of_it_is_real():
+    first, second = for_ranks(DataLoader(Numbers(7), batch_size=2), 2)
+    seen = [(batch.tolist(), first.end_of_dataloader, first.remainder, first.share) for batch in first]
+    assert seen == [([0, 1], False, -1, None), ([4, 5], True, 3, Share((2, 1), 2, (0, 1)))]
+    assert batches(second) == [[2, 3], [6, 0]]
+
+
+def test_a_left_loop_is_over():
+    loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2))
+    state = GradientState()
+    for _ in loader:
+        assert state.active_dataloader is loader
+        break
+    assert not state.in_dataloader
+    with pytest.raises(ZeroDivisionError):
+        [1 / (batch[0] * 0).item() for batch in loader]
+    assert not state.in_dataloader
+    assert [state.end_of_dataloader for _ in loader] == [False, False, True]
+
+
+def test_a_prepared_loader_is_not_dealt_again():
+    loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2), num_processes=2, process_index=0)
+    assert prepare_data_loader(loader, num_processes=2, process_index=0) is loader
+    assert isinstance(loader, DataLoader) and isinstance(loader, DataLoaderShard)
+    for n in (9, 10, 11, 12):
+        samplers = [DistributedSampler(range(n), 3, rank, shuffle=False) for rank in range(3)]
+        own = [DataLoader(Numbers(n), 2, sampler=sampler) for sampler in samplers]
+        dealt = [prepare_data_loader(each, num_processes=3, process_index=rank) for rank, each in enumerate(own)]
+        assert [batches(each) for each in dealt] == [batches(each) for each in own]
+        assert [len(each) for each in dealt] == [len(each) for each in own]
+        assert sorted(metrics(dealt)) == list(range(n))
+
+
+def test_the_persons_loader_sampler_and_lists_stay_as_they_were():
+    lists = [[3, 1], [0, 2, 4], [5]]
+    before = copy.deepcopy(lists)
+    sampler = RandomSampler(range(6))
+    for source in (
+        DataLoader(Numbers(6), batch_sampler=lists),
+        DataLoader(Numbers(6), batch_sampler=BatchSampler(sampler, 4, False)),
+    ):
+        attributes = dict(vars(source))
+        for loader in for_ranks(source, 2):
+            assert {i for batch in batches(loader) for i in batch} <= set(range(6))
+        assert vars(source) == attributes
+    assert lists == before and sampler.generator is None
+
+
+def test_a_subclass_keeps_its_iter_and_its_attributes():
+    class Doubling(DataLoader):
+        def __init__(self, factor, n):  # a signature that nobody could guess
+            self.factor = factor
+            super().__init__(Numbers(n), batch_size=2)
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch * self.factor
+
+    for even in (True, False):
+        loaders = for_ranks(Doubling(10, 7), 2, even_batches=even)
+        assert metrics(loaders) == [0, 10, 20, 30, 40, 50, 60]
+        assert loaders[0].factor == 10 and type(loaders[0].base_dataloader) is Doubling
+
+
+def test_an_iter_that_drops_batches_still_has_an_end():
+    class Choosy(DataLoader):
+        def __iter__(self):
+            yield from (batch for batch in super().__iter__() if batch[0] != 4)
+
+    loader = prepare_data_loader(Choosy(Numbers(5), batch_size=2))
+    assert [(batch.tolist(), loader.end_of_dataloader) for batch in loader] == [([0, 1], False), ([2, 3], True)]
+
+
+def test_a_shuffle_is_the_same_on_all_ranks_and_new_in_each_epoch():
+    for source in (
+        DataLoader(Numbers(12), batch_size=2, shuffle=True),
+        DataLoader(Numbers(12), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        DataLoader(Numbers(12), batch_size=2, sampler=Careless(12)),
+    ):
+        torch.manual_seed(1)
+        whole = prepare_data_loader(source, data_seed=5)
+        own = source.sampler.generator if isinstance(source.sampler, RandomSampler) else None
+        epochs = []
+        for _ in range(2):
+            state = own.get_state() if own else None
+            epochs.append([i for batch in batches(whole) for i in batch])
+            whole.position.epoch -= 1
+            for ranks, seed in ((2, 2), (3, 3)):
+                dealt = []
+                for loader in for_ranks(source, ranks, data_seed=5):
+                    loader.set_epoch(whole.position.next_epoch())
+                    torch.manual_seed(seed)
+                    if own:
+                        own.set_state(state)
+                    dealt.append(batches(loader))
+                rounds = zip(*dealt, strict=True)
+                assert [i for each in rounds for batch in each for i in batch] == epochs[-1]
+            whole.position.epoch += 1
+        assert sorted(epochs[0]) == list(range(12)) and epochs[0] != epochs[1]
+
+
+class Careless(Sampler):
+    """Draws from the global generator, as most samplers that people write."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n).tolist())
+
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.processes
+def test_a_persons_own_generator_gives_the_order_that_torch_would():
+    for workers in (0, 1):
+        orders = []
+        for prepared in (False, True):
+            generator = torch.Generator().manual_seed(8)
+            loader = DataLoader(Numbers(9), batch_size=3, shuffle=True, generator=generator, num_workers=workers)
+            loader = prepare_data_loader(loader) if prepared else loader
+            orders.append([batches(loader), batches(loader)])
+        assert orders[0] == orders[1]
+
+
+def test_the_main_process_draws_what_it_would_have_drawn():
+    loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2, shuffle=True))
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat([torch.rand(1), *[torch.rand(1) for _ in loader]]), expected)
+
+
+def test_loaders_that_do_not_batch_deal_what_the_dataset_gives():
+    class Batches(Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return torch.arange(index * 2, index * 2 + 2)
+
+    class BatchStream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(6).split(2))
+
+    for source in (DataLoader(Batches(), batch_size=None), DataLoader(BatchStream(), batch_size=None)):
+        assert [batches(loader) for loader in for_ranks(source, 2)] == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+        assert metrics(for_ranks(source, 2)) == list(range(6))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_is_split_over_ranks_and_workers(persistent):
+    source = DataLoader(Stream(11), batch_size=2, num_workers=2, persistent_workers=persistent)
+    plain = Counter(i for batch in batches(DataLoader(Unaware(11), batch_size=2, num_workers=2)) for i in batch)
+    assert set(plain.values()) == {2}, "the duplicate that torch gives"
+    for dataset in (source, DataLoader(Unaware(11), 2, num_workers=2, persistent_workers=persistent)):
+        loaders = for_ranks(dataset, 2, even_batches=False)
+        for _ in range(2):
+            assert metrics(loaders) == list(range(11))
+
+
+class Unaware(Stream):
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class SharedEpoch(Unaware):
+    """Keeps its epoch in memory that its copies in workers share, as the datasets of Hugging Face do."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.epoch, self.late = torch.tensor(0).share_memory_(), 0
+
+    def set_epoch(self, epoch):
+        self.late += get_worker_info() is not None and self.epoch.item() != epoch
+        self.epoch += epoch - self.epoch
+
+    def __iter__(self):
+        return iter([(100 * self.epoch.item() + i, self.late) for i in range(self.n)])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_find_the_epoch_set_where_they_share_it(persistent):
+    source = DataLoader(SharedEpoch(4), batch_size=2, num_workers=2, persistent_workers=persistent)
+    loader = prepare_data_loader(source)
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        loader.parts.source.dataset.epoch.fill_(epoch and epoch - 1)  # as if nobody but the pass had said it
+        found = [[row.tolist() for row in batch] for batch in loader]
+        assert found == [[[100 * epoch + i, 100 * epoch + i + 1], [0, 0]] for i in (0, 2)]
+
+
+@pytest.mark.processes
+def test_a_worker_start_that_splits_the_stream_finds_the_dataset_and_one_worker():
+    source = DataLoader(Cut(8), batch_size=2, num_workers=2, worker_init_fn=cut)
+    assert metrics(for_ranks(source, 1)) == list(range(8))
+
+
+class Cut(IterableDataset):
+    def __init__(self, n):
+        self.start, self.end = 0, n
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+def cut(_worker):  # from torch's documentation of IterableDataset
+    info = get_worker_info()
+    whole = info.dataset.end
+    per_worker = -(-whole // info.num_workers)
+    info.dataset.start = info.id * per_worker
+    info.dataset.end = min(info.dataset.start + per_worker, whole)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_less_data_than_ranks(n):
+    for even in (True, False):
+        given = [batches(each) for each in for_ranks(DataLoader(Numbers(n), batch_size=1), 3, even_batches=even)]
+        assert given == ([[[0]] * n] * 3 if even else [[[0]] * n, [], []])
+
+
+def test_skipped_batches_are_not_read_and_the_position_is_shared():
+    dataset = Numbers(12)
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=2), num_processes=2, process_index=1)
+    skipping = skip_first_batches(loader, 2)
+    assert (batches(skipping), len(skipping), len(loader)) == ([[10, 11]], 1, 3)
+    assert dataset.read == [10, 11] and loader.position.epoch == 0
+    assert batches(loader) == [[2, 3], [6, 7], [10, 11]]
+    assert batches(skip_first_batches(DataLoader(dataset, batch_size=5), 1)) == [[5, 6, 7, 8, 9], [10, 11]]
+    plain = skip_first_batches(DataLoader(Stream(5), batch_size=2), 1)
+    assert batches(plain) == [[2, 3], [4]]
+    with pytest.raises(BadRequest, match="-1"):
+        skip_first_batches(loader, -1)
+
+
+def test_bad_options_are_errors_that_say_what_to_do():
+    loader = DataLoader(Numbers(6), batch_size=2)
+    for options, words in [
+        ({"rng_types": ["dice"]}, "'dice' is not known; use one of 'generator'"),
+        ({"slice_fn_for_dispatch": len}, "needs dispatch_batches=True"),
+        ({"num_processes": 3, "process_index": 0, "split_batches": True}, r"batch size \(2\) % ranks \(3\)"),
+    ]:
+        with pytest.raises(BadRequest, match=words):
+            prepare_data_loader(loader, **options)
+    with pytest.raises(BadRequest, match="not a list"):
+        prepare_data_loader([1, 2])
+    with pytest.raises(BadRequest, match="has no batch_size"):
+        prepare_data_loader(
+            DataLoader(Numbers(4), batch_sampler=[[0], [1]]), num_processes=2, process_index=0, split_batches=True
+        )
+
+
+def test_torchdata_that_is_asked_for_and_not_there_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    with pytest.raises(BadRequest, match="pip install torchdata"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+def test_torchdata_gives_the_batches_where_asked_for():
+    if not find_spec("torchdata"):
+        pytest.skip("torchdata is not installed")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for source in (DataLoader(Numbers(7), batch_size=2), StatefulDataLoader(Numbers(7), batch_size=2)):
+        loader = prepare_data_loader(source, use_stateful_dataloader=True)
+        assert batches(loader) == [[0, 1], [2, 3], [4, 5], [6]]
+        assert isinstance(loader.base_dataloader, StatefulDataLoader)
+        next(iter(loader))
+        again = prepare_data_loader(source, use_stateful_dataloader=True)
+        again.load_state_dict(loader.state_dict())
+        assert batches(again) == [[2, 3], [4, 5], [6]] and len(batches(again)) == 4
+
+
+def test_batches_are_put_on_the_device_where_asked():
+    dataset = TensorDataset(torch.arange(4), torch.arange(4))
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=4), device=torch.device("meta"), put_on_device=True)
+    assert [each.device.type for each in next(iter(loader))] == ["meta", "meta"]
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=4), device=torch.device("meta"))
+    assert [each.device.type for each in next(iter(loader))] == ["cpu", "cpu"]
+
+
+def test_a_loader_made_by_hand_gives_what_its_samplers_give():
+    loader = DataLoaderShard(Numbers(5), batch_size=2, skip_batches=1)
+    assert (batches(loader), len(loader), loader.remainder) == ([[2, 3], [4]], 2, 1)
+
+
+def test_options_are_told_by_name():
+    options = DataLoaderConfiguration(data_seed=4).to_dict()
+    assert options["data_seed"] == 4 and options["even_batches"] and options["dispatch_batches"] is None
+    assert pickle.loads(pickle.dumps(DataLoaderConfiguration())) == DataLoaderConfiguration()
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp"), ("dp", "cp", "fsdp")])
+def test_ranks_that_differ_along_tp_and_cp_alone_have_one_part(names):
+    layout = torch.arange(2 ** len(names)).reshape([2] * len(names))
+    mesh = SimpleNamespace(
+        mesh=layout, mesh_dim_names=names, size=lambda axis=None: 2 if axis is not None else layout.numel()
+    )
+    parts = mesh_deal(mesh)
+    for rank, part in enumerate(parts):
+        place = (layout == rank).nonzero()[0].tolist()
+        mesh.get_local_rank = place.__getitem__
+        assert data_ranks(mesh, layout.numel())[1] == part

@@ -1,0 +1,219 @@
+"""Who gets which samples: the table, and what must hold for every table that one could write."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.data.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+
+TABLE = [
+    # P, n, b, split | keep the last, even | keep the last, uneven | drop the last
+    (2, 1, 2, False, "00|00", "0|-", "-|-"),
+    (2, 3, 2, False, "01|20", "01|2", "-|-"),
+    (2, 5, 2, False, "01,40|23,12", "01,4|23", "01|23"),
+    (2, 7, 2, False, "01,45|23,60", "01,45|23,6", "01|23"),
+    (3, 2, 2, False, "01|01|01", "01|-|-", "-|-|-"),
+    (3, 8, 2, False, "01,67|23,01|45,23", "01,67|23|45", "01|23|45"),
+    (4, 5, 2, False, "01|23|40|12", "01|23|4|-", "-|-|-|-"),
+    (2, 5, 2, True, "0,2,4|1,3,0", "0,2,4|1,3", "0,2|1,3"),
+    (4, 7, 4, True, "0,4|1,5|2,6|3,0", "0,4|1,5|2,6|3", "0|1|2|3"),
+]
+
+
+def shards(batch_sampler, ranks, split=False, even=True):
+    return [BatchSamplerShard(batch_sampler, ranks, rank, split, even) for rank in range(ranks)]
+
+
+def written(batches_of_ranks):
+    return "|".join(",".join("".join(map(str, batch)) for batch in batches) or "-" for batches in batches_of_ranks)
+
+
+@pytest.mark.parametrize(("ranks", "n", "size", "split", "even", "uneven", "dropped"), TABLE)
+def test_the_table(ranks, n, size, split, even, uneven, dropped):
+    keep, drop = BatchSampler(range(n), size, False), BatchSampler(range(n), size, True)
+    assert written(shards(keep, ranks, split, True)) == even
+    assert written(shards(keep, ranks, split, False)) == uneven
+    assert written(shards(drop, ranks, split, True)) == written(shards(drop, ranks, split, False)) == dropped
+
+
+@pytest.mark.parametrize("n", range(7))
+def test_a_batch_that_cannot_be_split_evenly_is_an_error_that_shows_the_arithmetic(n):
+    with pytest.raises(ValueError, match=r"batch size \(2\) % ranks \(3\) = 2"):
+        BatchSamplerShard(BatchSampler(range(n), 2, False), 3, 0, split_batches=True)
+
+
+cases = st.fixed_dictionaries(
+    {
+        "ranks": st.integers(1, 4),
+        "n": st.integers(0, 12),
+        "rows": st.integers(1, 4),
+        "drop": st.booleans(),
+        "split": st.booleans(),
+        "even": st.booleans(),
+        "as_list": st.booleans(),
+        "skip": st.integers(0, 4),
+    }
+)
+
+
+def sampler_of(case):
+    size = case["rows"] * case["ranks"] if case["split"] else case["rows"]
+    sampler = BatchSampler(range(case["n"]), size, case["drop"])
+    if not case["as_list"]:
+        return sampler, size
+    batches = type("Batches", (list,), {"batch_size": size, "drop_last": case["drop"]})(sampler)
+    return batches, size
+
+
+@given(case=cases)
+def test_every_sample_comes_once_but_for_padding_and_len_is_right(case):
+    sampler, size = sampler_of(case)
+    before = copy.deepcopy(list(sampler))
+    of_ranks = shards(sampler, case["ranks"], case["split"], case["even"])
+    dealt = [list(shard) for shard in of_ranks]
+    assert list(sampler) == before
+    assert [len(shard) for shard in of_ranks] == [len(batches) for batches in dealt]
+    if case["even"] or case["drop"]:
+        assert len({len(batches) for batches in dealt}) == 1
+        assert {len(batch) for batches in dealt for batch in batches} <= {case["rows"]}
+    counts = Counter(index for batches in dealt for batch in batches for index in batch)
+    total = size if case["split"] else size * case["ranks"]
+    kept = case["n"] // total * total if case["drop"] else case["n"]
+    assert set(counts) == set(range(kept))
+    missing = -kept % total if case["even"] and not case["drop"] and kept else 0
+    assert sum(counts.values()) == kept + missing
+
+
+@given(case=cases)
+def test_rounds_say_what_is_real_in_the_order_of_the_data(case):
+    sampler, size = sampler_of(case)
+    shard = BatchSamplerShard(sampler, case["ranks"], 0, case["split"], case["even"])
+    real = []
+    rounds = list(shard.rounds())
+    for each in rounds:
+        for rank, part in enumerate(each.parts):
+            assert (part is not None) == (each.share is None or rank in each.share.ranks)
+            assert len(part or ()) <= (case["rows"] if each.share is None else each.share.rows)
+            real += list(part or ())[: case["rows"] if each.share is None else each.share.real[rank]]
+    total = size if case["split"] else size * case["ranks"]
+    assert real == list(range(case["n"] // total * total if case["drop"] else case["n"]))
+    for rank in range(case["ranks"]):
+        lasts = [each.last[rank] for each in rounds if each.parts[rank] is not None]
+        assert lasts == [False] * (len(lasts) - 1) + [True] * bool(lasts)
+    assert list(shard.rounds(case["skip"])) == rounds[case["skip"] :]
+
+
+@given(lengths=st.lists(st.integers(1, 4), max_size=9), ranks=st.integers(1, 4), even=st.booleans())
+def test_batches_of_any_lengths_are_dealt_whole(lengths, ranks, even):
+    numbers = iter(range(100))
+    batches = [[next(numbers) for _ in range(length)] for length in lengths]
+    before = copy.deepcopy(batches)
+    shard = BatchSamplerShard(batches, ranks, 0, even_batches=even)
+    rounds = list(shard.rounds())
+    assert [part for each in rounds for part in each.parts if part is not None][: len(batches)] == before == batches
+    for each in rounds:
+        for part, count in zip(each.parts, each.share.real if each.share else (), strict=False):
+            assert count in {0, len(part or ())}
+    assert all(len(part or ()) <= each.share.rows for each in rounds if each.share for part in each.parts)
+    if even:
+        assert all(None not in each.parts for each in rounds)
+
+
+def test_rows_of_the_last_round_hold_the_longer_batch_that_is_repeated_in_it():
+    *_, last = BatchSamplerShard([[0, 1, 2, 3], [4], [5]], 2, 0).rounds()
+    assert last.parts == [[5], [0, 1, 2, 3]]
+    assert (last.share.real, last.share.rows) == ((1, 0), 4)
+
+
+@given(case=cases)
+def test_a_stream_is_dealt_like_a_split_sampler_of_all_ranks_samples(case):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(case["n"]))
+
+        def __len__(self):
+            return case["n"]
+
+    rows, ranks = case["rows"], case["ranks"]
+    size = rows * ranks if case["split"] else rows
+    streams = [
+        IterableDatasetShard(Stream(), size, case["drop"], ranks, rank, case["split"], case["even"])
+        for rank in range(ranks)
+    ]
+    whole = BatchSampler(range(case["n"]), rows * ranks, case["drop"])
+    expected = [[i for batch in shard for i in batch] for shard in shards(whole, ranks, True, case["even"])]
+    assert [list(each) for each in streams] == expected
+    assert [len(each) for each in streams] == [len(each) for each in expected]
+
+
+@pytest.mark.processes
+def test_workers_of_a_plain_loader_share_a_stream_in_its_order():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(11))
+
+    shard = IterableDatasetShard(Stream(), 2, False, 2, 0)
+    batches = [batch.tolist() for batch in DataLoader(shard, batch_size=2, num_workers=2)]
+    assert batches == [[0, 1], [4, 5], [8, 9]]
+
+
+class FromTheStart(IterableDataset):
+    """Is its own iterator, and each question for one begins anew."""
+
+    def __iter__(self):
+        self.numbers = iter(range(5))
+        return self
+
+    def __next__(self):
+        return next(self.numbers)
+
+
+def test_a_stream_that_is_its_own_iterator_is_asked_for_it_once():
+    assert [list(IterableDatasetShard(FromTheStart(), 1, False, 2, rank)) for rank in range(2)] == [
+        [0, 2, 4],
+        [1, 3, 0],
+    ]
+
+
+def test_a_stream_whose_batch_cannot_be_split_evenly_is_an_error():
+    with pytest.raises(BadRequest, match=r"batch size \(3\) % ranks \(2\)"):
+        IterableDatasetShard(range(9), 3, num_processes=2, split_batches=True)
+
+
+def test_a_seedable_shuffle_depends_on_seed_and_epoch_alone():
+    first = SeedableRandomSampler(range(20), data_seed=3)
+    torch.manual_seed(9)
+    second = SeedableRandomSampler(range(20), data_seed=3)
+    epochs = [list(first) for _ in range(3)]
+    assert sorted(epochs[0]) == list(range(20)) and epochs[0] != epochs[1] != epochs[2]
+    second.set_epoch(2)
+    assert list(second) == epochs[2]
+    assert list(SeedableRandomSampler(range(20), data_seed=4)) != epochs[0]
+
+
+def test_skipped_batches_are_gone_and_counted():
+    sampler = SkipBatchSampler(BatchSampler(range(7), 2, False), 2)
+    assert list(sampler) == [[4, 5], [6]]
+    assert (len(sampler), sampler.total_length) == (2, 4)
+    assert (list(SkipBatchSampler([[1]], 3)), len(SkipBatchSampler([[1]], 3))) == ([], 0)
+
+
+def test_skipping_a_million_samples_takes_no_time_that_a_person_would_see():
+    shard = BatchSamplerShard(BatchSampler(RandomSampler(range(1_000_000)), 10, False), 2, 0)
+    started = time.thread_time()
+    assert next(shard.rounds(49_999)).number == 49_999
+    assert time.thread_time() - started < 1

@@ -1,0 +1,360 @@
+"""torchdata's loader in a prepared one: a dataset's own state goes on where it was, in each worker and on each rank."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from rankbook.runtime import Accelerator, DataLoaderConfiguration, prepare_data_loader
+from rankbook.runtime.data.loader_state import Position
+from rankbook.runtime.data.stateful import put_back
+from tests.rank_processes import run_ranks
+
+pytest.importorskip("torchdata", reason="it is the person's to install")
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+
+
+class Counting(Dataset):
+    """Tells with each item how many this copy of it has read before."""
+
+    def __init__(self, n=24):
+        self.n, self.read = n, 0
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.read += 1
+        return index, self.read
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
+def prepared(workers=0, dataset=None, **options):
+    more = {"multiprocessing_context": "fork"} if workers else {}
+    source = DataLoader(dataset or Counting(), batch_size=2, shuffle=True, num_workers=workers, **more)
+    return prepare_data_loader(source, data_seed=3, use_stateful_dataloader=True, **options)
+
+
+def told(batches):
+    return [[each.tolist() for each in batch] for batch in batches]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fresh_loader_goes_on_with_the_state_that_each_worker_s_dataset_had(workers):
+    first = prepared(workers)
+    whole, states = [], []
+    for batch in first:
+        whole += told([batch])
+        states.append(first.state_dict())
+    assert whole[-1][1] == ([11, 12] if workers else [23, 24])
+    for at in (1, 4, 7):
+        again = prepared(workers)
+        again.load_state_dict(states[at - 1])
+        assert again.state_dict()["reader"] == states[at - 1]["reader"]  # not begun: what was loaded is told
+        rest, second = [], None
+        for batch in again:
+            rest += told([batch])
+            second = second or again.state_dict()
+        assert rest == whole[at:]
+        third = prepared(workers)  # a pass that was resumed once is resumed again
+        third.load_state_dict(second)
+        assert told(third) == whole[at + 1 :]
+
+
+@pytest.mark.processes
+def test_the_next_epoch_goes_on_with_it_too_where_no_worker_has_taken_it_along():
+    first = prepared()
+    list(first)
+    state = first.state_dict()
+    following = told(first)
+    again = prepared()
+    again.load_state_dict(state)
+    assert told(again) == following and following[0][1] == [25, 26]
+    assert list(prepared(2)) and prepared(2).state_dict()["reader"] is None
+
+
+def test_another_epoch_leaves_what_was_loaded():
+    first = prepared()
+    next(iter(first))
+    again = prepared()
+    again.load_state_dict(first.state_dict())
+    again.set_epoch(9)
+    assert told(again)[0][1] == [1, 2]
+
+
+@pytest.mark.processes
+def test_other_workers_get_the_batches_that_follow_and_a_warning():
+    first = prepared(2)
+    whole = [batch[0] for batch in told(first)]
+    stopped = prepared(2)
+    for _, _ in zip(range(3), stopped, strict=False):
+        pass
+    again = prepared(0)
+    again.load_state_dict(stopped.state_dict())
+    with pytest.warns(UserWarning, match="rank 0 of 1 with 2 workers, and this is rank 0 of 1 with 0"):
+        rest = told(again)
+    assert [batch[0] for batch in rest] == whole[3:] and rest[0][1] == [1, 2]
+
+
+def test_a_dataset_without_a_state_has_none_told():
+    loader = prepared(dataset=range(8))
+    next(iter(loader))
+    assert "reader" not in loader.state_dict()
+
+
+def over_a_checkpoint(folder, workers):
+    def train(read):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=3, use_stateful_dataloader=True))
+        more = {"multiprocessing_context": "fork"} if workers else {}
+        dataset = Counting()
+        dataset.read = read * accelerator.process_index
+        return accelerator, accelerator.prepare(
+            DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers, **more)
+        )
+
+    accelerator, loader = train(100)
+    whole = []
+    for number, batch in enumerate(loader):
+        whole += told([batch])
+        if number == 2:
+            accelerator.save_state(folder)
+    accelerator.free_memory()
+    accelerator, loader = train(0)
+    accelerator.load_state(folder)
+    return whole[3:], told(loader)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_rank_s_own_state_is_in_a_checkpoint(tmp_path, workers):
+    for rank, (whole, rest) in enumerate(run_ranks(over_a_checkpoint, 2, str(tmp_path / "state"), workers)):
+        assert rest == whole and whole[0][1] == [100 * rank + 7, 100 * rank + 8]
+
+
+class Stream(IterableDataset):
+    """Is where it is: a loop that is left goes on there. Draws with each sample; `read` counts what is made here."""
+
+    def __init__(self, n=22):
+        self.n, self.at, self.read, self.rng = n, 0, 0, np.random.default_rng()
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            self.read += 1
+            yield self.at - 1, random.random(), self.rng.random()
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, "rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state):
+        self.at, self.rng = state["at"], np.random.default_rng()
+        self.rng.bit_generator.state = state["rng"]
+
+
+class StartingPoint(Stream):
+    """As the datasets of Hugging Face: it shows what was loaded once it is read, and begins each pass there."""
+
+    loaded = None
+
+    def __iter__(self):
+        self.at = self.loaded or 0
+        yield from super().__iter__()
+        self.at = self.n
+
+    def load_state_dict(self, state):
+        self.loaded = state["at"]
+
+
+class Iterated(IterableDataset):
+    """The state is that of its iterators."""
+
+    read = 0
+
+    def __iter__(self):
+        return Iterator(self, 22)
+
+
+class Iterator(Stream):
+    def __init__(self, dataset, n):
+        super().__init__(n)
+        self.dataset = dataset
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.n:
+            raise StopIteration
+        self.at += 1
+        self.dataset.read += 1
+        return self.at - 1, random.random(), 0.0
+
+
+class Itself(Iterator):
+    """Its own iterator, which begins anew."""
+
+    def __init__(self):
+        super().__init__(self, 22)
+
+    def __iter__(self):
+        self.at = 0
+        return self
+
+
+class Late(Itself):
+    """Has a state once it is read, and not before."""
+
+    def __init__(self):
+        super().__init__()
+        del self.at
+
+
+class Stateless(IterableDataset):
+    read = 0
+
+    def __iter__(self):
+        for index in range(22):
+            self.read += 1
+            yield index, random.random(), 0.0
+
+
+def streaming(kind=Stream, workers=0, ranks=2, rank=1, **options):
+    more = {"multiprocessing_context": "fork", "num_workers": workers, **options} if workers else {}
+    return prepare_data_loader(
+        DataLoader(kind(), batch_size=2, **more),
+        num_processes=ranks,
+        process_index=rank,
+        data_seed=3,
+        use_stateful_dataloader=True,
+    )
+
+
+def with_states(loader):
+    batches, states = [], []
+    for batch in loader:
+        batches += told([batch])
+        states.append(loader.state_dict())
+    return batches, states
+
+
+KINDS = [Stream, StartingPoint, Iterated, Itself, Late, Stateless]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *[(each, 0) for each in KINDS],
+        (Stream, 2),
+        *[pytest.param(each, 2, marks=pytest.mark.full) for each in KINDS[1:]],
+    ],
+)
+def test_a_stream_goes_on_where_it_was(kind, workers):
+    first = streaming(kind, workers)
+    for epoch in range(2):
+        whole, states = with_states(first)
+        following = told(first)
+        assert [batch[0] for batch in whole] == [[2, 3], [6, 7], [10, 11], [14, 15], [18, 19], [0, 1]]
+        for at in (1, 2, 5):
+            again = streaming(kind, workers)
+            again.load_state_dict(states[at - 1])
+            rest, later = with_states(again)
+            assert rest == whole[at:] and told(again) == following, (epoch, at)
+            if not workers:  # the first round fills up the last; one pass follows
+                read = again.dataset.read - 22
+                assert read == (22 if kind is Stateless else 22 - 4 * at + 4)
+            if at == 2:  # resumed again, over a resumed pass
+                third = streaming(kind, workers)
+                third.load_state_dict(later[1])
+                assert told(third) == whole[4:] and told(third) == following
+        first.set_epoch(7 + epoch)
+        list(first)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("then", [0, 1, 2])
+def test_a_stream_goes_on_with_any_number_of_workers(then):
+    first = streaming(workers=2, prefetch_factor=4)
+    whole, states = with_states(first)
+    assert states[2]["reader"]["state"]["dataset"]["at"] == 12  # and not what was read ahead
+    for now in {0, 1, 2} - {then}:
+        again = streaming(workers=now, **({"persistent_workers": True} if now else {}))
+        told(again)
+        following = told(again)
+        for at in (3, 4):
+            again.load_state_dict(states[at - 1])
+            assert told(again) == whole[at:]
+        again.set_epoch(1)
+        assert told(again) == following
+        elsewhere = copy.deepcopy(states[2])  # it is the state that counts, and not the number of batches
+        elsewhere["reader"]["state"]["dataset"]["at"] = 0
+        again.load_state_dict(elsewhere)
+        assert told(again)[0][0] == [2, 3]
+
+
+def test_a_stream_goes_on_at_another_world_size():
+    _, states = with_states(streaming())
+    for ranks, rounds in ((1, 6), (3, 2), (6, 1)):
+        others = [streaming(ranks=ranks, rank=rank) for rank in range(ranks)]
+        rest = []
+        for each in others:
+            each.load_state_dict(states[2])
+            rest.append([batch[0] for batch in told(each)])
+            filled_up = 0 if ranks == 1 else 2 * ranks
+            assert each.dataset.read == 10 + filled_up and each.position.delivered == rounds + len(rest[-1])
+        dealt = [index for batches in zip(*rest, strict=True) for batch in batches for index in batch]
+        assert dealt[:10] == list(range(12, 22))
+        assert dealt[10:] == list(range(len(dealt) - 10))  # what fills up the last round: the first samples
+
+
+def test_a_state_that_does_not_fit_the_dataset_is_left_with_a_warning():
+    stream, items = streaming(), prepared(num_processes=2, process_index=1)
+    next(iter(stream))
+    next(iter(items))
+    for loader, other in ((streaming(), items), (prepared(num_processes=2, process_index=1), stream)):
+        loader.load_state_dict(other.state_dict())
+        with pytest.warns(UserWarning, match="another kind of dataset"):
+            told(loader)
+    position = Position(resume=2, reader=stream.state_dict()["reader"])
+    with pytest.warns(UserWarning, match="after 2 rounds, and rank 0 continues after 3"):
+        assert put_back(stream.parts.inner, stream.parts.fetch, (1, 2), position, 3) == 3
+
+
+def a_stream_over_a_checkpoint(folder, workers, save):
+    options = DataLoaderConfiguration(data_seed=3, use_stateful_dataloader=True, dispatch_batches=False)
+    more = {"multiprocessing_context": "fork"} if workers else {}
+    accelerator = Accelerator(dataloader_config=options)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2, num_workers=workers, **more))
+    if not save:
+        accelerator.load_state(folder)
+        return told(loader), loader.dataset.read
+    whole = []
+    for number, batch in enumerate(loader):
+        whole += told([batch])
+        if number == 2:
+            accelerator.save_state(folder)
+    return whole
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkpoint_has_the_stream_s_state_for_as_many_ranks_and_for_others(tmp_path, workers):
+    folder = str(tmp_path / "state")
+    first = run_ranks(a_stream_over_a_checkpoint, 2, folder, workers, True)
+    again = run_ranks(a_stream_over_a_checkpoint, 2, folder, workers, False)
+    read = 0 if workers else 14
+    assert again == [(whole[3:], read) for whole in first] and len(first[0]) == 6
+    [(alone, read)] = run_ranks(a_stream_over_a_checkpoint, 1, folder, workers, False)
+    assert [batch[0] for batch in alone] == [[at, at + 1] for at in range(12, 22, 2)] and read in {0, 10}

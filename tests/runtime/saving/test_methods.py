@@ -1,0 +1,427 @@
+"""Checkpoints of a training, in one process: numbers, hooks, what is in the background, files of a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import safetensors.torch as torch_files
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
+from rankbook.checkpoint.storage import LocalStorage
+from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
+from rankbook.runtime.gradient_accumulation import window
+from rankbook.runtime.saving import model_files
+from rankbook.runtime.state import AcceleratorState
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def trained(accelerator, seed=1, steps=1):
+    """A model and its optimizer that have stepped."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
+    for _ in range(steps):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def numbers(folder):
+    return sorted(each.name for each in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_who_never_saves_pays_nothing():
+    code = (
+        "import sys\nfrom rankbook.runtime import Accelerator\nAccelerator().prepare()\n"
+        "print([name for name in sys.modules if name.startswith(('rankbook.checkpoint', 'safetensors'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
+def test_several_models_with_one_optimizer_and_a_parameter_of_none_come_back(tmp_path):
+    def made(seed):
+        accelerator = Accelerator()
+        torch.manual_seed(seed)
+        loose = nn.Parameter(torch.ones(2))
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        both = torch.optim.AdamW([*first.parameters(), *second.parameters(), loose], lr=0.1 * seed)
+        other = torch.optim.SGD(second.parameters(), lr=0.5 * seed, momentum=0.9)
+        first, second, both, other = accelerator.prepare(first, second, both, other)
+        (first(torch.ones(2)) + second(torch.ones(2)) + loose).sum().backward()
+        both.step()
+        other.step()
+        return accelerator, first, second, both, other
+
+    accelerator, *then = made(1)
+    assert accelerator.save_state(tmp_path / "state") == str(tmp_path / "state")
+    assert verify(tmp_path / "state").ok
+    again, *now = made(2)
+    again.load_state(tmp_path / "state")
+    assert all(same(values(one), values(other)) for one, other in zip(then[:2], now[:2], strict=True))
+    for one, other in zip(then[2:], now[2:], strict=True):
+        assert [group["lr"] for group in one.param_groups] == [group["lr"] for group in other.param_groups]
+        states = [[*each.state_dict()["state"].values()] for each in (one, other)]
+        assert len(states[0]) == len(states[1]) > 0
+        assert all(same(*pair) for pair in zip(*states, strict=True))
+
+
+def test_an_optimizer_goes_back_to_before_its_first_step_and_forward_again(tmp_path):
+    accelerator = Accelerator()
+    prepared = trained(accelerator, steps=0)
+    accelerator.save_state(tmp_path / "fresh")
+    del prepared
+    _model, optimizer = trained(accelerator, steps=2)
+    accelerator.save_state(tmp_path / "stepped")
+    state = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    accelerator.load_state(tmp_path / "fresh")
+    assert optimizer.state_dict()["state"] == {}
+    accelerator.load_state(tmp_path / "stepped")
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state)
+
+
+def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):
+    def project(limit=2):
+        return ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=limit)
+
+    accelerator = Accelerator(project_config=project())
+    prepared = [trained(accelerator)]
+    for _number in range(3):
+        accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_9.partial").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_of_mine").mkdir()
+    later = Accelerator(project_config=project())
+    prepared.append(trained(later))
+    later.project_configuration.iteration = 2
+    with pytest.raises(BadRequest, match=r"checkpoint_2 already: load_state\(\) goes on behind the latest"):
+        later.save_state()
+    later.load_state()
+    assert later.save_iteration == 3
+    later.save_state(async_=True).wait()
+    assert numbers(tmp_path) == ["checkpoint_2", "checkpoint_3", "checkpoint_of_mine"]
+    earlier = Accelerator(project_config=project())
+    prepared[:] = [trained(earlier)]
+    earlier.save_state()
+    assert numbers(tmp_path) == ["checkpoint_0", "checkpoint_3", "checkpoint_of_mine"], "the newest stays"
+    earlier.save_state(tmp_path / "checkpoints" / "checkpoint_of_mine")
+    earlier.load_state(tmp_path / "checkpoints" / "checkpoint_of_mine")
+    assert earlier.save_iteration == 1
+
+
+def test_hooks_may_save_a_model_themselves_and_what_they_write_stays(tmp_path):
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    folder = tmp_path / "state"
+
+    def save(models, states, where):
+        assert models == [model]
+        (folder / "mine").mkdir(parents=True, exist_ok=True)
+        torch.save(states.pop(), folder / "mine" / "weights.pt")
+
+    def load(models, where):
+        models.pop().load_state_dict(torch.load(folder / "mine" / "weights.pt"))
+
+    accelerator.register_save_state_pre_hook(save)
+    for _ in range(2):
+        accelerator.save_state(folder)
+    expected = values(model)
+    assert not any(key.startswith("model.") for key in load_metadata(folder).tensors)
+    assert (folder / "mine" / "weights.pt").is_file()
+    assert not (tmp_path / "state.partial").exists()
+    model[0].weight.data.zero_()
+    with pytest.raises(BadRequest, match="has no model: prepare what was prepared"):
+        accelerator.load_state(folder)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state(folder)
+    assert same(values(model), expected)
+
+    def rename(models, states, where):
+        states[0] = {"0.weight": torch.full((4, 3), 7.0)}
+
+    other = Accelerator()
+    model, _ = trained(other)
+    other.register_save_state_pre_hook(rename)
+    other.save_state(folder)
+    with pytest.raises(CheckpointingException, match=r"does not fit the model; it has no: '0.bias'"):
+        other.load_state(folder)
+    other.load_state(folder, strict=False)
+    assert (model[0].weight == 7).all()
+
+
+def test_what_does_not_fit_is_said_before_anything_changes(tmp_path):
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    model.add_module("more", nn.Linear(1, 1))
+    before = values(model)
+    with pytest.raises(CheckpointingException, match=r"it has no: 'more.bias', 'more.weight'. strict=False loads"):
+        accelerator.load_state(tmp_path / "state")
+    del model.more, model[1]
+    with pytest.raises(CheckpointingException, match=r"only it has: 'model.1.bias', .* strict=False loads the rest"):
+        accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(BadRequest, match="has no custom_checkpoint: prepare what was prepared"):
+        accelerator.load_state(tmp_path / "state")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.pt").touch()
+    with pytest.raises(BadRequest, match="before checkpoints were sharded"):
+        accelerator.load_state(tmp_path / "old")
+    from rankbook import checkpoint
+
+    checkpoint.save({"x": torch.ones(1)}, tmp_path / "other", step=1)
+    with pytest.raises(BadRequest, match=r"step-1 is no checkpoint of save_state: rankbook.checkpoint.load reads it"):
+        accelerator.load_state(tmp_path / "other" / "step-1")
+
+
+def test_a_save_in_the_background_has_what_was_there_as_it_began(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    model, optimizer = trained(accelerator)
+    counted, gate = Counter([1]), threading.Event()
+    accelerator.register_for_checkpointing(counted)
+    write = LocalStorage.write
+
+    def wait_and_write(storage, path, parts):
+        assert gate.wait(20)
+        return write(storage, path, parts)
+
+    monkeypatch.setattr(LocalStorage, "write", wait_and_write)
+    then, rate = values(model), optimizer.param_groups[0]["lr"]
+    handle = accelerator.save_state(tmp_path / "state", async_=True)
+    assert not handle.done
+    model[0].weight.data.zero_()
+    counted.value.append(2)
+    optimizer.param_groups[0]["lr"] = 5.0
+    drawn = torch.rand(3)
+    gate.set()
+    assert handle.wait(20).name == "state"
+    accelerator.load_state(tmp_path / "state")
+    assert (same(values(model), then), counted.value, optimizer.param_groups[0]["lr"]) == (True, [1], rate)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_save_that_fails_in_the_background_is_told_by_the_handle_and_the_next_save(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    then = values(model)
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "write", fail)
+        handle = accelerator.save_state(tmp_path / "state", async_=True)
+        assert async_save.finish(20)
+        assert "the disk is full" in str(handle.error)
+        assert "the disk is full" in repr(handle)
+    with pytest.raises(
+        CheckpointingException, match=r"the save before this one failed in the background.*disk is full"
+    ):
+        accelerator.save_state(tmp_path / "state")
+    model[0].weight.data.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert same(values(model), then), "the checkpoint before it is as it was"
+    accelerator.save_state(tmp_path / "state")
+
+
+def test_a_checkpoint_may_lie_where_fsspec_reaches():
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    then = values(model)
+    accelerator.save_state("memory://runs/state")
+    model[0].weight.data.zero_()
+    accelerator.load_state("memory://runs/state")
+    assert same(values(model), then)
+    with pytest.raises(BadRequest, match="such as memory://run/state"):
+        accelerator.save_state("memory://state")
+
+
+def test_gradients_that_gather_up_are_said_not_to_be_stored(tmp_path, caplog):
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(torch.ones(9, 1)), batch_size=1)
+    )
+
+    def steps(stop=None):
+        synced = []
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                synced.append(accelerator.sync_gradients)
+                optimizer.step()
+                optimizer.zero_grad()
+            if len(synced) == stop:
+                accelerator.save_state(tmp_path / "state")
+                break
+        return synced
+
+    steps(3)
+    assert "window" not in caplog.text
+    steps(4)
+    assert "save_state within a window of accumulation" in caplog.text
+    accelerator.load_state(tmp_path / "state")
+    assert steps() == [False, False, True, False, True], "a window begins with the next batch"
+
+
+def read(folder):
+    """Return every tensor of safetensors files; each begins at a multiple of its element's size."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= torch_files.load_file(file)
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
+    return found
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.small = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+
+
+def test_a_model_is_written_as_safetensors_whole_or_in_shards_and_tied_weights_once(tmp_path):
+    accelerator = Accelerator()
+    model = accelerator.prepare(Tied())
+    accelerator.save_model(model, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    found = read(tmp_path)
+    assert sorted(found) == ["embedding.weight", "mask", "small"]
+    assert same(found, {name: value for name, value in model.state_dict().items() if name != "head.weight"} | found)
+    accelerator.save_model(model, tmp_path, max_shard_size="20B")
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [*files, "model.safetensors.index.json"]
+    assert same(read(tmp_path), found)
+    (tmp_path / "model.json").touch()
+    accelerator.save_model(model, tmp_path, max_shard_size=10_000)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
+    accelerator.save_model(model, tmp_path / "torch", max_shard_size="20B", safe_serialization=False)
+    loaded = [torch.load(each, weights_only=True) for each in sorted((tmp_path / "torch").glob("*.bin"))]
+    assert same({name: value for each in loaded for name, value in each.items()}, found)
+    accelerator.save(found, tmp_path / "one" / "any.safetensors", safe_serialization=True)
+    assert same(read(tmp_path / "one"), found)
+    with pytest.raises(BadRequest, match="a dict of tensors"):
+        accelerator.save([1], tmp_path / "x", safe_serialization=True)
+
+
+def test_the_safetensors_package_reads_it(tmp_path):
+    model = Accelerator().prepare(Tied())
+    Accelerator().save_model(model, tmp_path)
+    found = torch_files.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["embedding.weight"], model.embedding.weight)
+    torch_files.load_model(Tied(), tmp_path / "model.safetensors")
+
+
+def test_a_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_model(model, tmp_path)
+    then = read(tmp_path)
+    model.weight.data.zero_()
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "write", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            accelerator.save_model(model, tmp_path)
+    assert same(read(tmp_path), then)
+    model.register_buffer("odd", torch.ones(1, dtype=torch.complex128))
+    with pytest.raises(CheckpointingException, match="odd is of type complex128"):
+        accelerator.save_model(model, tmp_path)
+
+
+def test_sizes_are_read_as_people_write_them():
+    found = [model_files.size_of(each) for each in ("10GB", "1.5 mib", 7, "200", "3KB")]
+    assert found == [10**10, 3 * 2**19, 7, 200, 3000]
+    for wrong in ("ten", "5 PB", 0, "-3"):
+        with pytest.raises(BadRequest, match="max_shard_size"):
+            model_files.size_of(wrong)
+
+
+def test_plain_reading_finds_the_names_of_the_model(tmp_path):
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    found = load_plain(tmp_path / "state")
+    assert torch.equal(found["model.0.weight"], model[0].weight)
+    assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= found.keys()
+
+
+def test_a_registered_object_may_hold_what_is_allowed(tmp_path, no_safe_globals):
+    accelerator = Accelerator()
+    best = Counter(np.float64(0.25))
+    accelerator.register_for_checkpointing(best)
+    accelerator.save_state(tmp_path / "state")
+    best.value = None
+    with pytest.raises(CheckpointingException, match=r"allow=\['numpy._core.multiarray.scalar', 'numpy.dtype'\]"):
+        accelerator.load_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state", allow=["numpy._core.multiarray.scalar", np.dtype])
+    assert best.value == 0.25
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "check_precision", lambda *_: None)  # its scaler works on the CPU too
+
+    def made(scale, precision="fp16"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        handler = GradScalerKwargs(init_scale=scale, growth_interval=2)
+        accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[handler])
+        model = nn.Linear(1, 1)
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def scales(accelerator, model, optimizer, steps):
+        found = []
+        for _ in range(steps):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.scaler.get_scale())
+        return found
+
+    first = made(16.0)
+    assert scales(*first, 3) == [16, 32, 32]
+    first[0].save_state(tmp_path / "state")
+    assert scales(*first, 3) == [64, 64, 128]
+    later = made(2.0)
+    later[0].load_state(tmp_path / "state")
+    assert scales(*later, 3) == [64, 64, 128]
+    plain = made(2.0, "no")
+    plain[0].save_state(tmp_path / "plain")
+    begun = made(4.0)
+    begun[0].load_state(tmp_path / "plain")  # without a scale: it begins anew
+    assert begun[0].scaler.get_scale() == 4
+    window.scaler = None

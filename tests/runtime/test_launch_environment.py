@@ -1,0 +1,96 @@
+"""Which setup the environment describes, in each launcher's spelling."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.errors import BadRequest
+from rankbook.runtime.launch_environment import Setup, flag, local_rank_of, read_setup, text
+
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [("torchrun", TORCHRUN), ("PMI", PMI), ("Open MPI", OPEN_MPI), ("MVAPICH", MVAPICH), ("Slurm", SLURM)],
+)
+def test_each_launchers_spelling_is_read(launcher, told):
+    assert read_setup(told | MASTER) == Setup(5, 8, 1, 4, launcher, ("node7", 1234))
+    assert local_rank_of(told) == 1
+
+
+def test_torchruns_spelling_goes_before_the_others():
+    assert read_setup(SLURM | OPEN_MPI | {**TORCHRUN, "RANK": "6"} | MASTER).rank == 6
+
+
+def test_no_description_is_one_process_alone():
+    assert read_setup({}) == Setup()
+    assert local_rank_of({}) is None
+
+
+def test_ranks_of_one_host_meet_there_at_torchs_port():
+    assert read_setup({"RANK": "1", "WORLD_SIZE": "2"}) == Setup(1, 2, 1, 2, "torchrun", ("127.0.0.1", 29500))
+
+
+def test_one_process_of_a_launcher_has_nobody_to_meet():
+    assert read_setup({"RANK": "0", "WORLD_SIZE": "1"}).master is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node[03-07,9],other", "node03"), ("gpu1", "gpu1"), ("a1,a2", "a1"), ("rack[1-2]n.cluster", "rack1n.cluster")],
+)
+def test_slurms_first_host_is_where_they_meet(nodes, first):
+    assert read_setup(SLURM | {"SLURM_STEP_NODELIST": nodes}).master == (first, 29500)
+
+
+def test_slurms_uneven_nodes_have_their_own_sizes():
+    told = SLURM | MASTER | {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    assert [read_setup(told | {"SLURM_NODEID": str(node)}).local_world_size for node in range(3)] == [4, 4, 3]
+
+
+def test_a_script_that_sbatch_runs_without_srun_is_alone():
+    assert read_setup({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == Setup()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "no RANK"),
+        ({"RANK": "1"}, "no WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2: ranks go from 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "is no rank"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is no number"),
+        (TORCHRUN, "MASTER_ADDR is not set"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
+        (SLURM | MASTER | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "no list of sizes"),
+    ],
+)
+def test_a_description_with_a_hole_is_an_error_that_names_it(told, words):
+    with pytest.raises(BadRequest, match=words):
+        read_setup(told)
+
+
+def test_the_first_variable_that_is_set_counts():
+    assert text("A", "B", environment={"B": "2"}) == "2"
+    assert flag("A", "B", environment={"A": "0", "B": "1"}) is False
+    assert flag("A", environment={"A": "True"}) is True
+    assert flag("A", environment={}) is False
+    with pytest.raises(BadRequest, match="either 1 or 0"):
+        flag("A", environment={"A": "perhaps"})

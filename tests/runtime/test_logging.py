@@ -1,0 +1,71 @@
+"""Which rank's records are let through, and where they say they come from."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rankbook.runtime.logging import get_logger
+from rankbook.runtime.process_state import PartialState
+from tests.rank_processes import run_ranks
+
+
+def test_a_record_names_its_rank_and_the_line_that_made_it(caplog):
+    log = get_logger("rankbook.test", "debug")
+    log.debug("before there is a state: %d", 1)
+    PartialState(cpu=True)
+    log.info("after", extra={"more": 2})
+    log.warning("to all", main_process_only=False, in_order=True)
+    first, second, third = caplog.records
+    assert first.getMessage() == "before there is a state: 1"
+    assert (first.rank, first.world_size, second.more) == (0, 1, 2)
+    assert {each.filename for each in caplog.records} == {"test_logs.py"}
+    assert {each.funcName for each in caplog.records} == {"test_a_record_names_its_rank_and_the_line_that_made_it"}
+    assert third.getMessage() == "to all"
+
+
+def test_a_level_that_is_off_is_off(caplog, monkeypatch):
+    get_logger("rankbook.test", "error").warning("no")
+    monkeypatch.setenv("RANKBOOK_LOG_LEVEL", "info")
+    get_logger("rankbook.test").info("yes")
+    assert [each.getMessage() for each in caplog.records] == ["yes"]
+
+
+def test_a_warning_is_given_once(caplog):
+    log = get_logger("rankbook.test.once", "warning")
+    for text in ("a", "a", "b"):
+        log.warning_once(text)
+    assert [each.getMessage() for each in caplog.records] == ["a", "b"]
+
+
+@pytest.mark.processes
+def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
+    def on_rank():
+        state, store = PartialState(), dist.distributed_c10d._get_default_store()
+        seen = []
+
+        class Keep(logging.Handler):
+            def emit(self, record):
+                if record.getMessage() == "turn" and state.is_main_process:
+                    with pytest.raises(RuntimeError, match=r"(?i)timeout"):  # for that long no other one takes its turn
+                        store.wait(["too early"], timedelta(seconds=0.3))
+                elif record.getMessage() == "turn":
+                    store.set("too early", "")
+                seen.append((record.getMessage(), record.rank, store.add("turn", 1)))
+
+        log = get_logger("test", "info")
+        log.logger.addHandler(Keep())
+        log.info("main")
+        state.wait_for_everyone()
+        log.info("turn", main_process_only=False, in_order=True)
+        log.debug("too low, and still everybody's turn", main_process_only=False, in_order=True)
+        return seen
+
+    assert run_ranks(on_rank, 3) == [
+        [("main", 0, 1), ("turn", 0, 2)],
+        [("turn", 1, 3)],
+        [("turn", 2, 4)],
+    ]
