@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Mapping
 from threading import Lock
 
-from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import MANIFEST, Manifest
-from rankbook.checkpoint.pickles import foreign
-from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import read_all
-from rankbook.checkpoint.structure import decode
-from rankbook.checkpoint.verifying import verify
+from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
+from rankbook.checkpoint.format.structure import decode
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.tools.verify import verify
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint
 
@@ -44,21 +44,21 @@ class FolderShelf:
         with self._lock:
             try:
                 names = self._storage.list()
-                if folders.is_checkpoint(names):
+                if steps.is_checkpoint(names):
                     return CheckpointFolder(self._folder, (self._stored("", None, latest=True),), "")
                 trouble, latest = "", None
                 try:
-                    latest = folders.read_latest(self._storage)
+                    latest = steps.read_latest(self._storage)
                 except CheckpointingException as error:
                     trouble = str(error)
                 found = []
-                for step in folders.finished(self._storage):
+                for step in steps.finished(self._storage):
                     with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
-                        made = self._stored(folders.folder_of(self._storage, step), step, latest=step == latest)
-                        if made.checked != "damaged" or step in folders.finished(self._storage):
+                        made = self._stored(steps.folder_of(self._storage, step), step, latest=step == latest)
+                        if made.checked != "damaged" or step in steps.finished(self._storage):
                             found.append(made)
                 found += [self._stored(name, None, latest=False) for name in self._others(names)]
-                found += [self._rest(name) for name in folders.partials(self._storage)]
+                found += [self._rest(name) for name in steps.partials(self._storage)]
             except (OSError, CheckpointingException) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
             return CheckpointFolder(self._folder, tuple(found), trouble)
@@ -83,8 +83,8 @@ class FolderShelf:
 
     def delete(self, name: str) -> str:
         """See `Shelf`. A step that is being saved stays."""
-        if name in folders.partials(self._storage):
-            if (owner := folders.owner_of(self._storage, name)) is not None:
+        if name in steps.partials(self._storage):
+            if (owner := steps.owner_of(self._storage, name)) is not None:
                 raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
             self._storage.remove(name)
             return f"{name} was deleted"
@@ -94,12 +94,12 @@ class FolderShelf:
         if step is None:
             self._storage.remove(name)
         else:
-            folders.remove(self._storage, step)
+            steps.remove(self._storage, step)
         return f"{name} was deleted"
 
     def _step(self, name: str) -> int | None:
         """The step of a finished checkpoint that `look` has named; None for one that is no step."""
-        step = folders.step_of(name.removesuffix(".old"))
+        step = steps.step_of(name.removesuffix(".old"))
         if step is not None:
             return step
         if self._is_whole_folder(name) or name in self._others(self._storage.list()):
@@ -112,13 +112,13 @@ class FolderShelf:
             name
             for name in sorted(names)
             if names[name] is None
-            and folders.step_of(name.removesuffix(".old")) is None
-            and not name.endswith(folders.PARTIAL)
-            and folders.is_checkpoint(self._storage.list(name))
+            and steps.step_of(name.removesuffix(".old")) is None
+            and not name.endswith(steps.PARTIAL)
+            and steps.is_checkpoint(self._storage.list(name))
         ]
 
     def _is_whole_folder(self, name: str) -> bool:
-        return name == self._own_name() and folders.is_checkpoint(self._storage.list())
+        return name == self._own_name() and steps.is_checkpoint(self._storage.list())
 
     def _whole_path(self, name: str) -> str:
         return f"{self._folder.rstrip('/')}/{name}"
@@ -178,10 +178,10 @@ class FolderShelf:
         return decode(read_all(self._storage, where), where)
 
     def _rest(self, name: str) -> StoredCheckpoint:
-        owner = folders.owner_of(self._storage, name) if name.endswith(folders.PARTIAL) else None
+        owner = steps.owner_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
         return StoredCheckpoint(
             name=name,
-            step=folders.step_of(name.removesuffix(folders.PARTIAL)),
+            step=steps.step_of(name.removesuffix(steps.PARTIAL)),
             created=None,
             bytes=sum(size or 0 for size in self._storage.list(name).values()),
             world_size=None,

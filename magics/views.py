@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from rankbook.checkpoint.manifest import Manifest
+from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster_source import ClusterFeed
 from rankbook.magics.shelf import FolderShelf

@@ -116,10 +116,10 @@ MUTANTS = (
         "runtime/test_gradient_accumulation.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/verifying.py",
+        "kernel/rankbook/checkpoint/tools/verify.py",
         "if joined and joined[-1][1] == start:",
         "if joined and joined[-1][1] > start:",
-        "checkpoint/test_verifying.py::test_adjacent_damaged_pieces_are_named_as_one_range",
+        "checkpoint/tools/test_verify.py::test_adjacent_damaged_pieces_are_named_as_one_range",
     ),
     # The notebook's side.
     Mutant(
@@ -260,46 +260,46 @@ MUTANTS = (
     ),
     # Checkpoints.
     Mutant(
-        "kernel/rankbook/checkpoint/plan.py",
+        "kernel/rankbook/checkpoint/planning/save_plan.py",
         "if same_common and asked == self._known else",
         "if asked == self._known else",
-        "checkpoint/test_plan.py",
+        "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/folders.py",
+        "kernel/rankbook/checkpoint/storage/steps.py",
         "for step in finished(storage) if step <= latest]",
         "for step in finished(storage)]",
-        "checkpoint/test_folders.py::test_steps_above_the_latest_are_another_story_and_stay",
+        "checkpoint/storage/test_steps.py::test_steps_above_the_latest_are_another_story_and_stay",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/verifying.py",
+        "kernel/rankbook/checkpoint/tools/verify.py",
         "(size := self._names[file.name]) != file.size:",
         "(size := self._names[file.name]) < file.size:",
-        "checkpoint/test_verifying.py::test_bytes_appended_to_a_file_are_told",
+        "checkpoint/tools/test_verify.py::test_bytes_appended_to_a_file_are_told",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/manifest.py",
+        "kernel/rankbook/checkpoint/format/manifest.py",
         "if len(chunk.pieces) == 1 else PIECE",
         "if chunk.pieces else PIECE",
-        "checkpoint/test_manifest.py",
+        "checkpoint/format/test_manifest.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/reading.py",
+        "kernel/rankbook/checkpoint/planning/load_plan.py",
         "starts[1:] > ends[:-1] + gap",
         "starts[1:] >= ends[:-1] + gap",
-        "checkpoint/test_reading.py",
+        "checkpoint/planning/test_load_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/coverage.py",
+        "kernel/rankbook/checkpoint/planning/validation.py",
         "same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
         "same = volume == volumes(whole)",
-        "checkpoint/test_plan.py",
+        "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/checksums.py",
+        "kernel/rankbook/checkpoint/format/checksums.py",
         "length = min(left, piece)",
         "length = piece",
-        "checkpoint/test_checksums.py",
+        "checkpoint/format/test_checksums.py",
     ),
 )
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from rankbook.checkpoint import folders
-from rankbook.checkpoint.checksums import pieces
-from rankbook.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
-from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import Storage
-from rankbook.checkpoint.zips import tensor_in
+from rankbook.checkpoint.format.checksums import pieces
+from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
+from rankbook.checkpoint.format.torch_zip import tensor_in
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import Storage
+from rankbook.checkpoint.storage.local import storage_of
 
 
 def saved_bytes(value) -> bytes:
@@ -69,7 +69,7 @@ def write_checkpoint(
 ) -> Manifest:
     storage = storage_of(where)
     generator = torch.Generator().manual_seed(seed)
-    folder = folders.begin(storage, step)
+    folder = steps.begin(storage, step)
     writers = [Writer(storage, folder, rank, rank) for rank in range(2)]
     stored = {}
     for number in range(tensors):
@@ -97,5 +97,5 @@ def write_checkpoint(
         metadata={"loss": 0.5},
     )
     storage.write(f"{folder}/manifest.json", [encode(manifest)])
-    folders.commit(storage, step)
+    steps.commit(storage, step)
     return manifest

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rankbook.checkpoint.agreement import RankGroup
-from rankbook.checkpoint.checksums import as_bytes
-from rankbook.checkpoint.contents import Wishes, contents_of
-from rankbook.checkpoint.folders import Place
+from rankbook.checkpoint.consistency import RankGroup
+from rankbook.checkpoint.format.checksums import as_bytes
 from rankbook.checkpoint.loading import Loader, find
-from rankbook.checkpoint.strictness import StrictHandling
-from rankbook.checkpoint.telling import Telling
-from rankbook.checkpoint.writing import PlanHistory, Writer
+from rankbook.checkpoint.local_state import Wishes, contents_of
+from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.storage.steps import Place
+from rankbook.checkpoint.strict import StrictHandling
+from rankbook.checkpoint.writer import PlanHistory, Writer
 
 
 class InMemory:

@@ -81,7 +81,7 @@ def told(tmp_path_factory):
 def context(folder):
     import torch.distributed as dist
 
-    from rankbook.checkpoint.storage import storage_of
+    from rankbook.checkpoint.storage.local import storage_of
 
     return dist.get_rank(), dist.get_world_size(), Gate(storage_of(folder))
 
@@ -223,7 +223,7 @@ def test_a_listener_that_raises_is_not_the_saves_failure(folder):
 
     rank, world, _ = context(folder)
     told = []
-    logging.getLogger("rankbook.checkpoint.telling").addFilter(lambda record: told.append(record.getMessage()))
+    logging.getLogger("rankbook.checkpoint.progress").addFilter(lambda record: told.append(record.getMessage()))
 
     def raises(progress):
         if rank == 1 and progress.phase == "writing":

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.checkpoint import folders, load_plain, steps, verify
-from rankbook.checkpoint.describe import describe_folder
-from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint import load_plain, steps, verify
+from rankbook.checkpoint.storage import steps as folders
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.tools.describe import describe_folder
 from rankbook.errors import CheckpointingException
 from tests.rank_processes import run_ranks
 
@@ -106,7 +107,7 @@ def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
 
 
 def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
-    from rankbook.checkpoint.folders import Place
+    from rankbook.checkpoint.storage.steps import Place
 
     storage = storage_of(tmp_path)
     one, other = Place(storage, "f", name="best"), Place(storage, "f", name="best")
@@ -120,7 +121,7 @@ def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
 
 
 def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
-    from rankbook.checkpoint import owners
+    from rankbook.checkpoint.storage import lock
 
     class Unlocked:
         """As NFS: exclusive creation, and no lock."""
@@ -137,7 +138,7 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
             return getattr(self.inner, name)
 
     one, other = Unlocked(), Unlocked()
-    claim = owners.claim
+    claim = lock.claim
 
     def late(storage, path):
         if not done:  # another saver comes between the look at the claim and the claim
@@ -146,7 +147,7 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
         return claim(storage, path)
 
     done = []
-    monkeypatch.setattr(owners, "claim", late)
+    monkeypatch.setattr(lock, "claim", late)
     with pytest.raises(CheckpointingException, match="step 5 is being saved by"):
         folders.begin(one, 5)
 

@@ -110,7 +110,7 @@ def damaged(root, counts, seed):
     import torch.distributed as dist
 
     from rankbook.checkpoint import load, load_metadata, save, verify
-    from rankbook.checkpoint.contents import everything
+    from rankbook.checkpoint.local_state import everything
 
     rank, world, root = dist.get_rank(), dist.get_world_size(), Path(root)
     for generation, step in enumerate(STEPS):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rankbook.checkpoint.mapping import (
+from rankbook.checkpoint.state_dict.sharded_tensor import (
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,

@@ -108,9 +108,10 @@ def struck(kind, folder, background):
     import torch
     import torch.distributed as dist
 
-    from rankbook.checkpoint import folders, load, save, verify
-    from rankbook.checkpoint.remote import RemoteStorage
-    from rankbook.checkpoint.storage import storage_of
+    from rankbook.checkpoint import load, save, verify
+    from rankbook.checkpoint.storage import steps
+    from rankbook.checkpoint.storage.fsspec import RemoteStorage
+    from rankbook.checkpoint.storage.local import storage_of
 
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = storage_of(folder) if kind == "local" else RemoteStorage(f"file://{folder}", fsspec.filesystem("file"))
@@ -137,7 +138,7 @@ def struck(kind, folder, background):
             == generation
         ), what
         if rank == 0:
-            assert folders.partials(plain) == [], what
+            assert steps.partials(plain) == [], what
             assert verify(plain).ok
         dist.barrier()
     return True

@@ -7,7 +7,7 @@ import torch
 
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.loading import find
-from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import CheckpointingException
 
 

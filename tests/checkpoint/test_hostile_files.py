@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rankbook.checkpoint import CheckpointingException, ShardedObject, ShardedTensor, load, load_plain, save, verify
-from rankbook.checkpoint import manifest as manifests
-from rankbook.checkpoint.opcodes import check
-from rankbook.checkpoint.pickles import read_metadata
-from rankbook.checkpoint.storage import LocalStorage, storage_of
+from rankbook.checkpoint.format import manifest as manifests
+from rankbook.checkpoint.format.dcp_metadata import read_metadata
+from rankbook.checkpoint.format.pickle_opcodes import check
+from rankbook.checkpoint.storage.local import LocalStorage, storage_of
 from rankbook.cli import main as cli
 from tests.checkpoint.hand_made import write_checkpoint
 

@@ -100,8 +100,9 @@ def loaded(rank, root):
 
 def check(folder, root, kill, saved):
     """That the previous or the new step is there, whole; that the rest is named, and swept by the next save."""
-    from rankbook.checkpoint import folders, save, steps, verify
-    from rankbook.checkpoint.storage import storage_of
+    from rankbook.checkpoint import save, steps, verify
+    from rankbook.checkpoint.storage import steps as folders
+    from rankbook.checkpoint.storage.local import storage_of
     from rankbook.cli import main as cli
 
     found = rank_processes.run_forked(WORLD, folder, lambda rank: loaded(rank, root))

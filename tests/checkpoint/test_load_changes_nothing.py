@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rankbook.checkpoint import CheckpointingException, ShardedObject, ShardedTensor, load, load_metadata, save
-from rankbook.checkpoint.storage import LocalStorage
+from rankbook.checkpoint.storage.local import LocalStorage
 from tests.rank_processes import run_ranks
 
 KEYS = [f"t{number}" for number in range(4)]

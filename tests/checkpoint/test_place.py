@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.checkpoint import folders
-from rankbook.checkpoint.folders import Place, Retention
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.steps import Place, Retention
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 
@@ -28,7 +28,7 @@ def test_the_next_step_is_one_above_the_highest():
     third.begin()
     assert third.step == 41
     third.abandon()
-    assert folders.finished(storage) == [0, 1, 40]
+    assert steps.finished(storage) == [0, 1, 40]
 
 
 def test_what_a_killed_save_left_is_swept_when_the_next_begins():
@@ -55,7 +55,7 @@ def test_old_steps_go_after_the_new_one_is_there():
     storage = InMemory()
     for step in range(6):
         completed(Place(storage, "f", step, retention=Retention(keep=2, keep_every=3)))
-    assert folders.finished(storage) == [0, 3, 4, 5]
+    assert steps.finished(storage) == [0, 3, 4, 5]
 
 
 def test_a_step_is_safe_where_old_ones_cannot_be_removed():
@@ -71,8 +71,8 @@ def test_a_step_is_safe_where_old_ones_cannot_be_removed():
     completed(Place(storage, "f", 0))
     storage.stuck = True
     completed(Place(storage, "f", 1, retention=Retention(keep=1)))
-    assert folders.read_latest(storage) == 1
-    assert folders.finished(storage) == [0, 1]
+    assert steps.read_latest(storage) == 1
+    assert steps.finished(storage) == [0, 1]
 
 
 def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():

@@ -17,7 +17,7 @@ def part(key, counts, data):
     """This rank's part of the grid, or None."""
     import torch.distributed as dist
 
-    from rankbook.checkpoint.mapping import ShardedTensor
+    from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
 
     rank = dist.get_rank()
     place = divmod(rank, counts[1])

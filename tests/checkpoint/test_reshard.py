@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.contents import HeldTensor
-from rankbook.checkpoint.fetch import Fetch
+from rankbook.checkpoint.format.manifest import PIECE
 from rankbook.checkpoint.loading import find
-from rankbook.checkpoint.manifest import PIECE
-from rankbook.checkpoint.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from rankbook.checkpoint.reading import plan_read
+from rankbook.checkpoint.local_state import HeldTensor
+from rankbook.checkpoint.planning.load_plan import plan_read
+from rankbook.checkpoint.reader import Fetch
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.boxes import cuts, shapes
 from tests.checkpoint.simulated import InMemory, load_ranks, save_ranks

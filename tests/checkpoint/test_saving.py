@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint import agreement, saving
-from rankbook.checkpoint.manifest import PIECE
-from rankbook.checkpoint.plan import PlanCache
-from rankbook.checkpoint.writing import PlanHistory, Writer
+from rankbook.checkpoint import consistency, saving
+from rankbook.checkpoint.format.manifest import PIECE
+from rankbook.checkpoint.planning.save_plan import PlanCache
+from rankbook.checkpoint.writer import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 
@@ -181,7 +181,7 @@ def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
 def test_an_interrupt_anywhere_leaves_nothing_and_the_step_can_be_saved(tmp_path, monkeypatch):
     rc.save(STATE, tmp_path, step=1)
 
-    class Interrupting(agreement.RankGroup):
+    class Interrupting(consistency.RankGroup):
         def exchange(self, work, combine):
             super().exchange(work, combine)
             raise KeyboardInterrupt  # between two collectives, where nobody catches it

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SAVE = """%%distributed
 import threading
 from rankbook.checkpoint import save
-from rankbook.checkpoint.storage import LocalStorage
+from rankbook.checkpoint.storage.local import LocalStorage
 
 plainly, gate = LocalStorage.write, threading.Event()
 
@@ -59,7 +59,7 @@ def test_one_that_takes_too_long_is_said_to_be_lost_and_what_was_there_stays(ran
 def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_the_end(ranks, tmp_path):
     fails = (
         "%%distributed\nfrom rankbook.checkpoint import async_save, save\n"
-        "from rankbook.checkpoint.storage import LocalStorage\n"
+        "from rankbook.checkpoint.storage.local import LocalStorage\n"
         "def full(*_):\n    raise OSError('the disk is full')\n"
         f"LocalStorage.write = full\nhandle = save({{'x': torch.ones(2)}}, {str(tmp_path)!r}, async_=True)\n"
     )

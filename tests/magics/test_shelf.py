@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rankbook.checkpoint import folders
-from rankbook.checkpoint.manifest import encode
-from rankbook.checkpoint.storage import storage_of
+from rankbook.checkpoint.format.manifest import encode
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.magics.shelf import FolderShelf
 from tests.checkpoint.hand_made import write_checkpoint
@@ -63,7 +63,7 @@ def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
 
 
 def test_only_what_nobody_saves_is_deleted(run):
-    folders.begin(storage_of(run), 50)
+    steps.begin(storage_of(run), 50)
     (run / "step-50.partial").mkdir()
     (run / "step-60.partial").mkdir()
     shelf = FolderShelf(run)
@@ -78,7 +78,7 @@ def test_only_what_nobody_saves_is_deleted(run):
     for name in ("..", "latest", "", "../run"):
         with pytest.raises(BadRequest):
             shelf.delete(name)
-    folders.abandon(storage_of(run), 50)
+    steps.abandon(storage_of(run), 50)
 
 
 def test_load_does_what_it_was_given_or_says_how(run):

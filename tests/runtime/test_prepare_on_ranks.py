@@ -322,7 +322,7 @@ def save_and_load(folder):
         raise OSError("the disk is full")
 
     if rank == 1:
-        from rankbook.checkpoint.storage import LocalStorage
+        from rankbook.checkpoint.storage.local import LocalStorage
 
         LocalStorage.write = fail
     with pytest.raises(CheckpointingException, match=r"rank 1: OSError: the disk is full"):

@@ -54,9 +54,10 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
-    from rankbook.checkpoint.folders import remove, steps
     from rankbook.checkpoint.loading import load, load_metadata, load_plain
-    from rankbook.checkpoint.mapping import (
+    from rankbook.checkpoint.saving import Saved, save
+    from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
+    from rankbook.checkpoint.state_dict.sharded_tensor import (
         LocalNonpersistentObject,
         ShardedObject,
         ShardedTensor,
@@ -65,10 +66,9 @@ if TYPE_CHECKING:
         apply_factory_merges,
         is_main_replica,
     )
-    from rankbook.checkpoint.models import load_sharded_state_dict, sharded_state_dict
-    from rankbook.checkpoint.saving import Saved, save
-    from rankbook.checkpoint.strictness import StrictHandling
-    from rankbook.checkpoint.verifying import Report, verify
+    from rankbook.checkpoint.storage.steps import remove, steps
+    from rankbook.checkpoint.strict import StrictHandling
+    from rankbook.checkpoint.tools.verify import Report, verify
     from rankbook.errors import CheckpointingException
 
 __all__ = [
@@ -99,9 +99,9 @@ __getattr__, __dir__ = lazy_imports(
     __name__,
     {
         "rankbook.checkpoint.async_save": ("SaveHandle",),
-        "rankbook.checkpoint.folders": ("remove", "steps"),
+        "rankbook.checkpoint.storage.steps": ("remove", "steps"),
         "rankbook.checkpoint.loading": ("load", "load_metadata", "load_plain"),
-        "rankbook.checkpoint.mapping": (
+        "rankbook.checkpoint.state_dict.sharded_tensor": (
             "LocalNonpersistentObject",
             "ShardedObject",
             "ShardedTensor",
@@ -110,10 +110,10 @@ __getattr__, __dir__ = lazy_imports(
             "apply_factory_merges",
             "is_main_replica",
         ),
-        "rankbook.checkpoint.models": ("load_sharded_state_dict", "sharded_state_dict"),
+        "rankbook.checkpoint.state_dict.models": ("load_sharded_state_dict", "sharded_state_dict"),
         "rankbook.checkpoint.saving": ("Saved", "save"),
-        "rankbook.checkpoint.strictness": ("StrictHandling",),
-        "rankbook.checkpoint.verifying": ("Report", "verify"),
+        "rankbook.checkpoint.strict": ("StrictHandling",),
+        "rankbook.checkpoint.tools.verify": ("Report", "verify"),
         "rankbook.errors": ("CheckpointingException",),
     },
 )

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rankbook.checkpoint.contents import Contents, HeldTensor, Unstaged
-from rankbook.checkpoint.replicas import control_device
-from rankbook.checkpoint.telling import Telling
+from rankbook.checkpoint.local_state import Contents, HeldTensor, Unstaged
+from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.state_dict.replicas import control_device
 from rankbook.errors import CheckpointingException
 
 if TYPE_CHECKING:

@@ -17,18 +17,19 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch.distributed as dist
 
-from rankbook.checkpoint import folders, pickles
-from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
-from rankbook.checkpoint.contents import Wishes, everything
-from rankbook.checkpoint.coverage import said
-from rankbook.checkpoint.fetch import Fetch
-from rankbook.checkpoint.manifest import MANIFEST, Manifest
-from rankbook.checkpoint.reading import plan_read
+from rankbook.checkpoint.consistency import RankGroup, RanksFailed, agreed, spelt
+from rankbook.checkpoint.format import dcp_metadata
+from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
+from rankbook.checkpoint.format.structure import decode, sizes_hold
+from rankbook.checkpoint.local_state import Wishes, everything
+from rankbook.checkpoint.planning.load_plan import plan_read
+from rankbook.checkpoint.planning.validation import said
+from rankbook.checkpoint.reader import Fetch
 from rankbook.checkpoint.saving import Folder
-from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import ASIDE, Storage, read_all
-from rankbook.checkpoint.strictness import Decision, StrictHandling, decide
-from rankbook.checkpoint.structure import decode, sizes_hold
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import ASIDE, Storage, read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.strict import Decision, StrictHandling, decide
 from rankbook.errors import CheckpointingException
 from rankbook.ranks import group_ranks
 
@@ -83,7 +84,7 @@ def prepare_load(
     """Load up to the first tensor that is written; `fill` of the loader that is returned does the rest."""
     mode, storage, _ = agreed(
         "load",
-        lambda: (StrictHandling.of(strict), storage_of(folder), folders.asked_for(step)),
+        lambda: (StrictHandling.of(strict), storage_of(folder), steps.asked_for(step)),
         folder=spelt(folder),
         step=step,
         strict=str(getattr(strict, "value", strict)).lower(),
@@ -283,11 +284,11 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
 
 def _choose(storage: Storage, step: Step | None) -> Found:
     while True:
-        folder = folders.locate(storage, step)
+        folder = steps.locate(storage, step)
         try:
             return _read(storage, folder)
         except (CheckpointingException, FileNotFoundError):
-            if folders.asked_for(step) is not None or folders.locate(storage, step) == folder:
+            if steps.asked_for(step) is not None or steps.locate(storage, step) == folder:
                 raise
             # another process has saved the next step meanwhile, and removed this one
 
@@ -297,10 +298,10 @@ def _read(storage: Storage, folder: str) -> Found:
     if MANIFEST in storage.list(folder):
         where = f"{storage}/{prefix}{MANIFEST}"
         manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
-        step = folders.step_of(folder.removesuffix(ASIDE))
+        step = steps.step_of(folder.removesuffix(ASIDE))
         if folder and manifest.step != step:
             raise CheckpointingException(
                 f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
             )
         return Found(storage, folder, manifest)
-    return Found(storage, folder, pickles.foreign(storage, folder))
+    return Found(storage, folder, dcp_metadata.foreign(storage, folder))

@@ -71,15 +71,15 @@ from typing import Any, Literal
 import msgspec
 
 from rankbook.checkpoint import async_save
-from rankbook.checkpoint.agreement import RankGroup, RanksFailed, agreed, spelt
 from rankbook.checkpoint.async_save import SaveHandle
-from rankbook.checkpoint.contents import Contents, contents_of
-from rankbook.checkpoint.folders import Place, Retention, whole_number
-from rankbook.checkpoint.manifest import check_json
-from rankbook.checkpoint.storage import storage_of
-from rankbook.checkpoint.stores import Storage
-from rankbook.checkpoint.telling import Telling
-from rankbook.checkpoint.writing import PlanHistory, Writer
+from rankbook.checkpoint.consistency import RankGroup, RanksFailed, agreed, spelt
+from rankbook.checkpoint.format.manifest import check_json
+from rankbook.checkpoint.local_state import Contents, contents_of
+from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.storage.base import Storage
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.steps import Place, Retention, whole_number
+from rankbook.checkpoint.writer import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.protocol.telemetry import CheckpointSave
 

@@ -150,24 +150,24 @@ def _checkpoint(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint.describe import describe_folder
+    from rankbook.checkpoint.tools.describe import describe_folder
 
     sys.stdout.write(describe_folder(args.path) + "\n")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint.describe import describe
+    from rankbook.checkpoint.tools.describe import describe
 
     sys.stdout.write(describe(args.path, args.step) + "\n")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint import folders, storage
-    from rankbook.checkpoint.verifying import verify
+    from rankbook.checkpoint.storage import local, steps
+    from rankbook.checkpoint.tools.verify import verify
 
-    which = (folders.finished(storage.storage_of(args.path)) if args.all else []) or [args.step]
+    which = (steps.finished(local.storage_of(args.path)) if args.all else []) or [args.step]
     whole = True
     for step in which:
         report = verify(args.path, step)
@@ -177,10 +177,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint import convert, safetensors, storage
+    from rankbook.checkpoint.format import safetensors
+    from rankbook.checkpoint.tools import convert
 
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
-        name.endswith(safetensors.SUFFIX) for name in storage.storage_of(args.path).list()
+        name.endswith(safetensors.SUFFIX) for name in local.storage_of(args.path).list()
     )
     if into_checkpoint:
         done = convert.from_safetensors(args.path, args.target, step=args.step or 0)

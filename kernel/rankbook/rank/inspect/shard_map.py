@@ -75,7 +75,7 @@ def tensors_of(namespace: Mapping[str, object], name: str, breath: Breath) -> tu
 
 
 def _is_shard(value: object) -> bool:
-    kind = tensor_introspection.loaded("rankbook.checkpoint.mapping", "ShardedTensor")
+    kind = tensor_introspection.loaded("rankbook.checkpoint.state_dict.sharded_tensor", "ShardedTensor")
     return kind is not None and is_a(value, kind)
 
 
@@ -152,7 +152,7 @@ class _Grids:
 
 
 def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) -> Box:
-    from rankbook.checkpoint import layout
+    from rankbook.checkpoint.state_dict import layout
 
     cuts: dict[int, list[tuple[int, int, int]]] = {}
     for placement, size, at in axes:

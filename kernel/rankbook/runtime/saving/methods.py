@@ -54,7 +54,7 @@ class Saving(Core):
         if not self._writes:
             return
         if safe_serialization:
-            from rankbook.checkpoint.storage import storage_of
+            from rankbook.checkpoint.storage.local import storage_of
             from rankbook.runtime.saving import model_files
 
             model_files.write_one(storage_of(Path(f).parent), Path(f).name, obj)
@@ -75,7 +75,7 @@ class Saving(Core):
         names. Without `safe_serialization` torch writes the files, and they are called `pytorch_model.bin`. Raises on
         every rank when one cannot write; an earlier model in the folder is left as it was then.
         """
-        from rankbook.checkpoint.storage import storage_of
+        from rankbook.checkpoint.storage.local import storage_of
         from rankbook.runtime.saving import model_files
 
         most = model_files.size_of(max_shard_size)

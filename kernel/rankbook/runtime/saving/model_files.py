@@ -1,7 +1,7 @@
 """A model in files that other programs read: safetensors or torch.save's, in shards with an index.
 
 Owns: names of files, which tensor goes into which, tied weights that are written once. Refuses: the format of
-safetensors itself (`rankbook.checkpoint.safetensors`), and anything but tensors. Imported once a model is saved.
+safetensors itself (`rankbook.checkpoint.format.safetensors`), and anything but tensors. Imported once a model is saved.
 
 At any time rank 0 holds one whole tensor of a sharded model, or for torch.save's files those of one file.
 """
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankbook.checkpoint import safetensors
-from rankbook.checkpoint.blobs import raw
-from rankbook.checkpoint.stores import Storage
+from rankbook.checkpoint.format import safetensors
+from rankbook.checkpoint.format.torch_blobs import raw
+from rankbook.checkpoint.storage.base import Storage
 from rankbook.errors import BadRequest
 from rankbook.runtime.strategies.gather import full
 

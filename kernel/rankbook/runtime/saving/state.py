@@ -22,15 +22,15 @@ import torch
 from torch import nn
 
 from rankbook.checkpoint.async_save import SaveHandle
-from rankbook.checkpoint.contents import contents_of
-from rankbook.checkpoint.folders import PARTIAL, Place, is_checkpoint
+from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
-from rankbook.checkpoint.manifest import Manifest
-from rankbook.checkpoint.mapping import ShardedObject
-from rankbook.checkpoint.models import load_sharded_state_dicts, sharded_state_dicts
+from rankbook.checkpoint.local_state import contents_of
 from rankbook.checkpoint.saving import Saved, save_contents
-from rankbook.checkpoint.storage import LocalStorage, storage_of
-from rankbook.checkpoint.stores import ASIDE
+from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
+from rankbook.checkpoint.storage.base import ASIDE
+from rankbook.checkpoint.storage.local import LocalStorage, storage_of
+from rankbook.checkpoint.storage.steps import PARTIAL, Place, is_checkpoint
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.runtime.saving import training_state
 

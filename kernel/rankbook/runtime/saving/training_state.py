@@ -96,17 +96,17 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     folder = project.checkpoints
     if newest.parent != folder or not project.automatic_checkpoint_naming:
         return
-    from rankbook.checkpoint import folders
-    from rankbook.checkpoint.storage import LocalStorage
+    from rankbook.checkpoint.storage import steps
+    from rankbook.checkpoint.storage.local import LocalStorage
 
     storage = LocalStorage(folder)
     drafts = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
-    claims = [each.with_suffix("") for each in folder.glob(f"checkpoint_*{folders.PARTIAL}{folders.OWNER}")]
+    claims = [each.with_suffix("") for each in folder.glob(f"checkpoint_*{steps.PARTIAL}{steps.OWNER}")]
     gone = [
         folder / name
         for draft in dict.fromkeys([*drafts, *claims])
-        if folders.owner_of(storage, draft.name) is None  # else another process is saving there
-        for name in (draft.name, draft.name + folders.OWNER)
+        if steps.owner_of(storage, draft.name) is None  # else another process is saving there
+        for name in (draft.name, draft.name + steps.OWNER)
     ]
     if project.total_limit is not None:
         others = [each for each in numbered(project) if each != newest]

@@ -1,0 +1,179 @@
+"""Collectives that propagate errors: arguments are checked to agree, and a failure of one rank is raised on all.
+
+A rank that raises while the others wait in a collective would leave them there. So no rank raises between two
+collectives: `RankGroup` catches what its work raises, sends it in place of the result, and raises once every rank
+knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rankbook.checkpoint.planning.validation import said
+from rankbook.checkpoint.state_dict.replicas import control_device, gather_objects
+from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.ranks import group_ranks
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Failure(NamedTuple):
+    """An error as the other ranks see it. It travels as text: an exception need not pickle, nor unpickle."""
+
+    text: str
+    expected: bool  # a CheckpointingException, whose message needs no type in front of it
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error."""
+        expected = isinstance(error, CheckpointingException)
+        return cls(str(error) if expected else f"{type(error).__name__}: {error}", expected)
+
+
+class RanksFailed(Exception):
+    """Raised on every rank when at least one has failed: the failure of each, and this rank's own error."""
+
+    def __init__(self, failures: Mapping[int, Failure], own: BaseException | None) -> None:
+        super().__init__(failures)
+        self.failures = failures
+        self.own = own
+
+    def message(self, operation: str) -> str:
+        """Name all ranks that failed with their reasons, in the same words on every rank."""
+        ranks = group_ranks((rank, failure.text) for rank, failure in sorted(self.failures.items()))
+        if len(ranks) == 1 and all(failure.expected for failure in self.failures.values()):
+            return next(iter(ranks))
+        unchanged = ", and nothing was changed" if operation == "save" else ""
+        reasons = "; ".join(f"{said(which)}: {text}" for text, which in ranks.items())
+        return f"the {operation} failed{unchanged}: {reasons}"
+
+    def reraise(self, operation: str) -> NoReturn:
+        """Raise `CheckpointingException` with the message, from this rank's own error; an interrupt as itself."""
+        message = self.message(operation)
+        if isinstance(self.own, KeyboardInterrupt):
+            if len(self.failures) > 1:
+                self.own.add_note(message)
+            raise self.own from None
+        raise CheckpointingException(message) from (None if isinstance(self.own, CheckpointingException) else self.own)
+
+
+class RankGroup:
+    """The ranks of a process group that has all of them; this process alone with `alone`, or without a group."""
+
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:  # noqa: ANN401 - a process group
+        self._group = group
+        self.alone = alone or not dist.is_initialized()
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self._size = 1 if self.alone else dist.get_world_size(group)
+
+    def exchange(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+        """Run `work` on every rank and `combine` on rank 0, with all results by rank; return this rank's element of it.
+
+        A collective. Raises `RanksFailed` on every rank where `work` raised on one of them, or `combine` on rank 0.
+        """
+        result, error = _attempt(work)
+        results = self._gather(result if error is None else Failure.of(error))
+        replies: list[tuple[dict[int, Failure], Any]] = []
+        if self.rank == 0:
+            failures = _failures(results)
+            if not failures:
+                combined, error = _attempt(lambda: combine(results))
+                failures = {} if error is None else {0: Failure.of(error)}
+                replies = [({}, reply) for reply in combined or ()]
+            if failures:
+                replies = [(failures, None)] * self._size
+        failures, reply = self._scatter(replies)
+        if failures:
+            raise RanksFailed(failures, error)
+        return reply  # type: ignore[no-any-return]
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` on every rank. A collective; raises `RanksFailed` on every rank where it raised on one of them."""
+        _, error = _attempt(work)
+        results: list[Any] = [None if error is None else Failure.of(error)] * self._size
+        if not self.alone:
+            dist.all_gather_object(results, results[0], group=self._group)
+        if failures := _failures(results):
+            raise RanksFailed(failures, error)
+
+    def _gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that pickles
+        if self.alone:
+            return [value]
+        values = [None] * self._size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+    def _scatter(self, values: list[Any]) -> Any:  # noqa: ANN401 - an element of it
+        if self.alone:
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values if self.rank == 0 else None, src=0, group=self._group)
+        return received[0]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks, once they know of it
+        return None, error
+
+
+def _failures(results: Sequence[object]) -> dict[int, Failure]:
+    return {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
+
+
+def agreed(what: str, check: Callable[[], T], **given: object) -> T:
+    """What `check()` returns, once all ranks have `given` the same and no rank's check has raised. A collective.
+
+    `what` is the call, for the message. Where all is well it costs one small all-reduce. Raises, the same on every
+    rank, `BadRequest` where a rank's check did or where the ranks differ, `CheckpointingException` for any other error
+    of a check.
+    """
+    error: Exception | None = None
+    made: list[T] = []
+    try:
+        made = [check()]
+    except Exception as raised:  # noqa: BLE001 - raised below, on every rank
+        error = raised
+    own = {name: repr(value) for name, value in given.items()}
+    complaint = "" if error is None else f"{type(error).__name__}: {error}"
+    if not _all_alike(repr((complaint, sorted(own.items())))):
+        _raise(what, gather_objects((complaint, isinstance(error, BadRequest), own)), error)
+    if error is not None:  # the same one everywhere
+        raise error
+    return made[0]
+
+
+def _all_alike(text: str) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+    told = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    least, most = told.tolist()
+    return bool(least == -most)
+
+
+def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Exception | None) -> None:
+    failed = group_ranks((rank, complaint) for rank, (complaint, _, _) in enumerate(told) if complaint)
+    if failed:
+        words = "; ".join(f"{said(ranks)}: {complaint}" for complaint, ranks in failed.items())
+        asked = all(bad for complaint, bad, _ in told if complaint)
+        raise (BadRequest if asked else CheckpointingException)(f"the {what} has not begun: {words}") from error
+    differing = []
+    for name in told[0][2]:
+        sides = group_ranks((rank, own[name]) for rank, (_, _, own) in enumerate(told))
+        if len(sides) > 1:
+            differing.append(f"{name} is " + ", ".join(f"{value} on {said(ranks)}" for value, ranks in sides.items()))
+    raise BadRequest(f"the {what} has not begun, for the ranks do not ask for the same: {'; '.join(differing)}")
+
+
+def spelt(folder: Any) -> str:  # noqa: ANN401 - a path or a storage
+    """A folder for `agreed`: its path; of a storage, whose text may be of this process alone, its type."""
+    return str(folder) if isinstance(folder, str) or hasattr(folder, "__fspath__") else type(folder).__qualname__

@@ -1,0 +1,350 @@
+"""Checkpoints that others wrote, through an unpickler that knows a dozen names.
+
+Owns: what `.metadata` of torch.distributed.checkpoint says, also as Megatron writes it, and a `Manifest` made from
+it. Refuses: to import or run anything that a pickle names: every class has a stand-in here that only holds values.
+
+The data of each chunk is found by its zip's own directory, so it can be read by range and compared with the checksum
+that the zip carries. What such a checkpoint cannot tell has no checksum: headers and padding of its zips.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+from rankbook.checkpoint.format import pickle_opcodes
+from rankbook.checkpoint.format.manifest import (
+    ITEM_BYTES,
+    METADATA,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredObject,
+    StoredTensor,
+)
+from rankbook.checkpoint.format.structure import problems
+from rankbook.checkpoint.format.torch_zip import tensor_in
+from rankbook.checkpoint.storage.base import Storage, read_all
+from rankbook.errors import CheckpointingException
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_PLANS = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_SHARDED_OBJECT = re.compile(r".*/shard_[\d.]*_[\d.]*", re.DOTALL)
+_RANK = re.compile(r"__(?:RANK_)?(\d{1,9})(?:_\d+)?\.distcp")
+
+OnDamage = Callable[[str, str, int, str], None]
+"""Told of (file, key, rank, what is wrong) in a checkpoint that others wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a blob lies: bytes [`start`, `start` + `length`) of a file."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """A tensor in `.metadata`: torch's name of its dtype, its shape, and each chunk's (offset, shape)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """`.metadata` as plain data. `places` are by key and chunk offset, None for an object.
+
+    `paths` tells where each key belongs in the nested state dict that was saved, ("model", "layers", 0).
+    """
+
+    tensors: dict[str, DescribedTensor]
+    objects: tuple[str, ...]
+    places: dict[tuple[str, tuple[int, ...] | None], Place]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(data: bytes, where: str) -> DcpMetadata:
+    """What the bytes of the `.metadata` file `where` say.
+
+    Raises `CheckpointingException` where they are damaged, or name a class that DCP does not write there.
+    """
+    try:
+        pickle_opcodes.check(data)
+        return _plain(_MetadataUnpickler(io.BytesIO(data)).load())
+    except CheckpointingException as error:
+        raise CheckpointingException(f"{where}: {error}") from error
+    except Exception as error:
+        # a damaged pickle may raise anything: it is a program, and its stand-ins are handed any arguments
+        raise CheckpointingException(f"{where}: damaged, or not DCP's: {type(error).__name__}: {error}") from error
+
+
+def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = None) -> Manifest:
+    """The manifest of a checkpoint without one: made from its `.metadata` and the ends of every chunk's zip.
+
+    `dcp.save`'s folders and Megatron's. Its `format` is 0. Raises `CheckpointingException` naming file and key where a
+    blob is damaged or cannot be read by range; with `on_damage` that is called instead, and the chunk left out.
+    """
+    base = f"{folder}/" if folder else ""
+    where = f"{storage}/{base}{METADATA}"
+    try:
+        known = read_metadata(read_all(storage, base + METADATA), where)
+    except FileNotFoundError as error:
+        raise CheckpointingException(f"{where} is missing: {storage}/{folder} is no checkpoint") from error
+    sizes = {name: size for name, size in sorted(storage.list(folder).items()) if size is not None}
+    maker = _Maker(storage, base, sizes, on_damage or _raise(storage, base))
+    tensors = {}
+    for key, tensor in known.tensors.items():
+        chunks = [maker.chunk(key, tensor, offset, shape, known.places) for offset, shape in tensor.chunks]
+        tensors[key] = StoredTensor(tensor.dtype, tensor.shape, tuple(chunk for chunk in chunks if chunk is not None))
+    objects = {}
+    for key in known.objects:
+        if (place := maker.place(key, None, known.places)) is not None:
+            number = maker.numbers[place.file]
+            objects[key] = StoredObject(number, place.start, place.length, None, rank_of(place.file))
+    files = tuple(StoredFile(name, size, None, rank_of(name)) for name, size in sizes.items())
+    ranks = {file.rank for file in files} - {-1}
+    made = Manifest(
+        format=0,
+        step=None,
+        world_size=max(ranks, default=0) + 1,
+        tensors=tensors,
+        objects=objects,
+        files=files,
+        values={key: known.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
+    )
+    for problem in list(problems(made)):
+        maker.on_damage(METADATA, problem.key, problem.rank, problem.what)
+        made.tensors.pop(problem.key, None)
+        made.objects.pop(problem.key, None)
+    return made
+
+
+def rank_of(file: str) -> int:
+    """The rank that wrote a file, from its name; -1 where the name does not tell."""
+    found = _RANK.fullmatch(file)
+    return int(found[1]) if found else -1
+
+
+@dataclass(frozen=True)
+class _Maker:
+    storage: Storage
+    base: str
+    sizes: Mapping[str, int]
+    on_damage: OnDamage
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.sizes)}
+
+    def place(
+        self, key: str, offset: tuple[int, ...] | None, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+    ) -> Place | None:
+        place = places.get((key, offset))
+        if place is None:
+            self.on_damage(METADATA, key, -1, f"does not say where the chunk at {offset} lies")
+        elif place.file not in self.sizes:
+            self.on_damage(place.file, key, rank_of(place.file), "the file is missing")
+        elif place.start < 0 or place.length < 0 or place.start + place.length > self.sizes[place.file]:
+            what = f"the blob ends at byte {place.start + place.length}, and the file at {self.sizes[place.file]}"
+            self.on_damage(place.file, key, rank_of(place.file), what)
+        else:
+            return place
+        return None
+
+    def chunk(
+        self,
+        key: str,
+        tensor: DescribedTensor,
+        offset: tuple[int, ...],
+        shape: tuple[int, ...],
+        places: Mapping[tuple[str, tuple[int, ...] | None], Place],
+    ) -> Chunk | None:
+        if (place := self.place(key, offset, places)) is None:
+            return None
+        rank = rank_of(place.file)
+        try:
+            found = tensor_in(self.storage, self.base + place.file, place.start, place.length)
+        except CheckpointingException as error:
+            self.on_damage(place.file, key, rank, f"the blob at byte {place.start} cannot be read: {error}")
+            return None
+        if (found.dtype, found.shape) != (tensor.dtype, shape):
+            what = f"the blob at byte {place.start} holds {found.dtype} of shape {found.shape}"
+            self.on_damage(place.file, key, rank, f"{what}, and {METADATA} says {tensor.dtype} of shape {shape}")
+            return None
+        return Chunk(
+            offset=offset,
+            shape=shape,
+            file=self.numbers[place.file],
+            start=place.start,
+            length=place.length,
+            data=found.data,
+            nbytes=found.nbytes,
+            pieces=() if found.crc is None or not found.nbytes else (found.crc,),
+            envelope=None,
+            rank=rank,
+            strides=found.strides,
+        )
+
+
+def _raise(storage: Storage, base: str) -> OnDamage:
+    def fail(file: str, key: str, rank: int, what: str) -> None:
+        wrote = f", written by rank {rank}" if rank >= 0 else ""
+        raise CheckpointingException(f"{storage}/{base}{file}: {key}{wrote}: {what}")
+
+    return fail
+
+
+class _Record:
+    """Stands in for a class of DCP's: it holds what the pickle says, and does nothing."""
+
+    values: dict[Any, Any]
+
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401 - whatever the pickle says
+        self.values = state if isinstance(state, dict) else dict(enumerate(state))
+
+
+class _Metadata(_Record):
+    pass
+
+
+class _Tensor(_Record):
+    pass
+
+
+class _Bytes(_Record):
+    """It has no fields, so its pickle has no state."""
+
+
+class _Index(_Record):
+    """A key of DCP's table, found again by what it says."""
+
+    def __hash__(self) -> int:
+        return hash(self.place)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and self.place == other.place
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...] | None]:
+        return self.values["fqn"], self.values.get("offset")
+
+
+def _text(*parts: object) -> str:
+    if not all(isinstance(part, str | int) for part in parts):
+        raise CheckpointingException("it makes a name of something that is no text")
+    return "/".join(str(part)[:1000] for part in parts)
+
+
+def _path(*parts: str) -> str:
+    return str(PurePosixPath(*parts))
+
+
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    (_METADATA, "Metadata"): _Metadata,
+    (_MEGATRON, "MCoreMetadata"): _Metadata,
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "BytesStorageMetadata"): _Bytes,
+    (_METADATA, "ChunkStorageMetadata"): _Record,
+    (_METADATA, "MetadataIndex"): _Index,
+    (_METADATA, "StorageMeta"): _Record,
+    (_METADATA, "TensorProperties"): _Record,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _text,
+    (_OLD, "TensorProperties"): _Record,
+    (_OLD, "MEM_FORMAT_ENCODING"): _text,
+    (_FILES, "_StorageInfo"): _Record,
+    # Megatron keeps every rank's plan beside the metadata
+    (_PLANS, "SavePlan"): _Record,
+    (_MEGATRON, "MCoreSavePlan"): _Record,
+    (_PLANS, "WriteItem"): _Record,
+    (_PLANS, "WriteItemType"): _text,
+    (_PLANS, "TensorWriteData"): _Record,
+    (_FILES, "_StoragePrefix"): _Record,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _text,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "WindowsPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - what a pickle may name
+        if (stand_in := _STAND_INS.get((module, name))) is not None:
+            return stand_in
+        if module == "torch" and name in ITEM_BYTES:
+            return name
+        raise CheckpointingException(
+            f"it names {module}.{name}, which torch.distributed.checkpoint does not write there: nothing was run; "
+            "the file is damaged, or not to be trusted"
+        )
+
+
+def _plain(found: object) -> DcpMetadata:
+    if not isinstance(found, _Metadata):
+        raise CheckpointingException(f"it holds a {type(found).__name__}, and not DCP's metadata")
+    tensors, objects = {}, []
+    for key, value in found.values["state_dict_metadata"].items():
+        if isinstance(value, _Bytes):
+            objects.append(_name(key))
+        elif isinstance(value, _Tensor):
+            tensors[_name(key)] = _tensor(_name(key), value.values)
+        else:
+            raise CheckpointingException(f"{_name(key)} is a {type(value).__name__}")
+    places = {}
+    for index, info in found.values["storage_data"].items():
+        values = info.values
+        if values.get("transform_descriptors"):
+            raise CheckpointingException(
+                f"{index.place[0]} was stored through {', '.join(values['transform_descriptors'])}; read it with "
+                "torch.distributed.checkpoint, whose extensions can undo that, and save it again"
+            )
+        key, offset = index.place
+        where = None if offset is None else _numbers(offset)
+        start, length = _numbers((values["offset"], values["length"]))
+        places[_name(key), where] = Place(_name(values["relative_path"]), start, length)
+    paths = found.values.get("planner_data")
+    nested = {_name(key): _steps(path) for key, path in paths.items()} if isinstance(paths, dict) else {}
+    return DcpMetadata(tensors, tuple(objects), places, nested)
+
+
+def _tensor(key: str, values: Mapping[str, Any]) -> DescribedTensor:
+    properties = values["properties"].values
+    dtype = properties.get(0, properties.get("dtype"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointingException(f"{key} has the dtype {dtype}, which cannot be read by its bytes alone")
+    chunks = [(_numbers(chunk.values["offsets"]), _numbers(chunk.values["sizes"])) for chunk in values["chunks"]]
+    return DescribedTensor(dtype, _numbers(values["size"]), tuple(chunks))
+
+
+def _numbers(values: Sequence[int]) -> tuple[int, ...]:
+    found: tuple[object, ...] = tuple(values)
+    numbers = tuple(value for value in found if isinstance(value, int) and -(2**62) < value < 2**62)
+    if len(numbers) < len(found) or len(found) > 64:
+        raise CheckpointingException("it has an offset, a size or a length that is no number of bytes or elements")
+    return numbers
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise CheckpointingException(f"it has a {type(value).__name__} where a name belongs")
+    return value
+
+
+def _steps(path: Sequence[str | int]) -> tuple[str | int, ...]:
+    if isinstance(path, str) or not all(isinstance(step, str | int) for step in path):
+        raise CheckpointingException("it has a path that is not of names and numbers")
+    return tuple(path)

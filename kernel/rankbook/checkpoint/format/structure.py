@@ -1,0 +1,162 @@
+"""Whether a manifest makes sense: indices, extents, geometry, strides.
+
+Owns: every rule that a manifest keeps and that its checksum cannot tell of, for somebody may have written one with a
+right checksum. Refuses: torch, reading any file.
+
+A manifest that breaks a rule is refused before memory is taken for what it describes; `verify` names all rules broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+from rankbook.checkpoint.format import manifest as manifests
+from rankbook.checkpoint.format.manifest import ITEM_BYTES, PIECE, Chunk, Manifest, StoredTensor, dense
+from rankbook.checkpoint.storage.base import checked
+from rankbook.errors import CheckpointingException
+from rankbook.formatting import escape_unprintable
+
+MOST_SAID = 8
+_MOST = 2**62  # of any number: sums of two fit into 64 bits
+_MOST_AXES = 64  # torch's
+_MOST_RANKS = 2**31
+
+
+class Problem(NamedTuple):
+    """A rule that a manifest breaks. `key` is "" where it is no tensor's or object's, `rank` -1 where none wrote it."""
+
+    key: str
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        wrote = f" (written by rank {self.rank})" if self.rank >= 0 else ""
+        return f"{escape_unprintable(self.key)}{wrote}: {self.what}" if self.key else self.what
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Return the manifest in the bytes of the file `where`, if it makes sense.
+
+    Raises `CheckpointingException`, naming the file, if a bit is wrong or a rule is broken.
+    """
+    made = manifests.decode(data, where)
+    refuse(list(problems(made)), where)
+    return made
+
+
+def refuse(found: list[Problem], where: str) -> None:
+    """Raise `CheckpointingException` where there are problems."""
+    if found:
+        more = [f"and {len(found) - MOST_SAID} more"] if len(found) > MOST_SAID else []
+        raise CheckpointingException(
+            f"{where}: its checksum is right, and it cannot be: " + "\n  ".join([*map(str, found[:MOST_SAID]), *more])
+        )
+
+
+def sizes_hold(manifest: Manifest, sizes: Mapping[str, int | None], where: str) -> None:
+    """Raise `CheckpointingException` where a file is shorter than the manifest says, before memory is taken for it."""
+    short = [
+        f"{file.name}, written by rank {file.rank}: "
+        + ("the file is missing" if (size := sizes.get(file.name)) is None else f"has {size} bytes, not {file.size}")
+        for file in manifest.files
+        if (sizes.get(file.name) or 0) < file.size
+    ]
+    if short:
+        more = [f"and {len(short) - MOST_SAID} more"] if len(short) > MOST_SAID else []
+        raise CheckpointingException(
+            f"the checkpoint {where} is damaged:\n  " + "\n  ".join([*short[:MOST_SAID], *more])
+        )
+
+
+def problems(manifest: Manifest) -> Iterator[Problem]:
+    """The rules that a manifest breaks, but for chunks that do not fill their tensor exactly once.
+
+    A load finds those by itself, of the tensors that it wants; `reading.unsound` finds all.
+    """
+    if manifest.step is not None and not 0 <= manifest.step < 10**18:
+        yield Problem("", -1, "a step that is no number of one")
+    if not 0 <= manifest.world_size < _MOST_RANKS:
+        yield Problem("", -1, f"a world of {_short(manifest.world_size)} ranks")
+    for file in manifest.files:
+        try:
+            good = bool(checked(file.name))
+        except OSError:
+            good = False
+        if not good or not 0 <= file.size < _MOST or not -1 <= file.rank < _MOST_RANKS:
+            yield Problem("", -1, f"the file {file.name[:200]!r} of {_short(file.size)} bytes is none of this folder")
+    held = dict.fromkeys(range(len(manifest.files)), 0)
+    for key, tensor in manifest.tensors.items():
+        yield from _of_tensor(manifest, key, tensor, held)
+    for key, stored in manifest.objects.items():
+        if what := _place(manifest, stored.file, stored.start, stored.length, stored.rank):
+            yield Problem(key, stored.rank if 0 <= stored.rank < _MOST_RANKS else -1, what)
+        else:
+            held[stored.file] += stored.length
+    for number, nbytes in held.items():
+        if not manifest.foreign and nbytes > manifest.files[number].size:
+            file = manifest.files[number]
+            yield Problem("", file.rank, f"{file.name} has {_short(file.size)} bytes, and its blobs {_short(nbytes)}")
+    for key, path in manifest.values.items():
+        if key not in manifest.objects or not path:
+            yield Problem(key, -1, f"a value at {path!r} that is no object of this checkpoint")
+
+
+def _of_tensor(manifest: Manifest, key: str, tensor: StoredTensor, held: dict[int, int]) -> Iterator[Problem]:
+    item = ITEM_BYTES.get(tensor.dtype)
+    shape = tensor.shape
+    if item is None:
+        yield Problem(key, -1, f"has the dtype {tensor.dtype[:100]!r}, which cannot be read by its bytes alone")
+        return
+    if len(shape) > _MOST_AXES or not all(0 <= size < _MOST for size in shape) or prod(shape) * item >= _MOST:
+        yield Problem(key, -1, "has a shape that no tensor has")
+        return
+    for chunk in tensor.chunks:
+        if what := _wrong_chunk(manifest, chunk, shape, item, tensor.dtype):
+            yield Problem(key, chunk.rank if 0 <= chunk.rank < _MOST_RANKS else -1, what)
+        else:
+            held[chunk.file] += chunk.length
+
+
+def _wrong_chunk(manifest: Manifest, chunk: Chunk, whole: tuple[int, ...], item: int, dtype: str) -> str:
+    """What is wrong with a chunk, "" if nothing is."""
+    offset, shape = chunk.offset, chunk.shape
+    if not len(offset) == len(shape) == len(whole):
+        return f"a chunk of {len(shape)} axes at an offset of {len(offset)}, in a tensor of {len(whole)}"
+    if not all(at >= 0 <= size and at + size <= all_ for at, size, all_ in zip(offset, shape, whole, strict=True)):
+        return f"{_chunk(chunk)} lies outside of its tensor of shape {whole}"
+    if what := _place(manifest, chunk.file, chunk.start, chunk.length, chunk.rank):
+        return f"{_chunk(chunk)}: {what}"
+    nbytes = prod(shape) * item
+    counts = {1, -(-nbytes // PIECE)} if nbytes else {0}
+    if manifest.foreign:
+        counts.add(0)
+    inside = chunk.start <= chunk.data and chunk.data + chunk.nbytes <= chunk.start + chunk.length
+    if nbytes != chunk.nbytes or len(chunk.pieces) not in counts or not inside:
+        said = f"{_short(chunk.nbytes)} bytes at {_short(chunk.data)} with {len(chunk.pieces)} checksums"
+        return f"{_chunk(chunk)}: {said} do not fit {dtype}"
+    strides = chunk.strides
+    if strides is not None and (len(strides) != len(shape) or not dense(shape, strides)):
+        return f"{_chunk(chunk)}: the strides {tuple(map(_short, strides))} have gaps or overlaps"
+    return ""
+
+
+def _place(manifest: Manifest, file: int, start: int, length: int, rank: int) -> str:
+    if not 0 <= file < len(manifest.files):
+        return f"lies in file number {_short(file)} of {len(manifest.files)}"
+    if not 0 <= start <= start + length <= manifest.files[file].size < _MOST:
+        size = _short(manifest.files[file].size)
+        return f"{_short(length)} bytes from {_short(start)}, in a file of {size}"
+    if not -1 <= rank < _MOST_RANKS:
+        return f"written by rank {_short(rank)}"
+    return ""
+
+
+def _chunk(chunk: Chunk) -> str:
+    shape, offset = tuple(map(_short, chunk.shape)), tuple(map(_short, chunk.offset))
+    return f"the chunk of shape ({', '.join(shape)}) at offset ({', '.join(offset)})"
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 2**64 else "a number of more than 64 bits"

@@ -1,0 +1,190 @@
+"""The bytes of stored chunks into tensors, checked on their way.
+
+Owns: which bytes of a chunk are read for a box of it, and how they come to lie in a tensor. Refuses: to decide what is
+loaded, and to hold more than a few tens of megabytes for it.
+
+A contiguous part of a chunk is read straight into the tensor's own memory. Any other is read in slabs, each the bytes
+from its first to its last element, and copied from there. What is verified is verified in pieces, whose checksums the
+manifest has: the pieces that a slab shares with its neighbours are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rankbook.checkpoint.format.checksums import crc32
+from rankbook.checkpoint.format.manifest import PIECE, Chunk, piece_bytes
+from rankbook.checkpoint.planning.load_plan import ChunkRead, Read
+
+SLAB = 16 * 1024 * 1024
+"""Bytes that are read at a time where they cannot be read in place."""
+
+ReadRange = Callable[[int, memoryview], int]
+"""Fills a buffer from a byte of the file on, and says how many bytes there were."""
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Damage(Exception):
+    """Bytes of a chunk that are missing, or not those that were written; `what` says which."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a manifest calls `float32`. Raises `Damage` for a name that this torch does not know."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Damage(f"has the dtype {name}, which this torch does not know")
+    return found
+
+
+def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, check: bool) -> None:
+    """Copy one box of a stored chunk into `target`, which is shaped like it.
+
+    Raises `Damage`, and OSError as `read` does.
+    """
+    dtype = dtype_named(chunk.dtype)
+    source = _Source(chunk.chunk, read, check)
+    as_it_is = not (target.is_conj() or target.is_neg())  # its memory holds the values, and not others to be turned
+    in_place = target.device.type == "cpu" and target.dtype == dtype and as_it_is
+    if in_place and target.is_contiguous() and _in_order(chunk, part):
+        source.read(chunk.span(part)[0], _bytes_of(target))
+        return
+    first, last = chunk.span(part)
+    buffer = torch.empty(min(last - first, max(SLAB, chunk.itemsize)), dtype=torch.uint8)  # one for all slabs
+    for slab in chunk.parts(part, SLAB):
+        begin, end = chunk.span(slab)
+        scratch = buffer[: end - begin]
+        source.read(begin, _bytes_of(scratch))
+        into = target
+        for axis, (at, origin) in enumerate(zip(slab.target, part.target, strict=True)):
+            into = into.narrow(axis, at - origin, slab.shape[axis])
+        _copy(into, scratch.view(dtype).as_strided(slab.shape, chunk.strides))
+
+
+def verify(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
+    """Compare all that is wanted of a stored chunk with its checksums, through `scratch`, and keep nothing of it.
+
+    Raises `Damage`, and OSError as `read` does.
+    """
+    stored = chunk.chunk
+    if not envelope_holds(stored, read):
+        raise Damage("has other bytes around its data than were written")
+    if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
+        if not data_holds(stored, read):
+            raise Damage("has other data than was written")
+        return
+    source, done = _Source(stored, read, check=True), 0
+    for first, last in sorted(chunk.span(part) for part in chunk.reads):
+        if last > done:
+            source.verify(max(first, done), last, scratch)
+            done = last
+
+
+def _in_order(chunk: ChunkRead, part: Read) -> bool:
+    """Whether the box's elements lie side by side in the chunk, in the order in which a tensor has them."""
+    expected = 1
+    for size, step in zip(reversed(part.shape), reversed(chunk.strides), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    turned = target.is_complex() or target.is_neg()
+    if target.dtype == source.dtype and not turned:  # as numbers of the same size: not all can be copied
+        plain = _SAME_SIZE[target.dtype.itemsize]
+        target, source = target.view(plain), source.view(plain)
+    target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    row = tensor.detach().as_strided((tensor.numel(),), (1,))  # also where an axis of one element has another stride
+    return row.view(torch.uint8).numpy().data
+
+
+class _Source:
+    """A chunk's data, read by ranges."""
+
+    def __init__(self, chunk: Chunk, read: ReadRange, check: bool) -> None:
+        self._chunk = chunk
+        self._read = read
+        self._check = check
+
+    def read(self, first: int, into: memoryview) -> None:
+        """The bytes of the data from `first` on."""
+        if not self._check or not self._chunk.pieces:
+            self._exactly(first, into)
+            return
+        size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
+        at, end = first, first + len(into)
+        whole = end if end == nbytes else end - end % size  # the pieces before it are wanted to their ends
+        while at < end:
+            begin = at - at % size
+            if at == begin and at < whole:
+                stop = min(whole, at + max(size, SLAB // size * size))
+                self._verified(at, into[at - first : stop - first])
+            else:
+                piece = memoryview(bytearray(min(size, nbytes - begin)))
+                self._verified(begin, piece)
+                stop = min(begin + len(piece), end)
+                into[at - first : stop - first] = piece[at - begin : stop - begin]
+            at = stop
+
+    def verify(self, first: int, last: int, scratch: memoryview) -> None:
+        """Compare the pieces that have the bytes [first, last) of the data with their checksums."""
+        if not self._chunk.pieces:
+            self._exactly(last - 1, scratch[:1])
+            return
+        size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
+        stop, step = min(-(-last // size) * size, nbytes), len(scratch) // size * size
+        for begin in range(first - first % size, stop, step):
+            self._verified(begin, scratch[: min(step, stop - begin)])
+
+    def _verified(self, begin: int, pieces: memoryview) -> None:
+        """Whole pieces from the byte `begin` of the data on."""
+        self._exactly(begin, pieces)
+        size = piece_bytes(self._chunk)
+        for at in range(0, len(pieces), size):
+            piece = pieces[at : at + size]
+            if crc32(piece) != self._chunk.pieces[(begin + at) // size]:
+                low, high = begin + at, begin + at + len(piece)
+                raise Damage(f"has other bytes than were written, between {low} and {high} of its data")
+
+    def _exactly(self, first: int, into: memoryview) -> None:
+        found = self._read(self._chunk.data + first, into)
+        if found != len(into):
+            raise Damage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
+
+
+def data_holds(chunk: Chunk, read: ReadRange) -> bool:
+    """Whether the data has the one checksum that there is for all of it; read in slabs, and kept nowhere."""
+    checksum = 0
+    for at in range(0, chunk.nbytes, SLAB):
+        part: Any = memoryview(bytearray(min(SLAB, chunk.nbytes - at)))
+        if read(chunk.data + at, part) != len(part):
+            return False
+        checksum = crc32(part, checksum)
+    return checksum == chunk.pieces[0]
+
+
+def envelope_holds(chunk: Chunk, read: ReadRange) -> bool:
+    """Whether what stands before and after the data is what was written."""
+    if chunk.envelope is None:
+        return True
+    before = chunk.data - chunk.start
+    after = chunk.length - before - chunk.nbytes
+    checksum = 0
+    for at, length in ((chunk.start, before), (chunk.data + chunk.nbytes, after)):
+        part: Any = memoryview(bytearray(length))
+        if read(at, part) != length:
+            return False
+        checksum = crc32(part, checksum)
+    return checksum == chunk.envelope

@@ -1,0 +1,325 @@
+"""Where the bytes lie in a zip that torch.save wrote, without reading them.
+
+Owns: the way from a blob in a file to its members' positions and checksums, and what its pickle says of a tensor.
+Refuses: to make any object that the pickle asks for.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rankbook.checkpoint.format import pickle_opcodes
+from rankbook.checkpoint.format.manifest import ITEM_BYTES, dense
+from rankbook.errors import CheckpointingException
+
+_EDGE = 2048  # bytes that are read at once at both ends of a blob: headers and directory of a single tensor
+_MOST_READ = 64 * 1024 * 1024  # bytes of a zip's directory, or of one read from it
+_MOST_PICKLE = 1024 * 1024  # bytes of what describes a single tensor
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+
+
+class Readable(Protocol):
+    """What a zip is read from: a storage, or bytes in memory that act as one."""
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Storage`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file in a zip: its bytes are [`data`, `data` + `nbytes`) of the file that the zip lies in."""
+
+    data: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A tensor as its pickle describes it: `data` from the file's start, in bytes; `strides` None for row-major.
+
+    `crc` is that of the whole data, None where it was written without checksums.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    data: int
+    nbytes: int
+    crc: int | None
+
+
+class BlobFile(io.RawIOBase):
+    """A part of a file in a storage, as a file of its own; both its ends are read once."""
+
+    def __init__(self, storage: Readable, path: str, start: int, length: int) -> None:
+        super().__init__()
+        self._storage, self._path, self._start, self._length = storage, path, start, length
+        self._at = 0
+        self._edges: list[tuple[int, bytes]] = []
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position within the part, in bytes. A position before its start raises OSError, as in any file."""
+        target = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if target < 0:
+            raise OSError(f"position {target} is before the blob's start")
+        self._at = target
+        return target
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes; all that are left for -1."""
+        size = max(0, self._length - self._at if size < 0 else min(size, self._length - self._at))
+        found = self._cached(self._at, size)
+        self._at += len(found)
+        return found
+
+    def _cached(self, at: int, size: int) -> bytes:
+        for start, edge in self._edges:
+            if start <= at and at + size <= start + len(edge):
+                return edge[at - start : at - start + size]
+        if size > _EDGE:
+            return self._fetch(at, size)
+        start = 0 if at + size <= _EDGE else min(at, max(0, self._length - _EDGE))
+        edge = self._fetch(start, min(_EDGE, self._length - start))
+        self._edges.append((start, edge))
+        return edge[at - start : at - start + size]
+
+    def _fetch(self, at: int, size: int) -> bytes:
+        if size > _MOST_READ:
+            raise OSError(f"{size} bytes at once are no part of a zip of torch.save")
+        buffer = bytearray(size)
+        return bytes(buffer[: self._storage.read(self._path, self._start + at, memoryview(buffer))])
+
+
+def open_blob(storage: Readable, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+    """The zip at [start, start + length) of a file, and its members by their names below the zip's one folder.
+
+    Raises `zipfile.BadZipFile` where it is none, or one that was cut off.
+    """
+    try:
+        return _opened(BlobFile(storage, path, start, length), start, length)
+    except (zipfile.BadZipFile, OSError):
+        raise
+    except Exception as error:  # the zip's own numbers and names may be anything
+        raise zipfile.BadZipFile(f"{type(error).__name__}: {error}") from error
+
+
+def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+    archive = zipfile.ZipFile(file)  # it lives as long as its owner, and holds nothing open
+    members = {}
+    for info in archive.infolist():
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+            raise zipfile.BadZipFile(f"no member begins at byte {info.header_offset}")
+        _, name, extra = _LOCAL_HEADER.unpack(header)
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise zipfile.BadZipFile(f"{info.filename} is compressed")
+        data = info.header_offset + _LOCAL_HEADER.size + name + extra
+        if data + info.file_size > length:
+            raise zipfile.BadZipFile(f"{info.filename} reaches beyond the end")
+        members[info.filename.partition("/")[2]] = Member(start + data, info.file_size, info.CRC)
+    return archive, members
+
+
+def without_checksums(members: dict[str, Member]) -> bool:
+    """Whether the zip was written without them: torch then puts a zero into every place."""
+    return all(member.crc == 0 for member in members.values())
+
+
+def is_plain(blob: bytes | bytearray) -> bool:
+    """Whether it is a zip as torch.save writes it: nothing in it is compressed, so it takes no more than its size."""
+    try:
+        open_blob(_Bytes(blob), "", 0, len(blob))
+    except (zipfile.BadZipFile, OSError):
+        return False
+    return True
+
+
+def zip_holds(blob: bytes) -> bool:
+    """Whether every member of a whole zip matches its checksum; one that has none holds, as far as anybody can say."""
+    try:
+        archive, members = open_blob(_Bytes(blob), "", 0, len(blob))
+        return without_checksums(members) or archive.testzip() is None
+    except Exception:  # noqa: BLE001 - whatever zipfile finds wrong
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """What is read already, as a storage of one file."""
+
+    data: bytes | bytearray
+
+    def read(self, _path: str, start: int, into: memoryview) -> int:
+        """As `Storage.read`."""
+        part = self.data[start : start + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+
+def read_member(storage: Readable, path: str, member: Member) -> bytes:
+    """The bytes of a member, not compared with its checksum."""
+    buffer = bytearray(member.nbytes)
+    return bytes(buffer[: storage.read(path, member.data, memoryview(buffer))])
+
+
+def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredView:
+    """What lies in a blob that holds one tensor. Reads its ends only.
+
+    Raises `CheckpointingException` saying what it is instead, without naming the file, which the caller knows.
+    """
+    try:
+        _, members = open_blob(storage, path, start, length)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointingException(f"it is no zip of torch.save: {error}") from error
+    if "data.pkl" not in members:
+        raise CheckpointingException("it is no zip of torch.save: data.pkl is missing")
+    if members["data.pkl"].nbytes > _MOST_PICKLE:
+        raise CheckpointingException(
+            f"its data.pkl has {members['data.pkl'].nbytes} bytes, which no single tensor needs"
+        )
+    pickled = read_member(storage, path, members["data.pkl"])
+    if not without_checksums(members) and zlib.crc32(pickled) != members["data.pkl"].crc:
+        raise CheckpointingException("its data.pkl does not match its checksum")
+    order = members.get("byteorder")
+    if order is not None and (order.nbytes > len(b"little") or read_member(storage, path, order) != b"little"):
+        raise CheckpointingException("its bytes are not in little-endian order")
+    view = described(pickled)
+    member = members.get(f"data/{view.storage}")
+    if member is None:
+        raise CheckpointingException(f"its data/{view.storage} is missing")
+    item = ITEM_BYTES[view.dtype]
+    nbytes = math.prod(view.shape) * item
+    begin = view.offset * item
+    if begin + nbytes > member.nbytes:
+        raise CheckpointingException(f"it has {member.nbytes} bytes, and its tensor {begin + nbytes}")
+    strides = None if _row_major(view.shape, view.strides) else view.strides
+    if strides is not None and not dense(view.shape, strides):
+        raise CheckpointingException(f"its tensor of shape {view.shape} has strides {strides}, with gaps or overlaps")
+    known = not without_checksums(members) and nbytes == member.nbytes
+    return StoredView(view.dtype, view.shape, strides, member.data + begin, nbytes, member.crc if known else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The arguments that torch would rebuild a tensor from: which storage, where in it (in elements), how."""
+
+    storage: str
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def described(pickled: bytes) -> Described:
+    """What a tensor's pickle says. Raises `CheckpointingException` where it holds anything but one plain tensor."""
+    try:
+        pickle_opcodes.check(pickled)
+        found = _TensorUnpickler(io.BytesIO(pickled)).load()
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        # a damaged pickle may raise anything: it is a program
+        raise CheckpointingException(f"its pickle is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Described):
+        raise CheckpointingException(f"it holds no tensor but a {type(found).__name__}")
+    return found
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - what a pickle may name
+        if (module, name) in _MAKERS:
+            return _MAKERS[module, name]
+        if module == "torch" and (dtype := _STORAGE_DTYPES.get(name, name)) in ITEM_BYTES:
+            return dtype
+        raise CheckpointingException(f"its pickle names {module}.{name}, which no plain tensor needs")
+
+    def persistent_load(self, pid: Any) -> tuple[str, str]:  # noqa: ANN401 - whatever the pickle says
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(key, str | int) or not isinstance(dtype, str):
+            raise CheckpointingException("its pickle refers to something that is no storage")
+        return str(key), dtype
+
+
+def _rebuild(
+    storage: tuple[str, str],
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    _requires_grad: bool,
+    _hooks: object,
+    *more: object,
+) -> Described:
+    key, dtype = storage
+    if more and isinstance(more[0], str):  # _rebuild_tensor_v3: an untyped storage, and the dtype after it
+        dtype = more[0]
+        more = more[1:]
+    if any(more):
+        raise CheckpointingException(f"its tensor needs {more} to be rebuilt")
+    if dtype not in ITEM_BYTES:
+        raise CheckpointingException(f"its tensor has elements of type {dtype}")
+    for number in (offset, *shape, *strides):
+        if type(number) is not int or not 0 <= number < 2**62:
+            raise CheckpointingException("its tensor has an offset, a shape or strides that no tensor has")
+    if len(shape) != len(strides) or math.prod(shape) >= 2**62:
+        raise CheckpointingException(
+            f"its tensor has {len(shape)} axes and {len(strides)} strides, or too many elements"
+        )
+    return Described(key, dtype, offset, tuple(shape), tuple(strides))
+
+
+def _parameter(data: Described, *_: object) -> Described:
+    return data
+
+
+_MAKERS: dict[tuple[str, str], str | Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.storage", "UntypedStorage"): "untyped",
+    ("collections", "OrderedDict"): dict,
+}
+
+
+def _row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

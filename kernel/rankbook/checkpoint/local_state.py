@@ -1,0 +1,232 @@
+"""What one rank holds of a checkpoint, ready to be planned and written.
+
+Owns: the rank's chunks, objects and common part, their digests, and copies of them that training cannot change.
+Refuses: the other ranks, and files.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+
+from rankbook.checkpoint.format.manifest import Manifest
+from rankbook.checkpoint.format.tensor_io import dtype_named
+from rankbook.checkpoint.format.torch_blobs import object_blob
+from rankbook.checkpoint.planning.load_plan import Wanted
+from rankbook.checkpoint.planning.local_plan import Declared, Shard
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
+from rankbook.checkpoint.state_dict.state_dicts import nested, placed, split
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A `ShardedTensor` as the plan sees it: with the axes of the global tensor."""
+
+    key: str
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    is_main: bool
+    dtype_name: str
+    allow_shape_mismatch: bool = False
+
+    @classmethod
+    def of(cls, tensor: ShardedTensor) -> HeldTensor:
+        """The part of `tensor` that is here; its data may be missing where nothing is written."""
+        shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+        return cls(
+            tensor.key,
+            tensor.data
+            if tensor.data is not None
+            else torch.empty(tensor.local_shape, dtype=tensor.dtype, device="meta"),
+            tuple(tensor.global_shape),
+            tuple(tensor.global_offset),
+            shape,
+            is_main_replica(tensor.replica_id),
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.allow_shape_mismatch,
+        )
+
+    def wanted(self) -> Wanted:
+        """What is to be read into the data."""
+        return Wanted(
+            key=self.key,
+            dtype=self.dtype_name,
+            global_shape=self.global_shape,
+            offset=self.global_offset,
+            shape=self.local_shape,
+            allow_shape_mismatch=self.allow_shape_mismatch,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data."""
+        return prod(self.local_shape) * self.data.element_size()
+
+
+@dataclass(frozen=True)
+class HeldObject:
+    """A `ShardedObject` as the plan sees it."""
+
+    key: str
+    unique_key: str
+    data: object
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    is_main: bool
+    pickled: bytes | None = None
+
+    def blob(self) -> bytes:
+        """As it is stored."""
+        return object_blob(self.data) if self.pickled is None else self.pickled
+
+    def frozen(self) -> HeldObject:
+        """The same, as it is now."""
+        return replace(self, data=None, pickled=self.blob())
+
+    @classmethod
+    def of(cls, each: ShardedObject) -> HeldObject:
+        """The element of the grid that is here."""
+        shape, offset = tuple(each.global_shape), tuple(each.global_offset)
+        return cls(each.key, each.unique_key, each.data, shape, offset, is_main_replica(each.replica_id))
+
+
+@dataclass
+class Contents:
+    """`common` is what is neither a sharded tensor nor an object: nested, with plain values as leaves."""
+
+    tensors: Sequence[HeldTensor]
+    objects: Sequence[HeldObject]
+    common: Any = field(default_factory=dict)
+    common_pickled: bytes | None = None
+
+    @cached_property
+    def _declared(self) -> Declared:
+        return Declared.of(
+            [
+                Shard(e.key, e.global_shape, e.global_offset, e.local_shape, e.dtype_name, e.is_main)
+                for e in self.tensors
+            ],
+            [Shard(e.key, e.global_shape, e.global_offset, is_main=e.is_main) for e in self.objects],
+            common=dict(digests(self.common)),
+        )
+
+    def declared(self) -> Declared:
+        """What rank 0 is told."""
+        return self._declared
+
+    def common_file(self) -> bytes:
+        """The common part, as `torch.save` writes it."""
+        if self.common_pickled is not None:
+            return self.common_pickled
+        stream = io.BytesIO()
+        torch.save(self.common, stream)
+        return stream.getvalue()
+
+    def frozen(self, tensors: Sequence[HeldTensor], *, is_coordinator: bool) -> Contents:
+        """The same with these copies of its tensors, and all else as it is now, whatever the caller does to it."""
+        objects = [each.frozen() for each in self.objects]
+        made = Contents(tensors, objects, {}, self.common_file() if is_coordinator else b"")
+        made._declared = self._declared
+        return made
+
+
+class Unstaged(Contents):
+    """What could not be copied: whoever asks for it gets the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__((), ())
+        self._error = error
+
+    def declared(self) -> Declared:
+        """Raises it."""
+        raise self._error
+
+
+def digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict
+    """The path of each leaf with a digest of it, for the ranks to compare."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from digests(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple) and value:
+        for number, each in enumerate(value):
+            yield from digests(each, f"{path}[{number}]")
+    else:
+        yield path, blake2b(_spelt(value), digest_size=8).hexdigest()
+
+
+def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | dict | list | tuple):
+        return f"{type(value).__name__} {value!r}".encode()
+    if isinstance(value, torch.Tensor):
+        stream = io.BytesIO()
+        torch.save(value.detach().cpu(), stream)
+        return stream.getvalue()
+    return pickle.dumps(value)
+
+
+def contents_of(sharded_state_dict: Any) -> Contents:  # noqa: ANN401
+    """What this rank holds of a sharded state dict. A collective; raises `CheckpointingException`."""
+    made = split(sharded_state_dict)
+    tensors = [HeldTensor.of(each.shard) for each in made.tensors]
+    return Contents(tensors, [HeldObject.of(each) for _, each in made.objects], made.common)
+
+
+class Wishes:
+    """What this rank asks for: the memory to fill, and where it comes in the state dict."""
+
+    def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
+        stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
+        self._split = split(sharded_state_dict, stored=stored, gather=None)
+        self._all_values = all_values
+        self.fresh: set[int] = set()
+        """The positions of the tensors whose memory is made here: nobody has anything to lose in them."""
+        for position, entry in enumerate(self._split.tensors):
+            if entry.shard.data is None:
+                entry.shard.init_data("cpu")
+                self.fresh.add(position)
+        self.tensors = [HeldTensor.of(each.shard) for each in self._split.tensors]
+        self.objects = [HeldObject.of(each) for _, each in self._split.objects]
+
+    def values(self, paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, tuple[Any, ...]]:
+        """Which of the plain values that are stored by these keys are wanted, with their paths in the state dict.
+
+        Those are all of each of its parts, or all that there are.
+        """
+        asked = self._split.containers
+        return {key: placed(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
+
+    def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+        """Values at paths as a part of the state dict."""
+        return nested(leaves, self._split.containers)
+
+    def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
+        """The state dict with what was loaded in its places, but for keys that were skipped."""
+        made = self._split
+        values: dict[tuple[Any, ...], Any] = {
+            entry.path: entry.restored(entry.shard.data)
+            for entry in made.tensors
+            if entry.shard.key not in skipped and entry.shard.data is not None
+        }
+        values.update({path: objects[each.unique_key] for path, each in made.objects if each.unique_key in objects})
+        return made.assemble(values, common)
+
+
+def everything(manifest: Manifest) -> dict[str, Any]:
+    """A map that asks for all of a checkpoint, whole."""
+    wanted: dict[str, Any] = {}
+    for key, each in manifest.tensors.items():
+        nothing = (0,) * len(each.shape)
+        wanted[key] = ShardedTensor(key, None, dtype_named(each.dtype), each.shape, each.shape, nothing, None)
+    for key in manifest.objects.keys() - manifest.values.keys():
+        wanted[key] = ShardedObject.empty_from_unique_key(key)
+    return wanted

@@ -1,0 +1,340 @@
+"""A save, planned as data: which rank stores which chunk, once all ranks' shards have been found to fit together.
+
+Pure: no torch, files or communication. A plan depends on the declarations and on nothing else, so every rank that plans
+from the same ones gets the same plan, or the same error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankbook.checkpoint.planning.chunk_index import Catalog, PlannedChunk, PlannedTensor, padded
+from rankbook.checkpoint.planning.local_plan import Declared, Integers, Shard, Table
+from rankbook.checkpoint.planning.validation import Boxes, faults, fills_exactly_once, said
+from rankbook.errors import CheckpointingException
+from rankbook.ranks import group_ranks
+
+__all__ = ["Assignment", "Declared", "PlanCache", "PlannedChunk", "PlannedTensor", "SavePlan", "Shard", "plan_save"]
+
+MOST_KEYS_SAID = 8
+"""Keys whose faults an error spells out."""
+
+
+class Assignment(NamedTuple):
+    """What one rank stores: positions in its own tensors and objects, in the order in which it declared them."""
+
+    tensors: Integers
+    objects: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """Who stores what. `bytes_per_rank` counts the tensors' data."""
+
+    world_size: int
+    bytes_per_rank: tuple[int, ...]
+    all_tensors: Catalog
+    all_objects: Catalog
+
+    def of_rank(self, rank: int) -> Assignment:
+        """What this rank stores."""
+        return Assignment(self.all_tensors.of_rank(rank), self.all_objects.of_rank(rank))
+
+    def tensors(self) -> dict[str, PlannedTensor]:
+        """The catalog of tensors, by key in the order in which the ranks name them."""
+        return dict(self.all_tensors.chunks())
+
+    def objects(self) -> dict[str, int]:
+        """The rank that stores each object, by the object's unique key."""
+        return {
+            f"{key}/shard_{'.'.join(map(str, chunk.offset))}_{'.'.join(map(str, whole.shape))}": chunk.rank
+            for key, whole in self.all_objects.chunks()
+            for chunk in whole.chunks
+        }
+
+
+class PlanCache:
+    """The plan of the save before: good for the next one if every rank declares the same again.
+
+    Ranks that send their `Declared.signature()` first need to send no more where `recall` finds the plan.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[list[str], bool] | None = None
+        self._plan: SavePlan | None = None
+
+    def recall(self, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> SavePlan | None:
+        """The kept plan if it is that of these ranks, whose common parts agree; else all is to be declared anew."""
+        same_common = len({common for _, common in signatures}) <= 1
+        asked = ([held for held, _ in signatures], fully_parallel)
+        return self._plan if same_common and asked == self._known else None
+
+    def keep(self, plan: SavePlan, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> None:
+        """Keep this plan, in place of the one before."""
+        self._known, self._plan = ([held for held, _ in signatures], fully_parallel), plan
+
+
+def plan_save(declared: Sequence[Declared], *, fully_parallel: bool = False) -> SavePlan:
+    """Who stores what, of what the ranks declared, rank by rank.
+
+    A main replica is stored by its own rank. With `fully_parallel` any replica may be: the chunks that several ranks
+    hold are shared out by bytes, the largest first, each to the rank that stores least so far.
+
+    Raises `CheckpointingException` where ranks disagree about a tensor's dtype or global shape, where main replicas do
+    not cover a tensor or a grid of objects exactly once, and where common parts differ; the message names key, ranks
+    and offsets.
+    """
+    if not declared:
+        raise CheckpointingException("no rank declared anything: there is nothing to save")
+    common = _differing_common([each.common for each in declared], [each.common_digest() for each in declared])
+    tensors, wrong_tensors = _plan_kind("tensor", [each.tensors for each in declared], fully_parallel)
+    objects, wrong_objects = _plan_kind("object", [each.objects for each in declared], fully_parallel=False)
+    if wrong := [*wrong_tensors, *wrong_objects, *common]:
+        more = f"\n  and {len(wrong) - MOST_KEYS_SAID} keys more" if len(wrong) > MOST_KEYS_SAID else ""
+        raise CheckpointingException(
+            f"what {said(range(len(declared)))} hold is no whole checkpoint, and nothing was written:\n  "
+            + "\n  ".join(each() for each in wrong[:MOST_KEYS_SAID])
+            + more
+        )
+    loads = np.bincount(tensors.rank, weights=tensors.nbytes(), minlength=len(declared))
+    return SavePlan(len(declared), tuple(int(load) for load in loads), tensors, objects)
+
+
+def _plan_kind(kind: str, tables: Sequence[Table], fully_parallel: bool) -> tuple[Catalog, list[Callable[[], str]]]:
+    """The catalog, and for each key that is wrong what finds out what to say of it."""
+    keys = _Keys(tables)
+    held = keys.mains()
+    sound = fills_exactly_once(held.key, held.offset, held.shape, keys.whole) | keys.disputed
+    wrong = [_later(keys.dispute, kind, row) for row in np.flatnonzero(keys.disputed).tolist()]
+    wrong += [_later(keys.faults, kind, row, held) for row in np.flatnonzero(~sound).tolist()]
+    if fully_parallel and not wrong:
+        shared = keys.held_more_than_once(held.key)
+        if not shared.any():
+            return held, wrong
+        rank, position = balance_replicas(tables, keys.rows, held, held.nbytes(), shared)
+        order = np.lexsort((position, rank))
+        held = Catalog(
+            held.keys,
+            held.dtypes,
+            held.axes,
+            held.whole,
+            *(each[order] for each in (held.key, held.offset, held.shape, rank, position)),
+        )
+    return held, wrong
+
+
+def _later(say: Callable[..., str], *arguments: object) -> Callable[[], str]:
+    return lambda: say(*arguments)
+
+
+class _Keys:
+    """The keys of all ranks: a row for each, what the ranks agree on, and where they do not."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tables
+        number: defaultdict[str, int] = defaultdict(count().__next__)
+        code: defaultdict[str, int] = defaultdict(count().__next__)
+        self.rows: dict[bytes, Integers] = {}  # by head: the row of each chunk's key
+        heads: dict[bytes, Table] = {}
+        for table in tables:
+            if table.head not in heads:
+                heads[table.head] = table
+                self.rows[table.head] = np.fromiter(map(number.__getitem__, table.keys()), np.int64, len(table))
+        self.names = list(number)
+        self.width = max(table.width for table in tables)
+        self.whole = np.ones((len(number), self.width), np.int64)
+        self.axes = np.zeros(len(number), np.int64)
+        dtype = np.zeros(len(number), np.int64)
+        dtypes = {head: np.asarray([code[name] for name in table.dtypes], np.int64) for head, table in heads.items()}
+        for head, table in heads.items():
+            rows = self.rows[head]
+            self.whole[rows] = padded(table.global_shape, self.width, 1)
+            self.axes[rows], dtype[rows] = table.axes, dtypes[head][table.dtype] if len(table) else 0
+        self.disputed = np.zeros(len(number), np.bool_)
+        for head, table in heads.items():
+            rows = self.rows[head]
+            here = padded(table.global_shape, self.width, 1)
+            self.disputed[rows[(self.whole[rows] != here).any(axis=1)]] = True
+            self.disputed[rows[self.axes[rows] != table.axes]] = True
+            if len(table):
+                self.disputed[rows[dtype[rows] != dtypes[head][table.dtype]]] = True
+        known = list(code)
+        self.dtypes = [known[each] for each in dtype.tolist()]
+
+    def mains(self) -> Catalog:
+        """All main replicas that are not empty."""
+        parts: list[tuple[Integers, Integers, Integers, Integers, Integers]] = []
+        full: dict[bytes, npt.NDArray[np.bool_]] = {}
+        for rank, table in enumerate(self.tables):
+            if table.layout not in full:
+                full[table.layout] = np.asarray((table.shape > 0).all(axis=1), np.bool_)
+            mine = np.flatnonzero(table.main & full[table.layout])
+            offset, shape = padded(table.offset[mine], self.width, 0), padded(table.shape[mine], self.width, 1)
+            parts.append((self.rows[table.head][mine], offset, shape, np.full(len(mine), rank), mine))
+        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return Catalog(self.names, self.dtypes, self.axes, self.whole, *columns)
+
+    def held_more_than_once(self, mains: Integers) -> npt.NDArray[np.bool_]:
+        """For each key whether it has chunks that are not empty beside these, its main ones."""
+        chunks = np.zeros(len(self.names), np.int64)
+        times: dict[bytes, int] = {}
+        for table in self.tables:
+            times[table.layout] = times.get(table.layout, 0) + 1
+        for table in {table.layout: table for table in self.tables}.values():
+            np.add.at(chunks, self.rows[table.head][(table.shape > 0).all(axis=1)], times[table.layout])
+        return np.asarray(chunks > np.bincount(mains, minlength=len(self.names)), np.bool_)
+
+    def _chunks(self, row: int) -> Iterator[tuple[int, Table, int]]:
+        """Each chunk of a key: its rank, the table and the position in it."""
+        for rank, table in enumerate(self.tables):
+            for position in np.flatnonzero(self.rows[table.head] == row).tolist():
+                yield rank, table, position
+
+    def dispute(self, kind: str, row: int) -> str:
+        """Who says what about a key on which the ranks do not agree."""
+        sides: dict[str, set[int]] = {}
+        for rank, table, at in self._chunks(row):
+            shape = tuple(table.global_shape[at, : table.axes[at]].tolist())
+            dtype = f"{table.dtypes[table.dtype[at]]}, " if kind == "tensor" else ""
+            sides.setdefault(f"{dtype}global shape {shape}", set()).add(rank)
+        held = "; ".join(f"{side} on {said(ranks)}" for side, ranks in sides.items())
+        return f"{kind} {self.names[row]!r} is not the same on all ranks: {held}"
+
+    def faults(self, kind: str, row: int, held: Catalog) -> str:
+        """What is wrong with the main replicas of a key."""
+        axes = int(self.axes[row])
+        whole = tuple(self.whole[row, :axes].tolist())
+        mine = held.key == row
+        mains = Boxes(held.offset[mine, :axes], held.shape[mine, :axes], held.rank[mine])
+        rest = [
+            (table.offset[at, :axes], table.shape[at, :axes], rank)
+            for rank, table, at in self._chunks(row)
+            if not table.main[at] and (table.shape[at] > 0).all()
+        ]
+        others = Boxes(
+            np.asarray([offset for offset, _, _ in rest], np.int64).reshape(len(rest), axes),
+            np.asarray([shape for _, shape, _ in rest], np.int64).reshape(len(rest), axes),
+            np.asarray([rank for _, _, rank in rest], np.int64),
+        )
+        what = f"tensor {self.names[row]!r} ({self.dtypes[row]}, global shape {whole})"
+        if kind == "object":
+            what = f"object {self.names[row]!r} (global shape {whole})"
+        return f"{what}: {'; '.join(faults(whole, mains, others))}"
+
+
+def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[str]) -> list[Callable[[], str]]:
+    """What finds out what to say of each path of the common part that is not the same on all ranks."""
+    if len(set(digests)) == 1:
+        return []
+    wrong = []
+    for path in {path: None for common in commons for path in common}:
+        sides = group_ranks((rank, common.get(path)) for rank, common in enumerate(commons))
+        if len(sides) > 1:
+            wrong.append(_later(_say_common, path, sides))
+    return wrong
+
+
+def _say_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> str:
+    there = [said(ranks) for value, ranks in sides.items() if value is not None]
+    what = f"common value {path!r}" if path else "the common part"
+    absent = f"not on {said(sides[None])}" if None in sides else ""
+    if len(there) == 1:
+        return f"{what} is on {there[0]}, {absent}"
+    differs = " differs from that on ".join([f"{what}: that on {there[0]}", *there[1:]])
+    return f"{differs}{f'; it is {absent}' if absent else ''}. Make it the same, or a ShardedObject"
+
+
+def balance_replicas(
+    tables: Sequence[Table],
+    rows: Mapping[bytes, Integers],
+    mains: Catalog,
+    nbytes: Integers,
+    shared: npt.NDArray[np.bool_],
+) -> tuple[Integers, Integers]:
+    """Return, for each main replica, the rank that is to store it and the chunk's position there.
+
+    `rows` tells by a table's head the key of each of its chunks, `shared` by key whether it has replicas. `mains` fill
+    their tensors exactly once. Chunks go by bytes, the largest first, to the candidate that stores least so far, the
+    lowest of equals; those without replicas count beforehand.
+    """
+    rank, position = mains.rank.copy(), mains.position.copy()
+    many = shared[mains.key] if len(mains.key) else np.zeros(0, np.bool_)
+    loads = np.bincount(rank[~many], weights=nbytes[~many], minlength=len(tables)).astype(np.int64).tolist()
+    alike: dict[bytes, list[int]] = {}  # ranks with the same chunks in the same order have the same candidates
+    for number, table in enumerate(tables):
+        alike.setdefault(table.layout, []).append(number)
+    rank_sets = list(alike.values())
+    chunks = np.flatnonzero(many)
+    group, rank_set, place = _find_replicas(tables, rows, mains, chunks, [ranks[0] for ranks in rank_sets], shared)
+    starts = np.searchsorted(group, np.arange(len(chunks) + 1)).tolist()
+    set_of, place_of = rank_set.tolist(), place.tolist()
+    heaps: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    sizes = nbytes[chunks]
+    order = np.argsort(-sizes, kind="stable")
+    new_rank, new_position = np.empty(len(chunks), np.int64), np.empty(len(chunks), np.int64)
+    for chunk, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        start, stop = starts[chunk], starts[chunk + 1]
+        members = tuple(set_of[start:stop])
+        heap = heaps.get(members)
+        if heap is None:
+            heap = heaps[members] = sorted(
+                (loads[each], each, which) for which, number in enumerate(members) for each in rank_sets[number]
+            )
+        load, chosen, which = heap[0]
+        while load != loads[chosen]:  # it was given something as a candidate of another group
+            heapreplace(heap, (loads[chosen], chosen, which))
+            load, chosen, which = heap[0]
+        loads[chosen] += size
+        heapreplace(heap, (loads[chosen], chosen, which))
+        new_rank[chunk], new_position[chunk] = chosen, place_of[start + which]
+    rank[chunks], position[chunks] = new_rank, new_position
+    return rank, position
+
+
+def _find_replicas(
+    tables: Sequence[Table],
+    rows: Mapping[bytes, Integers],
+    mains: Catalog,
+    chunks: Integers,
+    firsts: Sequence[int],
+    shared: npt.NDArray[np.bool_],
+) -> tuple[Integers, Integers, Integers]:
+    """Return, for each replica of a main chunk, in the order of chunks: the chunk, the rank set, the position there.
+
+    `chunks` are rows of `mains`, `firsts` the first rank of each rank set.
+    """
+    width = mains.offset.shape[1]
+    keys, offsets, shapes = [mains.key[chunks]], [mains.offset[chunks]], [mains.shape[chunks]]
+    rank_sets, places = [np.full(len(chunks), -1)], [chunks]
+    for number, first in enumerate(firsts):
+        table = tables[first]
+        if not len(table):
+            continue
+        mine = np.flatnonzero(shared[rows[table.head]] & (table.shape > 0).all(axis=1))
+        more = ((0, 0), (0, width - table.width))
+        keys.append(rows[table.head][mine])
+        offsets.append(np.pad(table.offset[mine], more))
+        shapes.append(np.pad(table.shape[mine], more, constant_values=1))
+        rank_sets.append(np.full(len(mine), number))
+        places.append(mine)
+    key, offset, shape = np.concatenate(keys), np.concatenate(offsets), np.concatenate(shapes)
+    rank_set, place = np.concatenate(rank_sets), np.concatenate(places)
+    at = np.zeros(len(key), np.int64)  # row-major place of the offset in the whole tensor
+    for axis in range(width):
+        at = at * mains.whole[key, axis] + offset[:, axis]
+    order = np.lexsort((place, rank_set, at, key))  # a main chunk, of rank set -1, comes before all replicas of it
+    main = np.maximum.accumulate(np.where(rank_set[order] < 0, np.arange(len(order)), 0))
+    head = order[main]
+    same = (rank_set[order] >= 0) & (key[head] == key[order]) & (at[head] == at[order])
+    same &= (shape[head] == shape[order]).all(axis=1)
+    found, chunk = order[same], np.searchsorted(chunks, place[head[same]])
+    by_chunk = np.argsort(chunk, kind="stable")
+    return chunk[by_chunk], rank_set[found][by_chunk], place[found][by_chunk]

@@ -1,0 +1,192 @@
+"""Whether boxes fill a tensor exactly once; and where they do not, in words.
+
+Owns: the test over all tensors at once, and the search for holes, overlaps and second main replicas in one of them.
+Refuses: files, bytes, torch.
+
+The test draws for each axis a measure: each coordinate gets a pseudo-random 64-bit number, an interval measures the
+difference of its ends' numbers, a box the product of its intervals, modulo 2^64. If boxes fill a tensor exactly once,
+their measures add up to the tensor's whatever the numbers are. If they do not, the sums agree only by a coincidence of
+random numbers, about 2^-60. So the test takes one product per box, no sort and no pairs, for any cut, regular or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankbook.checkpoint.planning.local_plan import Integers
+from rankbook.ranks import name_ranks
+
+BLOCK = 1 << 15
+"""Rows that are worked on at once: what fits a core's own cache."""
+
+MOST_CELLS = 1 << 22
+"""Cells of the grid of all cuts, beyond which holes are counted and not located."""
+
+MOST_SAID = 4
+"""Faults of one kind that a message spells out."""
+
+
+def fills_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole: Integers) -> npt.NDArray[np.bool_]:
+    """For each tensor, a row of `whole` (tensors, axes), whether its boxes fill it exactly once.
+
+    `rows` (boxes,) tells which tensor each box belongs to; `offset` and `shape` are (boxes, axes). A tensor without
+    elements is filled by no box.
+    """
+    volume, measure = np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64)
+    for start in range(0, len(rows), BLOCK):
+        part = slice(start, start + BLOCK)
+        np.add.at(volume, rows[part], volumes(shape[part]))
+        np.add.at(measure, rows[part], _measures(offset[part], offset[part] + shape[part]))
+    same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))
+    return np.asarray(same, np.bool_)
+
+
+def volumes(shape: Integers) -> Integers:
+    """Elements of each row of shapes (rows, axes)."""
+    return np.asarray(np.prod(shape, axis=1, dtype=np.int64), np.int64)
+
+
+def _measures(low: Integers, high: Integers) -> npt.NDArray[np.uint64]:
+    product = np.ones(len(low), np.uint64)
+    for axis in range(low.shape[1]):
+        product *= _scattered(high[:, axis], axis) - _scattered(low[:, axis], axis)
+    return product
+
+
+def _scattered(numbers: Integers, axis: int) -> npt.NDArray[np.uint64]:
+    """Splitmix64 (Steele, Lea and Flood 2014) of each number, another sequence for each axis."""
+    mixed = numbers.astype(np.uint64)
+    mixed += np.uint64((axis + 1) * 0xD1B54A32D192ED03 % 2**64)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+class Boxes(NamedTuple):
+    """Chunks of one tensor, none of them empty: offset and shape (boxes, axes), ranks (boxes,)."""
+
+    offset: Integers
+    shape: Integers
+    ranks: Integers
+
+
+def faults(whole: Sequence[int], mains: Boxes, others: Boxes) -> list[str]:
+    """What is wrong with one tensor's main chunks, each with its ranks and offsets; nothing if they fill it once.
+
+    `whole` is the global shape (axes,); `others` are the replicas that are not main, to tell of those in a hole.
+    """
+    offset, shape, ranks = mains
+    outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(whole, np.int64)).any(axis=1)
+    found = [
+        f"rank {ranks[row]}'s chunk {box(offset[row], shape[row])} lies outside" for row in np.flatnonzero(outside)
+    ]
+    offset, shape, ranks = offset[~outside], shape[~outside], ranks[~outside]
+    order = np.lexsort((ranks, *shape.T[::-1], *offset.T[::-1]))
+    offset, shape, ranks = offset[order], shape[order], ranks[order]
+    found += _second_mains(offset, shape, ranks)
+    first = np.ones(len(ranks), np.bool_)
+    first[1:] = (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1)
+    offset, shape, ranks = offset[first], shape[first], ranks[first]
+    found += _overlaps(offset, shape, ranks)
+    found += _holes(whole, offset, shape, others)
+    return found
+
+
+def box(offset: Iterable[int], shape: Iterable[int]) -> str:
+    """As one slices it: "[4:8, 0:8]", or "[()]" for a tensor without axes."""
+    slices = [f"{start}:{start + extent}" for start, extent in zip(offset, shape, strict=True)]
+    return f"[{', '.join(slices) or '()'}]"
+
+
+def said(ranks: Iterable[int]) -> str:
+    """Format ranks for an error that may concern thousands of them."""
+    return name_ranks(ranks, most=2 * MOST_SAID)
+
+
+def some(found: Sequence[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    more = len(found) - MOST_SAID
+    return [*found[:MOST_SAID], f"and {more} more like it"] if more > 0 else list(found)
+
+
+def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
+    """Of boxes in order: those that are the same."""
+    same = (offset[1:] == offset[:-1]).all(axis=1) & (shape[1:] == shape[:-1]).all(axis=1)
+    found, end = [], 0
+    for row in np.flatnonzero(same).tolist():
+        if row < end:
+            continue
+        end = row + 1
+        while end < len(same) and same[end]:
+            end += 1
+        holders = ranks[row : end + 1].tolist()
+        where, once = box(offset[row], shape[row]), len(set(holders))
+        who = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
+        times = f" {len(holders)} times" if once < len(holders) else ""
+        found.append(f"{who} the main replica of {where}{times}: only one may have replica_id 0")
+    return some(found)
+
+
+def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
+    """Of different boxes in the order of their offsets: pairs that share elements."""
+    if not offset.shape[1]:
+        return []
+    found: list[str] = []
+    end = offset + shape
+    for row in range(len(ranks)):
+        last = int(np.searchsorted(offset[:, 0], end[row, 0], side="left"))
+        others = slice(row + 1, last)
+        meets = ((offset[others] < end[row]) & (end[others] > offset[row])).all(axis=1)
+        found += [
+            f"rank {ranks[row]}'s main chunk {box(offset[row], shape[row])} overlaps "
+            f"rank {ranks[other]}'s {box(offset[other], shape[other])}"
+            for other in (np.flatnonzero(meets) + row + 1).tolist()
+        ]
+        if len(found) > 20 * MOST_SAID:
+            break
+    return some(found)
+
+
+def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Boxes) -> list[str]:
+    """Boxes that nobody's chunk covers, found on the grid of all cuts."""
+    if 0 in whole:
+        return []
+    cuts = [
+        np.unique(np.concatenate([offset[:, axis], offset[:, axis] + shape[:, axis], [0, extent]]))
+        for axis, extent in enumerate(whole)
+    ]
+    cells = tuple(len(each) - 1 for each in cuts)
+    if np.prod([float(count) for count in cells]) > MOST_CELLS:
+        held = int(volumes(shape).sum())
+        wanted = int(np.prod(np.asarray(whole, np.int64)))
+        return [f"the main chunks hold {held} elements where the tensor has {wanted}"] if held < wanted else []
+    taken = np.zeros(cells, np.bool_)
+    lows = [np.searchsorted(each, offset[:, axis]) for axis, each in enumerate(cuts)]
+    highs = [np.searchsorted(each, offset[:, axis] + shape[:, axis]) for axis, each in enumerate(cuts)]
+    for row in range(len(offset)):
+        taken[tuple(slice(low[row], high[row]) for low, high in zip(lows, highs, strict=True))] = True
+    found: list[str] = []
+    while not taken.all() and len(found) <= MOST_SAID:
+        first = np.unravel_index(int(np.argmin(taken)), cells)
+        hole = [slice(int(at), int(at) + 1) for at in first]
+        for axis in reversed(range(len(cells))):
+            while hole[axis].stop < cells[axis]:
+                wider = slice(hole[axis].start, hole[axis].stop + 1)
+                if taken[(*hole[:axis], wider, *hole[axis + 1 :])].any():
+                    break
+                hole[axis] = wider
+        taken[tuple(hole)] = True
+        low = np.asarray([each[part.start] for each, part in zip(cuts, hole, strict=True)], np.int64)
+        high = np.asarray([each[part.stop] for each, part in zip(cuts, hole, strict=True)], np.int64)
+        there = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
+        replicas = f"; replicas that are not main are on {said(others.ranks[there])}" if there.any() else ""
+        found.append(f"no rank's main replica holds {box(low, high - low)}{replicas}")
+    return [*found[:MOST_SAID], "and there are more holes"] if len(found) > MOST_SAID else found

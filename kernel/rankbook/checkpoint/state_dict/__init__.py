@@ -1,0 +1,1 @@
+"""Map local tensors and objects to shards of a global state dict."""

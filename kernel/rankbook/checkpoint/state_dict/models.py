@@ -1,0 +1,346 @@
+"""Sharded state dicts of models and optimizers, however they are spread over the ranks, and loading them back.
+
+Names are without the wrappers' parts, for torch's own wrappers: DistributedDataParallel, `fully_shard`, tensor
+parallelism, compiled and activation-checkpointed modules. Optimizer state goes by parameter name; with several models
+(`sharded_state_dicts`) an optimizer may step the parameters of any model, and parameters that are no model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from rankbook.checkpoint.state_dict.dtensor import copy_of, like, local_part
+from rankbook.checkpoint.state_dict.replicas import Copy, Gather, gather_objects, settle, this_rank
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored
+from rankbook.errors import CheckpointingException
+
+_INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Attributes under which torch's wrappers keep the module that they wrap, beside DistributedDataParallel's `module`."""
+
+Models = Mapping[str, nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+def sharded_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    prefix: str = "",
+    gather: Gather = gather_objects,
+) -> ShardedStateDict:
+    """`{"model": ..., "optimizer": ...}`, to be saved, or to be loaded into the same memory. A collective.
+
+    A tensor of the model is stored as `<prefix><its name>`, without the wrappers' parts of the name; the optimizer's
+    state as `<prefix>optimizer.state.<parameter's name>.<its name>`. Parameter groups, with names for their parameters,
+    and what is no tensor are in the common part. Of tensors that several ranks hold whole, a parameter and its state
+    are stored by one rank, and all of them spread over the ranks by bytes; buffers are rank 0's.
+
+    Raises `CheckpointingException`, the same on every rank, for a parameter of the optimizer that is none of the
+    model's, two names that are one without the wrappers, DTensors that cannot be stored, and whatever a model's own
+    hooks raised on one of them.
+    """
+    found: ShardedStateDict = {}
+    copies: list[Copy] = []
+    error = None
+    try:
+        found["model"] = model_map(model, prefix, copies)
+        if optimizer is not None:
+            found["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
+    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+        error = raised
+    settle(copies, gather, error=error)
+    return found
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its identity; of one that has several names the first."""
+    return {id(each): clean_name(model, raw) for raw, each in model.named_parameters()}
+
+
+def model_map(
+    model: nn.Module,
+    prefix: str,
+    copies: list[Copy],
+    *,
+    state: Mapping[str, Any] | None = None,
+    together: str = "",
+) -> dict[str, Any]:
+    """The entries of a model, or of its `state` dict as somebody has changed it; `copies` get theirs.
+
+    `together`: what stands before a parameter's name where its copy and those of its state are stored by one rank.
+    """
+    parameters = {clean_name(model, raw) for raw, _ in model.named_parameters(remove_duplicate=False)}
+    entries: dict[str, Any] = {}
+    for raw, value in (model.state_dict() if state is None else state).items():
+        name = clean_name(model, raw)
+        if name in entries:
+            raise CheckpointingException(f"two parts of the model are called {name!r} without their wrappers")
+        if isinstance(value, torch.Tensor):
+            copy = copy_of(prefix + name, value, together + name if name in parameters else None)
+        else:  # what a module keeps beside its tensors
+            copy = Copy(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
+        if copy is not None:
+            copies.append(copy)
+            entries[name] = copy.entry
+    return entries
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or a buffer of the model without the parts that wrappers put in."""
+    kept, module = [], model
+    for part in name.split("."):
+        wraps = part in _INNER or (part == "module" and isinstance(module, DistributedDataParallel | DataParallel))
+        if not wraps or not isinstance(getattr(module, part, None), nn.Module):
+            kept.append(part)
+        module = getattr(module, part, module)
+    return ".".join(kept)
+
+
+class OptimizerMap(Expecting):
+    """`{"state": {parameter's name: {name: shard or value}}, "param_groups": [...]}`.
+
+    An optimizer that has not stepped has no state. On load, state that is stored for its parameters is expected:
+    what has the parameter's global shape is sharded like the parameter, all else is whole on each rank.
+    """
+
+    def __init__(self, content: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], start: str) -> None:
+        super().__init__(content)
+        self.parameters = parameters
+        self.start = start
+
+    def expected(self, stored: Stored) -> dict[str, Any]:
+        """With shards, of new memory, for the state that is stored and not here yet.
+
+        Raises `CheckpointingException` for stored state that is more than one tensor, as LBFGS has it.
+        """
+        state = {name: dict(values) for name, values in self["state"].items()}
+        for key, (shape, dtype) in stored.items():
+            if not key.startswith(self.start):
+                continue
+            name, what = self._parted(key.removeprefix(self.start))
+            first, dot, _ = what.partition(".")
+            if not name or first in state.setdefault(name, {}):
+                continue
+            if dot:
+                raise CheckpointingException(
+                    f"{key!r} is stored: an optimizer that keeps lists of tensors has to step once before it is loaded"
+                )
+            shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
+            if shard is not None:
+                state[name][what] = shard
+        return {**self, "state": state}
+
+    def _parted(self, rest: str) -> tuple[str, str]:
+        """The parameter's name, the longest there is, and its state's; names may contain dots."""
+        name, what = rest, ""
+        while name:
+            name, dot, last = name.rpartition(".")
+            what = f"{last}{dot if what else ''}{what}"
+            if name in self.parameters:
+                return name, what
+        return "", ""
+
+
+def _expected_shard(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor
+) -> ShardedTensor | None:
+    copy = copy_of(key, parameter)
+    if copy is None:
+        return None
+    assert isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
+    if shape and shape == tuple(parameter.shape):
+        place = copy.entry
+        data = torch.empty(place.local_shape, dtype=dtype, device=copy.entry.data.device)
+        return ShardedTensor(
+            key, data, dtype, place.local_shape, place.global_shape, place.global_offset, place.axis_fragmentations
+        )
+    # A count of steps is kept on the CPU, where optimizers want it; loading moves it where they do not.
+    device = copy.entry.data.device if shape else torch.device("cpu")
+    return ShardedTensor.from_rank_offsets(key, torch.empty(shape, dtype=dtype, device=device))
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
+    """The parameters of each group, with their names."""
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, each in enumerate(group["params"]):
+            if id(each) not in names:
+                raise CheckpointingException(
+                    f"parameter {position} of the optimizer's group {index}, of the shape {tuple(each.shape)}, is none "
+                    "of the model's: make the optimizer from the parameters of the model as it is now"
+                )
+        found.append([(names[id(each)], each) for each in group["params"]])
+    return found
+
+
+def optimizer_map(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[Copy]
+) -> OptimizerMap:
+    """The entries of an optimizer whose parameters have these `names`, by identity; `copies` get theirs.
+
+    `start`: what stands before a parameter's name in the keys of its state.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups = _groups(optimizer, names)
+    for name, parameter in (each for group in groups for each in group):
+        for what, value in optimizer.state.get(parameter, {}).items():
+            entry = value
+            if isinstance(value, torch.Tensor):
+                copy = copy_of(f"{start}{name}.{what}", value, name)
+                if copy is None:
+                    continue
+                copies.append(copy)
+                entry = copy.entry
+            state.setdefault(name, {})[what] = entry
+    param_groups = [
+        {**group, "params": [name for name, _ in members]}
+        for group, members in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return OptimizerMap(
+        {"state": state, "param_groups": param_groups}, dict(each for group in groups for each in group), start
+    )
+
+
+def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: StateDict) -> None:
+    """Put back what was loaded for a map of `sharded_state_dict`, with local parts or DTensors in place of its shards.
+
+    What was loaded into the model's own memory is there already; the rest is copied. The optimizer's state is made
+    where it was not there yet, with the dtypes that were stored. Raises `CheckpointingException` for a name that the
+    model or the optimizer does not have, another shape, and parameter groups of other parameters.
+    """
+    load_model(model, loaded.get("model", {}))
+    if optimizer is not None and "optimizer" in loaded:
+        load_optimizer(optimizer, _names(model), loaded["optimizer"])
+
+
+def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Put back what was loaded for a `model_map`."""
+    own = model.state_dict()
+    raw_names = {clean_name(model, raw): raw for raw in own}
+    if unknown := sorted(values.keys() - raw_names.keys()):
+        raise CheckpointingException(f"the model has no {unknown}")
+    state = {}
+    for name, value in values.items():
+        there = own[raw_names[name]]
+        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+            value = _laid_out(name, value, there)  # noqa: PLW2901 - the same, as the model has it
+            if value is there or _same_memory(value, there):
+                continue
+        state[raw_names[name]] = value
+    model.load_state_dict(state, strict=False)
+
+
+def _laid_out(name: str, value: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    try:
+        return like(value, there)
+    except CheckpointingException as error:
+        raise CheckpointingException(f"{name!r}: {error}") from error
+
+
+def _same_memory(value: torch.Tensor, there: torch.Tensor) -> bool:
+    a, b = local_part(value), local_part(there)
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict) -> None:
+    """Put back what was loaded for an `optimizer_map`."""
+    groups = _groups(optimizer, names)
+    stored = loaded.get("param_groups", [{} for _ in groups])
+    if len(stored) != len(groups):
+        raise CheckpointingException(f"{len(stored)} parameter groups are stored, and the optimizer has {len(groups)}")
+    numbers: dict[str, int] = {}
+    param_groups = []
+    for index, (own, kept, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
+        own_names = [name for name, _ in members]
+        if others := sorted({*kept.get("params", own_names)} ^ {*own_names}):
+            raise CheckpointingException(f"group {index} of the optimizer is stored with other parameters: {others}")
+        numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
+        param_groups.append({**own, **kept, "params": [numbers[name] for name in own_names]})
+        if "param_names" in own:
+            param_groups[-1]["param_names"] = own["param_names"]
+    parameters = dict(each for members in groups for each in members)
+    if unknown := sorted(loaded.get("state", {}).keys() - parameters.keys()):
+        raise CheckpointingException(f"the optimizer has no parameters {unknown}")
+    state = {
+        name: {what: _as_state(f"{name}.{what}", value, parameters[name]) for what, value in values.items()}
+        for name, values in loaded.get("state", {}).items()
+    }
+    by_number = {numbers[name]: values for name, values in state.items()}
+    optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
+    for name, values in state.items():  # torch gives all state its parameter's dtype
+        own_state = optimizer.state[parameters[name]]
+        for what, value in values.items():
+            if isinstance(value, torch.Tensor) and own_state[what].dtype != value.dtype:
+                own_state[what] = value.to(own_state[what].device)
+
+
+def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
+    """A local part of what is sharded like its parameter as a DTensor; all else as it is."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    sharded = value.dim() and value.shape == local_part(parameter).shape
+    return _laid_out(name, value, parameter.detach()) if sharded else value
+
+
+def sharded_state_dicts(
+    models: Models,
+    optimizers: Optimizers,
+    *,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+    gather: Gather = gather_objects,
+) -> ShardedStateDict:
+    """Map several models and optimizers: `{"models": {name: ...}, "optimizers": {name: ...}}`. A collective.
+
+    A tensor of a model is stored as `<model's name>.<its name>`, an optimizer's state as
+    `<optimizer's name>.state.<model's name>.<parameter's name>.<its name>`. A parameter that is no model's is called
+    `<optimizer's name>.<its group>.<its position>`; its values are not stored. `states`: state dicts of models that
+    stand for what the models have now; a model without one is left out.
+
+    Raises as `sharded_state_dict` does.
+    """
+    found: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}}
+    copies: list[Copy] = []
+    error = None
+    try:
+        for name, model in models.items():
+            state = model.state_dict() if states is None else states.get(name)
+            if state is not None:
+                found["models"][name] = model_map(model, f"{name}.", copies, state=state, together=f"{name}.")
+        names = _names_of_all(models, optimizers)
+        for name, optimizer in optimizers.items():
+            found["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
+    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+        error = raised
+    settle(copies, gather, error=error)
+    return found
+
+
+def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict) -> None:
+    """Put back what was loaded for a map of `sharded_state_dicts`. Raises as `load_sharded_state_dict` does."""
+    for name, model in models.items():
+        if name in loaded.get("models", {}):
+            load_model(model, loaded["models"][name])
+    names = _names_of_all(models, optimizers)
+    for name, optimizer in optimizers.items():
+        if name in loaded.get("optimizers", {}):
+            load_optimizer(optimizer, names, loaded["optimizers"][name])
+
+
+def _names_of_all(models: Models, optimizers: Optimizers) -> dict[int, str]:
+    """Return the names of all parameters by their identities; of a parameter that has several names the first."""
+    names: dict[int, str] = {}
+    for name, model in models.items():
+        for raw, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{name}.{clean_name(model, raw)}")
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                names.setdefault(id(parameter), f"{name}.{index}.{position}")
+    return names

@@ -1,0 +1,347 @@
+"""Sharded state dicts: taken apart into what is stored in which way, and put together again.
+
+Owns: what counts as a container, which leaf is which kind of entry, the common rest. Refuses: files.
+
+Containers are dicts, lists and tuples (named ones too); an empty one is a leaf. A *path* is the keys and indices that
+lead to a leaf; where a tensor has no key of its own, it is its path, joined by ".".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rankbook.checkpoint.state_dict.dtensor import copy_of, like
+from rankbook.checkpoint.state_dict.replicas import Copy, Gather, gather_objects, settle
+from rankbook.checkpoint.state_dict.sharded_tensor import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    apply_factories,
+    apply_factory_merges,
+    factories_of,
+    format_path,
+    is_main_replica,
+)
+from rankbook.errors import CheckpointingException
+
+Path: TypeAlias = tuple[Any, ...]
+Stored: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
+"""The tensors of a checkpoint: from key to global shape and dtype, "float32"."""
+
+_MISSING = object()
+
+
+class Expecting(dict[str, Any]):
+    """A part of a sharded state dict that, on load, also takes what is not there yet."""
+
+    def expected(self, stored: Stored) -> dict[str, Any]:
+        """This part with an entry for all that belongs to it of what is stored."""
+        raise NotImplementedError
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401 - any part of a state dict
+    if isinstance(value, dict) and value:
+        return list(value.items())
+    if isinstance(value, list | tuple) and value and not isinstance(value, torch.Size):
+        return list(enumerate(value))
+    return None
+
+
+def _rebuilt(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa: ANN401 - of the container's kind
+    if isinstance(container, dict):
+        return dict(values)
+    elements = [each for _, each in values]
+    if isinstance(container, tuple):
+        return type(container)(*elements) if hasattr(container, "_fields") else type(container)(elements)
+    return elements
+
+
+def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 - any part of a state dict
+    """Each leaf with its path, in order."""
+    children = _children(sharded_state_dict)
+    if children is None:
+        return [((), sharded_state_dict)]
+    return [((key, *path), leaf) for key, each in children for path, leaf in flatten(each)]
+
+
+def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noqa: ANN401 - of the container's kind
+    """The containers of `container` with other leaves, as `flatten` has them.
+
+    Raises `CheckpointingException` for paths that are not those of `container`.
+    """
+    given = dict(leaves)
+    paths = [path for path, _ in flatten(container)]
+    if given.keys() != set(paths):
+        wrong = sorted(map(format_path, given.keys() ^ set(paths)))
+        raise CheckpointingException(f"these are not the leaves of the state dict: {wrong}")
+    return map_leaves(lambda path, _: given[path], container)
+
+
+def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:  # noqa: ANN401 - any part
+    """The same containers, with `function(path, leaf)` for each leaf."""
+    children = _children(value)
+    if children is None:
+        return function(path, value)
+    return _rebuilt(value, [(key, map_leaves(function, each, (*path, key))) for key, each in children])
+
+
+def nested(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
+    """The state dict that has these leaves at these paths.
+
+    A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, a state dict.
+    """
+    made = _Node()
+    for path, leaf in leaves:
+        at = made
+        for key in path[:-1]:
+            at = at.setdefault(key, _Node())
+        at[path[-1]] = leaf
+    return {key: _with_lists(each, _below(like, key)) for key, each in made.items()}
+
+
+def placed(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
+    """A path as `like` has it: its dicts may have a number as a key where the path has that number as text."""
+    found = []
+    for key in path:
+        if isinstance(like, dict) and key not in like and str(key).isdecimal() and int(key) in like:
+            key = int(key)  # noqa: PLW2901 - the same key
+        found.append(key)
+        like = _below(like, key)
+    return tuple(found)
+
+
+def _below(value: Any, key: Any) -> Any:  # noqa: ANN401 - any part of a state dict
+    return dict(_children(value) or ()).get(key)
+
+
+class _Node(dict[Any, Any]):
+    """A container that is made here, and no leaf."""
+
+
+def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a container
+    if not isinstance(value, _Node):
+        return value
+    below = {key: _with_lists(each, _below(like, key)) for key, each in value.items()}
+    in_order = (
+        not isinstance(like, dict)
+        and all(isinstance(key, int) for key in below)
+        and sorted(below) == list(range(len(below)))
+    )
+    return [below[number] for number in range(len(below))] if in_order else below
+
+
+@dataclass
+class TensorEntry:
+    """One shard, and the tensor that stood in its place: a DTensor comes back as a DTensor.
+
+    Its properties are what a plan asks for; there the local shape counts prepended axes, with one element each.
+    """
+
+    path: Path
+    shard: ShardedTensor
+    origin: torch.Tensor | None = None
+
+    @property
+    def key(self) -> str:
+        """The global tensor's."""
+        return self.shard.key
+
+    @property
+    def dtype_name(self) -> str:
+        """As torch's, without the "torch."."""
+        return str(self.shard.dtype).removeprefix("torch.")
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """In elements."""
+        return tuple(self.shard.global_shape)
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """In elements."""
+        return tuple(self.shard.global_offset)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """In elements, of all of the global tensor's axes."""
+        return (1,) * self.shard.prepend_axis_num + tuple(self.shard.local_shape)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the copy that is stored."""
+        return is_main_replica(self.shard.replica_id)
+
+    @property
+    def allow_shape_mismatch(self) -> bool:
+        """Whether the stored tensor may have another global shape."""
+        return self.shard.allow_shape_mismatch
+
+    def restored(self, data: torch.Tensor) -> torch.Tensor:
+        """What comes back in its place, on the memory of the loaded local part."""
+        return data if self.origin is None else like(data, self.origin)
+
+
+@dataclass
+class Split:
+    """A sharded state dict taken apart: shards, objects, what stays local, and the common rest.
+
+    common: the rest in its containers; a list of which other parts are shards is a dict by index there.
+    """
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    objects: list[tuple[Path, ShardedObject]] = field(default_factory=list)
+    common: StateDict = field(default_factory=dict)
+    containers: Any = None
+    factories: Any = None
+
+    def assemble(self, values: Mapping[Path, Any], common: StateDict) -> StateDict:
+        """The state dict with what was loaded in its place, factories merged.
+
+        `values`: by path, of `tensors` and `objects`; those that are not there are left out, as is what their factory
+        would have merged. `common`: the stored one, of which everything comes back. Raises `CheckpointingException`
+        where an element of a list or tuple is not there, or a stored value stands where a container is.
+        """
+        missing = [path for path in self._paths() if path not in values]
+        factories = _without(self.factories, missing, ())
+        gone = {path[:length] for path in missing for length in range(len(path) + 1)} & set(
+            _factory_paths(self.factories, ())
+        )
+        found = _assembled(self.containers, values, common, gone, ())
+        state: StateDict = {} if found is _MISSING else found
+        return apply_factory_merges(state, factories) if factories else state
+
+    def _paths(self) -> list[Path]:
+        return [each.path for each in self.tensors] + [path for path, _ in self.objects]
+
+
+def split(
+    sharded_state_dict: ShardedStateDict,
+    *,
+    stored: Stored | None = None,
+    gather: Gather | None = gather_objects,
+) -> Split:
+    """Take a sharded state dict apart; it is not changed.
+
+    Factories are applied. Tensors and DTensors become shards: of copies rank 0's, or the first rank's that has one, is
+    the main replica, which all ranks settle with `gather`, a collective; None leaves the replica ids as they come, for
+    a load. `stored`: what a checkpoint holds, for parts that are `Expecting`. Raises `CheckpointingException`, on every
+    rank where there is a `gather`, for what is no dict, for tensors without a key whose paths spell the same, DTensors
+    that cannot be stored, and whatever a factory's `build_fn` raised.
+    """
+    made, copies = Split(), list[Copy]()
+    error = None
+    try:
+        _take_apart(sharded_state_dict, stored, made, copies)
+    except Exception as raised:
+        if gather is None:
+            raise
+        error = raised  # every rank raises it, instead of waiting for this one
+    if gather is not None:
+        settle(copies, gather, error=error)
+    return made
+
+
+def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, copies: list[Copy]) -> None:
+    if not isinstance(state, dict):
+        raise CheckpointingException(f"a sharded state dict is a dict, not a {type(state).__name__}")
+    fresh = _fresh(state, stored)
+    made.factories = factories_of(fresh)
+    apply_factories(fresh)
+    keys: dict[str, Path] = {}
+
+    def entry(path: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+        if isinstance(leaf, ShardedTensor):
+            made.tensors.append(TensorEntry(path, leaf))
+        elif isinstance(leaf, ShardedObject):
+            made.objects.append((path, leaf))
+        elif isinstance(leaf, torch.Tensor):
+            key = ".".join(map(str, path))
+            if key in keys:
+                raise CheckpointingException(
+                    f"two tensors would be stored as {key!r}: {format_path(keys[key])} and {format_path(path)}"
+                )
+            keys[key] = path
+            copy = copy_of(key, leaf)
+            if copy is not None:
+                assert isinstance(copy.entry, ShardedTensor)
+                copies.append(copy)
+                made.tensors.append(TensorEntry(path, copy.entry, leaf))
+        return leaf
+
+    made.containers = map_leaves(entry, fresh)
+    common = _common(made.containers)
+    made.common = {} if common is _MISSING else common
+
+
+def _fresh(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part of a state dict
+    """New containers with the same leaves, which factories may then be applied to."""
+    if isinstance(value, Expecting) and stored is not None:
+        value = value.expected(stored)
+    children = _children(value)
+    if children is None:
+        return value
+    return _rebuilt(value, [(key, _fresh(each, stored)) for key, each in children])
+
+
+def is_common(leaf: object) -> bool:
+    """Whether a leaf belongs to the common part: a plain value, the same on all ranks."""
+    return not isinstance(leaf, ShardedBase | LocalNonpersistentObject | torch.Tensor | DTensor)
+
+
+def _common(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
+    children = _children(value)
+    if children is None:
+        return value if is_common(value) else _MISSING
+    found = [(key, below) for key, each in children if (below := _common(each)) is not _MISSING]
+    if not found:
+        return _MISSING
+    return _rebuilt(value, found) if len(found) == len(children) else dict(found)
+
+
+def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: set[Path], path: Path) -> Any:  # noqa: ANN401
+    """The part of the state dict at `path`; `common` is what is stored of its common rest."""
+    if path in gone:
+        return _MISSING
+    if isinstance(container, LocalNonpersistentObject):
+        return container.unwrap()
+    children = _children(container)
+    if children is None:
+        return common if is_common(container) else values.get(path, _MISSING)
+    if all(is_common(leaf) for _, leaf in flatten(container)):
+        return common
+    if common is not _MISSING and not isinstance(common, dict | list | tuple):
+        raise CheckpointingException(
+            f"{format_path(path)}: a {type(common).__name__} is stored "
+            f"where the state dict has a {type(container).__name__}"
+        )
+    stored = {} if common is _MISSING else dict(_children(common) or ())
+    found = [(key, _assembled(each, values, stored.pop(key, _MISSING), gone, (*path, key))) for key, each in children]
+    there = [(key, each) for key, each in found if each is not _MISSING]
+    if isinstance(container, dict):
+        return {**dict(there), **stored} if there or stored else _MISSING
+    if there and len(there) < len(found):
+        lost = sorted({key for key, _ in found} - {key for key, _ in there})
+        raise CheckpointingException(f"{format_path(path)}: nothing is stored for its elements {lost}")
+    return _rebuilt(container, there) if there else _MISSING
+
+
+def _factory_paths(factories: Any, path: Path) -> list[Path]:  # noqa: ANN401 - as `factories_of` gives
+    if isinstance(factories, dict):
+        return [each for key, below in factories.items() for each in _factory_paths(below, (*path, key))]
+    return [path]
+
+
+def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noqa: ANN401 - as `factories_of` gives
+    """The factories of which everything is there."""
+    if isinstance(factories, dict):
+        found = {key: _without(below, missing, (*path, key)) for key, below in factories.items()}
+        return {key: below for key, below in found.items() if below not in (None, {})}
+    return None if any(each[: len(path)] == path for each in missing) else factories

@@ -1,0 +1,1 @@
+"""Store checkpoints: local folders, fsspec file systems, step directories and their locks."""

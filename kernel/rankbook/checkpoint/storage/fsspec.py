@@ -1,0 +1,152 @@
+"""Storages that fsspec can reach, in memory or far away.
+
+Owns: the order of what cannot be done at once there, so that it can be broken off anywhere. Refuses: what a checkpoint
+is.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rankbook.checkpoint.format.checksums import Buffer, as_bytes
+from rankbook.checkpoint.storage.base import ASIDE, SEALS, checked, naming
+
+
+class RemoteStorage:
+    """A place that fsspec knows. What it cannot do at once is done in an order that can be broken off anywhere."""
+
+    remote = True
+    """Bytes are not cheaper the second time that they are read."""
+
+    def __init__(self, url: str, filesystem: Any = None) -> None:  # noqa: ANN401 - fsspec has no types
+        self.url = url.rstrip("/")
+        if filesystem is None:
+            from fsspec.core import url_to_fs
+
+            filesystem, root = url_to_fs(self.url)
+        else:
+            root = filesystem._strip_protocol(self.url)
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> int:
+        """See `Storage`: durable once the service has taken it."""
+        target = self._at(path)
+        written = 0
+        with self._telling(path):
+            self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            try:
+                with self._filesystem.open(target, "wb") as file:
+                    for part in parts:
+                        view = memoryview(part)
+                        file.write(view)
+                        written += view.nbytes
+            except BaseException:
+                self._discard(target)
+                raise
+        return written
+
+    def create(self, path: str, parts: Iterable[Buffer]) -> None:
+        """Write a file whole. Raises FileExistsError where there is one.
+
+        Of two that try at the same time one succeeds, where the service can tell (S3, Google's, memory).
+        """
+        target, content = self._at(path), b"".join(bytes(part) for part in parts)
+        with self._telling(path):
+            self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            try:
+                self._filesystem.pipe_file(target, content, mode="create")
+            except (NotImplementedError, TypeError, ValueError):  # a service, or an fsspec, that cannot
+                self._filesystem.invalidate_cache(target)
+                if self._filesystem.exists(target):
+                    raise FileExistsError(errno.EEXIST, "File exists", f"{self.url}/{path}") from None
+                self._filesystem.pipe_file(target, content)
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Storage`: by a ranged request, copied once."""
+        target = self._at(path)
+        flat = as_bytes(into)
+        with self._telling(path):
+            found = self._filesystem.cat_file(target, start=start, end=start + len(flat))
+            flat[: len(found)] = found
+        return len(found)
+
+    def list(self, path: str = "") -> dict[str, int | None]:
+        """See `Storage`."""
+        folder = self._at(path)
+        with self._telling(path):
+            try:
+                self._filesystem.invalidate_cache(folder)
+                entries = self._filesystem.ls(folder, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        names = {each["name"].rstrip("/").rpartition("/")[2]: each for each in entries if each["name"] != folder}
+        return {name: None if each["type"] == "directory" else each["size"] for name, each in names.items()}
+
+    def move(self, source: str, target: str) -> None:
+        """See `Storage`: copies and removes, by way of `ASIDE` where the target is there."""
+        there = self.list(target)
+        if not self._is_folder(source):
+            with self._telling(source):
+                self._filesystem.copy(self._at(source), self._at(target))
+            self.remove(source)
+            return
+        aside = checked(target) + ASIDE
+        if there.keys() & set(SEALS):
+            self.remove(aside)
+            self._copy_folder(target, aside)
+        self.remove(target)  # without a seal it is the rest of a folder, which may be whole aside
+        self._copy_folder(source, target)
+        self.remove(source)
+        self.remove(aside)
+
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
+        if self._is_folder(path):
+            for seal in SEALS:
+                self._discard(f"{self._at(path)}/{seal}")
+        with self._telling(path):
+            try:
+                self._filesystem.rm(self._at(path), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def _copy_folder(self, source: str, target: str) -> None:
+        entries = self.list(source)
+        for name in sorted(entries, key=lambda name: (name in SEALS, name == SEALS[0], name)):
+            if entries[name] is None:
+                self._copy_folder(f"{source}/{name}", f"{target}/{name}")
+                continue
+            with self._telling(f"{source}/{name}"):
+                self._filesystem.makedirs(self._at(target), exist_ok=True)
+                self._filesystem.copy(self._at(f"{source}/{name}"), self._at(f"{target}/{name}"))
+
+    def _is_folder(self, path: str) -> bool:
+        with self._telling(path):
+            return bool(self._filesystem.isdir(self._at(path)))
+
+    def _discard(self, target: str) -> None:
+        try:
+            self._filesystem.rm_file(target)
+        except FileNotFoundError:
+            pass  # it never came to be there
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{checked(path)}".rstrip("/")
+
+    @contextmanager
+    def _telling(self, path: str) -> Iterator[None]:
+        """What the service's own client raises becomes an OSError that names the place."""
+        try:
+            with naming(f"{self.url}/{path}"):
+                yield
+        except (OSError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", f"{self.url}/{path}") from error

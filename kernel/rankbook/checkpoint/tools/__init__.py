@@ -1,0 +1,1 @@
+"""Verify, describe and convert checkpoints."""

@@ -1,0 +1,175 @@
+"""A checkpoint to safetensors and back, one tensor at a time.
+
+No more memory is needed than the largest tensor takes. Objects and the common part stay behind: safetensors cannot hold
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankbook.checkpoint.format import safetensors
+from rankbook.checkpoint.format.checksums import Buffer
+from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, piece_bytes
+from rankbook.checkpoint.format.structure import MOST_SAID, decode, sizes_hold
+from rankbook.checkpoint.planning.load_plan import unsound
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import Storage, read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.tools import verify
+from rankbook.errors import CheckpointingException
+
+MOST_BYTES = 5_000_000_000
+"""Bytes of data in one safetensors file, unless a single tensor has more."""
+
+Folder = str | os.PathLike[str] | Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written: into which files, how many tensors and bytes of data, and what had to stay behind."""
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    left_out: tuple[str, ...] = ()
+
+
+def manifest_at(storage: Storage, path: str) -> Manifest:
+    """The manifest of the checkpoint in a folder, made from its `.metadata` where another program wrote it.
+
+    Raises `CheckpointingException`, naming the file, where it is damaged or there is none.
+    """
+    where = f"{path}/{MANIFEST}" if path else MANIFEST
+    try:
+        return decode(read_all(storage, where), f"{storage}/{where}")
+    except FileNotFoundError:
+        return foreign(storage, path)
+
+
+def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A whole tensor as bytes, of shape (*its shape, bytes of an element); every byte is verified.
+
+    Raises `CheckpointingException` with the words of `verify` where a chunk is damaged, and where chunks are missing.
+    """
+    stored = manifest.tensors[key]
+    item = ITEM_BYTES[stored.dtype]
+    whole = np.empty((*stored.shape, item), dtype=np.uint8)
+    held = sum(math.prod(chunk.shape) for chunk in stored.chunks)
+    if held != math.prod(stored.shape):
+        raise CheckpointingException(
+            f"{storage}/{path}: {key} of shape {stored.shape} has {math.prod(stored.shape)} elements, and its "
+            f"{len(stored.chunks)} chunks {held}"
+        )
+    for chunk in stored.chunks:
+        data = _read_chunk(storage, path, manifest, key, chunk)
+        if chunk.strides is None:
+            shaped = data.reshape(*chunk.shape, item)
+        else:
+            strides = (*(stride * item for stride in chunk.strides), 1)
+            shaped = np.lib.stride_tricks.as_strided(data, (*chunk.shape, item), strides)
+        where = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))
+        whole[where] = shaped
+    return whole
+
+
+def _read_chunk(
+    storage: Storage, path: str, manifest: Manifest, key: str, chunk: Chunk
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    data = np.empty(chunk.nbytes, dtype=np.uint8)
+    file = manifest.files[chunk.file].name
+    if storage.read(f"{path}/{file}" if path else file, chunk.data, data.data) < chunk.nbytes:
+        raise CheckpointingException(f"{storage}/{path}/{file}: key {key!r}: the file ends before the chunk does")
+    count = -(-chunk.nbytes // piece_bytes(chunk))
+    if bad := verify.check_pieces(chunk, 0, count, data.data):
+        raise CheckpointingException(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
+    return data
+
+
+def to_safetensors(
+    folder: Folder, target: Folder, *, step: int | None = None, most_bytes: int = MOST_BYTES
+) -> Converted:
+    """Write all tensors of a checkpoint, the latest if no step is given, as safetensors files with an index.
+
+    At any time one tensor is in memory. The index is written last. Objects and the common part are left out, and
+    named. Raises `CheckpointingException` where a chunk is damaged or a type is not in the format.
+    """
+    source, goal = storage_of(folder), storage_of(target)
+    path = steps.locate(source, step)
+    manifest = manifest_at(source, path)
+    sizes_hold(manifest, source.list(path), f"{source}/{path}" if path else str(source))
+    if misfits := [f"{key}: {what}" for key, what in unsound(manifest, manifest.tensors)]:
+        raise CheckpointingException(f"{source}/{path}: " + "\n  ".join(misfits[:MOST_SAID]))
+    shares = _shares(manifest, most_bytes)
+    names = [_file_name(number, len(shares)) for number in range(len(shares))]
+    for name, keys in zip(names, shares, strict=True):
+        held = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
+        beginning = safetensors.header(held, {"format": "pt"})
+        goal.write(name, _file_parts(beginning, source, path, manifest, keys))
+    weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
+    total = sum(safetensors.nbytes_of(each.dtype, each.shape) for each in manifest.tensors.values())
+    goal.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
+    left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == "common.pt")]
+    return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
+
+
+def _file_parts(
+    beginning: bytes, source: Storage, path: str, manifest: Manifest, keys: Sequence[str]
+) -> Iterator[Buffer]:
+    yield beginning
+    for key in keys:
+        yield read_tensor(source, path, manifest, key).data
+
+
+def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
+    shares: list[list[str]] = [[]]
+    held = 0
+    for key, tensor in manifest.tensors.items():
+        size = safetensors.nbytes_of(tensor.dtype, tensor.shape)
+        if shares[-1] and held + size > most_bytes:
+            shares.append([])
+            held = 0
+        shares[-1].append(key)
+        held += size
+    return shares
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int = 0) -> Converted:
+    """Write the tensors of a safetensors file, or of a folder with an index, as step `step` of a checkpoint folder.
+
+    The step is what one rank would have saved; any number of ranks loads it. The files are mapped into memory and
+    written from there, so they may be larger than it. Raises `CheckpointingException` where a file is damaged.
+    """
+    from rankbook.checkpoint.local_state import Contents, HeldTensor
+    from rankbook.checkpoint.progress import Telling
+    from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
+    from rankbook.checkpoint.storage.steps import Place
+    from rankbook.checkpoint.writer import PlanHistory, Writer
+
+    given = os.fspath(source)
+    parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
+    tensors = safetensors.read_tensors(storage_of(parent or "."), name)
+    held = [HeldTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
+    place, telling = Place(storage_of(folder), str(folder), step), Telling(str(folder))
+    writer = Writer(0, Contents(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
+    try:
+        (task,) = writer.plan([writer.declare(whole=True)])
+        assert task is not None
+        writer.commit([writer.write(task)])
+    except BaseException:
+        place.abandon()
+        raise
+    finally:
+        telling.withdraw()
+    return Converted((place.shown,), len(tensors), sum(tensor.nbytes for tensor in tensors.values()))

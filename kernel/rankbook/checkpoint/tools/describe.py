@@ -1,0 +1,117 @@
+"""A checkpoint, and a folder of steps, in words and columns.
+
+Owns: what `rankbook checkpoint ls` and `show` print. Refuses: to read any tensor's data, to print.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor
+from rankbook.checkpoint.format.structure import decode
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import Storage, read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.errors import CheckpointingException
+from rankbook.formatting import escape_unprintable, format_bytes, plural
+from rankbook.ranks import format_ranks
+
+
+def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
+    """One line for each step: finished ones, then what was broken off or is under way, and by whom.
+
+    Raises `CheckpointingException` where there is neither.
+    """
+    storage = storage_of(folder)
+    names = storage.list()
+    if steps.is_checkpoint(names):
+        return describe(storage)
+    finished, partials = steps.finished(storage), steps.partials(storage)
+    if not finished and not partials:
+        return steps.locate(storage)  # raises, and says so
+    try:
+        latest, trouble = steps.read_latest(storage), ""
+    except CheckpointingException as error:
+        latest, trouble = None, f"\n{error}"
+    rows = [("", "STEP", "SIZE", "TENSORS", "RANKS", "SAVED")]
+    rows += [
+        ("*" if step == latest else "", str(step), *columns)
+        for step in finished
+        if (columns := _columns(storage, step)) is not None
+    ]
+    rest = "".join(f"\n  {name}: {_state(storage, name)}" for name in partials)
+    return _table(rows) + (f"\nnot finished:{rest}" if rest else "") + trouble
+
+
+def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> str:
+    """What one checkpoint holds, the latest if no step is given: its files, every tensor, every object.
+
+    Raises `CheckpointingException` where there is none, or its manifest is damaged.
+    """
+    storage = storage_of(folder)
+    path = steps.locate(storage, step)
+    manifest = _manifest(storage, path)
+    who = f"Rankbook {manifest.rankbook} with torch {manifest.torch}".replace("  ", " ").strip()
+    lines = [f"{storage}/{path}" if path else str(storage)]
+    if manifest.foreign:
+        lines.append("written by another program, without a manifest")
+    else:
+        when = "" if manifest.step is None else f"step {manifest.step}, "
+        lines.append(f"{when}saved {manifest.created} by {plural(manifest.world_size, 'rank')} ({who})")
+    if manifest.metadata:
+        lines += ["", *(escape_unprintable(f"{name}: {value}") for name, value in manifest.metadata.items())]
+    rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
+    rows += [(escape_unprintable(key), *_tensor(tensor)) for key, tensor in manifest.tensors.items()]
+    lines += ["", _table(rows)]
+    if manifest.objects:
+        objects = [("OBJECT", "SIZE", "RANK")]
+        objects += [
+            (escape_unprintable(key), format_bytes(each.length), _ranks([each.rank]))
+            for key, each in manifest.objects.items()
+        ]
+        lines += ["", _table(objects)]
+    files = [("FILE", "SIZE", "RANK")]
+    files += [(escape_unprintable(file.name), format_bytes(file.size), _ranks([file.rank])) for file in manifest.files]
+    return "\n".join([*lines, "", _table(files)])
+
+
+def _manifest(storage: Storage, path: str) -> Manifest:
+    where = f"{path}/{MANIFEST}" if path else MANIFEST
+    if MANIFEST not in storage.list(path):
+        return foreign(storage, path)
+    return decode(read_all(storage, where), f"{storage}/{where}")
+
+
+def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
+    """The columns of a step; None where another process has removed it meanwhile."""
+    try:
+        manifest = _manifest(storage, steps.folder_of(storage, step))
+    except (CheckpointingException, OSError) as error:
+        return ("", "", "", str(error)) if step in steps.finished(storage) else None
+    return (format_bytes(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
+
+
+def _state(storage: Storage, name: str) -> str:
+    if not name.endswith(steps.PARTIAL):
+        return "what is left of a step; the next save removes it"
+    owner = steps.owner_of(storage, name)
+    return f"being saved by {owner}" if owner else "a save that was broken off; the next save removes it"
+
+
+def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
+    size = sum(chunk.nbytes for chunk in tensor.chunks)
+    shape = "×".join(map(str, tensor.shape)) or "scalar"
+    return (tensor.dtype, shape, str(len(tensor.chunks)), format_bytes(size), _ranks([c.rank for c in tensor.chunks]))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Format the ranks that are known; a manifest has -1 for one that is not."""
+    known = [rank for rank in ranks if rank >= 0]
+    return format_ranks(known) if known else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

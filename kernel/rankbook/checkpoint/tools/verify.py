@@ -1,0 +1,337 @@
+"""Reads every byte of a checkpoint and says what is wrong, where, and who wrote it.
+
+Owns: the report, and the words for a damage, which loading uses too. Refuses: to change anything, to unpickle any
+value, torch.
+
+In a checkpoint of ours every byte of every file is under some checksum. In one that others wrote the zips' members
+are, and the report says how many bytes are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankbook.checkpoint.format.checksums import Buffer, as_bytes, crc32
+from rankbook.checkpoint.format.dcp_metadata import foreign, rank_of
+from rankbook.checkpoint.format.manifest import MANIFEST, METADATA, Chunk, Manifest, StoredObject, decode, piece_bytes
+from rankbook.checkpoint.format.structure import problems
+from rankbook.checkpoint.format.torch_zip import open_blob, without_checksums
+from rankbook.checkpoint.format.verify_bytes import Blob, Check, run_checks
+from rankbook.checkpoint.planning.load_plan import unsound
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import Storage, read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.errors import CheckpointingException
+from rankbook.formatting import escape_unprintable
+from rankbook.ranks import name_ranks
+
+MOST_KEYS = 5  # of a missing file that are named
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong. `key` is "" where it is no tensor's or object's; `ranks` wrote what is damaged."""
+
+    file: str
+    key: str
+    ranks: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        wrote = f" (written by {name_ranks(self.ranks)})" if self.ranks else ""
+        return escape_unprintable(f"{self.file}{f': {self.key}' if self.key else ''}{wrote}: {self.what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found in the checkpoint `where`. Sizes in bytes; `unchecked` ones are under no checksum."""
+
+    where: str
+    damages: tuple[Damage, ...]
+    files: int
+    nbytes: int
+    unchecked: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+    def __str__(self) -> str:
+        size = f"{self.files} files, {self.nbytes:,} bytes"
+        rest = f", of which {self.unchecked:,} have no checksum" if self.unchecked else ""
+        if self.ok:
+            return f"{self.where}: whole ({size}{rest})"
+        return "\n  ".join([f"{self.where}: damaged ({size}{rest})", *map(str, self.damages)])
+
+
+def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> Report:
+    """Read a checkpoint, the latest if no step is given, and compare every byte with its checksum.
+
+    `folder` is one of steps, or a checkpoint itself, also another program's. Raises `CheckpointingException` where
+    there is no checkpoint at all; what is wrong with one is in the report.
+    """
+    storage = storage_of(folder)
+    damages: list[Damage] = []
+    path = _find(storage, steps.asked_for(step), damages)
+    prefix = f"{path}/" if path else ""
+    names = storage.list(path)
+    if MANIFEST not in names:
+        if path or METADATA not in names or any(name.startswith("__RANK_") for name in names):
+            damages.append(
+                Damage(prefix + MANIFEST, "", (), f"is missing: {path or storage} is no finished checkpoint")
+            )
+            return _report(storage, path, damages, names, 0)
+        adopted = _adopted(storage, path, damages)
+        known = {each.key for each in damages}  # a chunk that was left out leaves a hole
+        keys = [key for key in adopted.tensors if key not in known]
+        damages += [Damage(prefix + METADATA, key, (), what) for key, what in unsound(adopted, keys)]
+        checked = _Verified(storage, path, adopted)
+        damages += checked.foreign_damages()
+        return _report(storage, path, damages, names, checked.nbytes)
+    try:
+        manifest = decode(read_all(storage, prefix + MANIFEST), f"{prefix}{MANIFEST}")
+    except (CheckpointingException, OSError) as error:
+        what = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
+        return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), what)], names, 0)
+    expected = steps.step_of(path.removesuffix(".old"))
+    if path and manifest.step != expected:
+        what = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
+        damages.append(Damage(prefix + MANIFEST, "", (), what))
+    wrong = list(problems(manifest))
+    damages += [Damage(prefix + MANIFEST, each.key, _ranks([each.rank]), each.what) for each in wrong]
+    if any(not each.key for each in wrong):  # of its files, on which all else stands
+        return _report(storage, path, damages, names, names[MANIFEST] or 0)
+    for each in wrong:
+        manifest.tensors.pop(each.key, None)
+        manifest.objects.pop(each.key, None)
+    damages += [Damage(prefix + MANIFEST, key, (), what) for key, what in unsound(manifest, manifest.tensors)]
+    checked = _Verified(storage, path, manifest)
+    damages += checked.damages(whole=not wrong)
+    return _report(storage, path, damages, names, checked.nbytes + (names[MANIFEST] or 0))
+
+
+def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[int, ...]:
+    """Which of the pieces `first` to `last` - 1 of a chunk are damaged, by their numbers.
+
+    `buffer` holds their bytes. A chunk without checksums has no damaged pieces.
+    """
+    piece = piece_bytes(chunk)
+    flat = as_bytes(buffer)
+    found = {
+        number: crc32(flat[(number - first) * piece : (number - first + 1) * piece])
+        for number in range(first, min(last, len(chunk.pieces)))
+    }
+    return tuple(number for number, crc in found.items() if crc != chunk.pieces[number])
+
+
+def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable[int], folder: str = "") -> Damage:
+    """The damage of a tensor's chunk whose pieces `numbers` do not match their checksums."""
+    piece = piece_bytes(chunk)
+    spans = [(chunk.data + n * piece, chunk.data + min((n + 1) * piece, chunk.nbytes)) for n in sorted(numbers)]
+    file = manifest.files[chunk.file].name
+    what = f"{_chunk(chunk)}: {_spans(spans)} do not match their checksum"
+    return Damage(f"{folder}/{file}" if folder else file, key, _ranks([chunk.rank]), what)
+
+
+def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
+    """The checkpoint's folder. A step whose manifest is missing is one too: that is its damage."""
+    names = storage.list()
+    if step is None:
+        if steps.is_checkpoint(names):
+            return ""
+        try:
+            step = steps.named_by_latest(storage)
+        except CheckpointingException as error:
+            damages.append(Damage(steps.LATEST, "", (), str(error).removeprefix(f"{storage}/{steps.LATEST}: ")))
+        if step is not None and step not in steps.finished(storage) and steps.step_name(step) not in names:
+            damages.append(Damage(steps.LATEST, "", (), f"it names step {step}, which is not there"))
+            step = None
+        elif step is None and not damages and (there := steps.finished(storage)):
+            damages.append(Damage(steps.LATEST, "", (), f"is missing; the highest step counts, {there[-1]}"))
+        if step is None:
+            step = max(steps.finished(storage), default=None)
+        if step is None:
+            return steps.locate(storage)  # raises, and says what there is
+    if step not in steps.finished(storage) and steps.step_name(step) in names:
+        return steps.step_name(step)
+    return steps.folder_of(storage, step)
+
+
+def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
+    prefix = f"{path}/" if path else ""
+    told: list[Damage] = []
+    manifest: Manifest | None = None
+    try:
+        manifest = foreign(
+            storage, path, lambda file, key, rank, what: told.append(_damage(prefix + file, key, rank, what))
+        )
+    except (CheckpointingException, OSError) as error:
+        told.append(Damage(prefix + METADATA, "", (), str(error).removeprefix(f"{storage}/{prefix}{METADATA}: ")))
+    damages += told
+    return manifest or Manifest(format=0, step=None, world_size=0, tensors={}, objects={}, files=())
+
+
+def _report(
+    storage: Storage, path: str, damages: Sequence[Damage], names: dict[str, int | None], checked: int
+) -> Report:
+    sizes = [size for size in names.values() if size is not None]
+    where = f"{storage}/{path}" if path else str(storage)
+    return Report(where, tuple(damages), len(sizes), sum(sizes), max(0, sum(sizes) - checked))
+
+
+class _Verified:
+    """One pass over a checkpoint's files. `nbytes` counts those that were compared with a checksum."""
+
+    def __init__(self, storage: Storage, path: str, manifest: Manifest) -> None:
+        self._storage, self._path, self._manifest = storage, path, manifest
+        self._prefix = f"{path}/" if path else ""
+        self._names = storage.list(path)
+        self._by_file: dict[str, list[Blob]] = {}
+        for blob in self._blobs():
+            self._by_file.setdefault(blob.file, []).append(blob)
+        self.nbytes = 0
+
+    def damages(self, *, whole: bool = True) -> list[Damage]:
+        """What is wrong. Without `whole` some blobs of the manifest have been left out."""
+        found = list(self._files(whole=whole))
+        checks = [check for check in self._checks() if self._present(check.blob.file)]
+        return found + self._run(checks)
+
+    def foreign_damages(self) -> list[Damage]:
+        found: list[Damage] = []
+        checks: list[Check] = []
+        for blob in self._foreign_blobs():
+            try:
+                _, members = open_blob(self._storage, self._prefix + blob.file, blob.start, blob.length)
+            except (zipfile.BadZipFile, OSError) as error:
+                found.append(self._of(blob, f"the blob at byte {blob.start} is no whole zip of torch.save: {error}"))
+                continue
+            if not without_checksums(members):
+                checks += [
+                    Check(blob, name, ((member.data, member.nbytes),), member.crc) for name, member in members.items()
+                ]
+        for name in ("metadata.json",):
+            if name in self._names:
+                try:
+                    json.loads(read_all(self._storage, self._prefix + name))
+                except (ValueError, RecursionError, OSError) as error:
+                    found.append(Damage(self._prefix + name, "", (), f"it is no JSON: {error}"))
+        return found + self._run(checks)
+
+    def _files(self, *, whole: bool) -> Iterator[Damage]:
+        there = {name for name, size in self._names.items() if size is not None}
+        for number, file in enumerate(self._manifest.files):
+            blobs = self._by_file.get(file.name, [])
+            held = sorted({blob.key for blob in blobs})
+            ranks = _ranks([blob.rank for blob in blobs] or [file.rank])
+            if file.name not in there:
+                more = f", and {len(held) - MOST_KEYS} more" if len(held) > MOST_KEYS else ""
+                holds = f"; it holds {', '.join(held[:MOST_KEYS])}{more}" if held else ""
+                yield Damage(self._prefix + file.name, "", ranks, f"the file is missing{holds}")
+            elif (size := self._names[file.name]) != file.size:
+                yield Damage(self._prefix + file.name, "", ranks, f"it has {size} bytes instead of {file.size}")
+            if file.crc is None and whole:
+                yield from self._tiling(number)
+        for name in sorted(self._names.keys() - {file.name for file in self._manifest.files} - {MANIFEST}):
+            yield Damage(self._prefix + name, "", (), "it is no part of this checkpoint: the manifest does not name it")
+
+    def _tiling(self, number: int) -> Iterator[Damage]:
+        """Bytes of no blob are under no checksum."""
+        file, at = self._manifest.files[number], 0
+        for blob in sorted(self._by_file.get(file.name, []), key=lambda blob: blob.start):
+            if blob.start != at:
+                what = f"the manifest places it at byte {blob.start}, and the one before it ends at byte {at}"
+                yield self._of(blob, what)
+            at = blob.start + blob.length
+        if at != file.size:
+            what = f"the manifest gives it {file.size} bytes, and the last blob ends at byte {at}"
+            yield Damage(self._prefix + file.name, "", _ranks([file.rank]), what)
+
+    def _blobs(self) -> Iterator[Blob]:
+        for key, tensor in self._manifest.tensors.items():
+            yield from (self._blob(key, chunk) for chunk in tensor.chunks)
+        yield from (self._blob(key, stored) for key, stored in self._manifest.objects.items())
+
+    def _blob(self, key: str, stored: Chunk | StoredObject) -> Blob:
+        name = self._manifest.files[stored.file].name
+        label = _chunk(stored) if isinstance(stored, Chunk) else "the object"
+        return Blob(name, key, stored.rank, stored.start, stored.length, label)
+
+    def _foreign_blobs(self) -> Iterator[Blob]:
+        yield from self._blobs()
+        if size := self._names.get("common.pt"):
+            yield Blob("common.pt", "", -1, 0, size, "the common part")
+
+    def _present(self, file: str) -> bool:
+        return self._names.get(file) is not None
+
+    def _checks(self) -> Iterator[Check]:
+        for file in self._manifest.files:
+            if file.crc is not None:
+                blob = Blob(file.name, "", file.rank, 0, file.size, "")
+                yield Check(blob, "", ((0, file.size),), file.crc)
+        for key, tensor in self._manifest.tensors.items():
+            for chunk in tensor.chunks:
+                yield from _chunk_checks(self._blob(key, chunk), chunk)
+        for key, stored in self._manifest.objects.items():
+            if stored.crc is not None:
+                yield Check(self._blob(key, stored), "", ((stored.start, stored.length),), stored.crc)
+
+    def _run(self, checks: Sequence[Check]) -> list[Damage]:
+        """One damage for each blob, however many of its checks fail."""
+        failed: dict[Blob, list[tuple[Check, str]]] = {}
+        for check, why in run_checks(self._storage, self._prefix, checks):
+            failed.setdefault(check.blob, []).append((check, why))
+        self.nbytes = sum(length for check in checks for _, length in check.spans)
+        return [self._of(blob, _failed(blob, whys)) for blob, whys in failed.items()]
+
+    def _of(self, blob: Blob, what: str) -> Damage:
+        return _damage(self._prefix + blob.file, blob.key, blob.rank, what)
+
+
+def _chunk_checks(blob: Blob, chunk: Chunk) -> Iterator[Check]:
+    piece = piece_bytes(chunk)
+    for number, crc in enumerate(chunk.pieces):
+        start = chunk.data + number * piece
+        yield Check(blob, "", ((start, min(piece, chunk.nbytes - number * piece)),), crc)
+    if chunk.envelope is not None:
+        end = chunk.data + chunk.nbytes
+        spans = ((chunk.start, chunk.data - chunk.start), (end, chunk.start + chunk.length - end))
+        yield Check(blob, "the envelope of torch.save", spans, chunk.envelope)
+
+
+def _failed(blob: Blob, whys: Iterable[tuple[Check, str]]) -> str:
+    """What failed, by why it did: a file that ends too early, a disk that does not read, bytes that changed."""
+    reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for check, why in whys:
+        reasons.setdefault((check.part, why), []).extend((at, at + length) for at, length in check.spans if length)
+    told = [f"{f'{part}, ' if part else ''}{_spans(sorted(spans))} {why}" for (part, why), spans in reasons.items()]
+    return f"{blob.label}: {'; '.join(told)}" if blob.label else "; ".join(told)
+
+
+def _spans(spans: Sequence[tuple[int, int]]) -> str:
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return "bytes " + ", ".join(f"{start} to {stop - 1}" for start, stop in joined)
+
+
+def _chunk(chunk: Chunk) -> str:
+    return f"the chunk of shape {chunk.shape} at offset {chunk.offset}"
+
+
+def _damage(file: str, key: str, rank: int, what: str) -> Damage:
+    return Damage(file, key, _ranks([rank if rank >= 0 else rank_of(file.rpartition("/")[2])]), what)
+
+
+def _ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(sorted({rank for rank in ranks if rank >= 0}))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankbook.checkpoint.format.checksums import PIECE, combine, pieces, whole
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_the_checksum_of_two_parts_is_that_of_both(one, other):
+    assert combine(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=300), st.integers(1, 50))
+def test_the_whole_follows_from_its_pieces(data, piece):
+    assert whole(pieces(data, piece), len(data), piece) == zlib.crc32(data)
+
+
+def test_a_chunk_has_one_checksum_for_each_piece_and_the_last_is_shorter():
+    data = np.random.default_rng(0).integers(0, 256, 2 * PIECE + 5, dtype=np.uint8)
+    data = memoryview(data)
+    assert pieces(data) == tuple(
+        zlib.crc32(part) for part in (data[:PIECE], data[PIECE : 2 * PIECE], data[2 * PIECE :])
+    )
+    assert whole(pieces(data), data.nbytes) == zlib.crc32(data)
+
+
+def test_bytes_count_and_not_elements():
+    data = memoryview(np.arange(10, dtype=np.float64))
+    assert pieces(data, 32) == pieces(data.tobytes(), 32)
+    assert len(pieces(data, 32)) == 3
+
+
+def test_nothing_has_no_pieces():
+    assert pieces(b"") == ()
+    assert pieces(memoryview(np.empty((0, 4)))) == ()
+    assert whole((), 0) == zlib.crc32(b"") == 0
+
+
+def test_long_parts_cost_no_more():
+    one, other = zlib.crc32(b"a" * 17), zlib.crc32(bytes(1_000_000))
+    assert combine(one, other, 1_000_000) == zlib.crc32(b"a" * 17 + bytes(1_000_000))

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import random
+import zlib
+
+import pytest
+
+from rankbook.checkpoint.format.manifest import (
+    PIECE,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredObject,
+    StoredTensor,
+    decode,
+    encode,
+    now,
+    piece_bytes,
+)
+from rankbook.errors import CheckpointingException
+
+CREATED = now()
+
+
+def chunk(**fields):
+    known = {
+        "offset": (4, 0),
+        "shape": (4, 8),
+        "file": 0,
+        "start": 100,
+        "length": 700,
+        "data": 320,
+        "nbytes": 128,
+        "pieces": (7,),
+        "envelope": 9,
+        "rank": 1,
+    }
+    return Chunk(**known | fields)
+
+
+def manifest(**fields):
+    known = {
+        "step": 40,
+        "world_size": 2,
+        "tensors": {"model.w": StoredTensor("float32", (8, 8), (chunk(), chunk(offset=(0, 0), rank=0)))},
+        "objects": {"rng/shard_0_2": StoredObject(0, 800, 100, 5, 0)},
+        "files": (StoredFile("__RANK_0.distcp", 900, None, 0), StoredFile("common.pt", 20, 3, 0)),
+        "metadata": {"loss": 0.5, "names": ["a", "ü"]},
+        "created": CREATED,
+    }
+    return Manifest(**known | fields)
+
+
+def test_it_comes_back_as_it_was():
+    assert decode(encode(manifest()), "m") == manifest()
+    assert manifest().nbytes == 920
+
+
+def test_it_is_json_that_anybody_can_read():
+    read = json.loads(encode(manifest()))
+    assert read["tensors"]["model.w"]["chunks"][0]["offset"] == [4, 0]
+    assert set(read) == {*Manifest.__struct_fields__, "crc32"}
+
+
+def test_a_chunk_that_lies_in_order_says_nothing_of_strides():
+    chunks = (chunk(), chunk(offset=(0, 0), strides=(1, 4)))
+    given = manifest(tensors={"model.w": StoredTensor("float32", (8, 8), chunks)})
+    in_order, other = json.loads(encode(given))["tensors"]["model.w"]["chunks"]
+    assert "strides" not in in_order
+    assert other["strides"] == [1, 4]
+    assert decode(encode(given), "m") == given
+
+
+def test_every_flipped_bit_is_found():
+    data = encode(manifest())
+    for bit in range(len(data) * 8):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+            decode(bytes(damaged), "run/manifest.json")
+
+
+def test_every_truncation_and_every_addition_is_found():
+    data = encode(manifest())
+    for length in range(len(data)):
+        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+            decode(data[:length], "run/manifest.json")
+    generator = random.Random(0)
+    for _ in range(50):
+        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+            decode(data + generator.randbytes(generator.randint(1, 30)), "run/manifest.json")
+
+
+def test_a_newer_format_and_an_unknown_field_are_refused():
+    with pytest.raises(CheckpointingException, match=r"m: .*format 2, and this version reads format 1.*newer Rankbook"):
+        decode(encode(manifest(format=2)), "m")
+    body = encode(manifest())[:1] + b'"surprise":1,' + encode(manifest())[1:-21]
+    with pytest.raises(CheckpointingException, match=r"m: not a manifest: .*surprise"):
+        decode(body + b'"crc32":"%08x"}\n' % zlib.crc32(body), "m")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"loss": float("nan")}, r"metadata\['loss'\] is nan"),
+        ({"a": [{"b": object()}]}, r"metadata\['a'\]\[0\]\['b'\] is of type object"),
+        ({"a": {1: 2}}, r"metadata\['a'\] has the key 1"),
+        ({"a": 2**64}, "64 bits"),
+        ({"a": "\ud800"}, "cannot be written"),
+    ],
+)
+def test_metadata_that_json_would_change_is_refused(metadata, message):
+    with pytest.raises(CheckpointingException, match=message):
+        encode(manifest(metadata=metadata))
+
+
+def test_one_checksum_may_stand_for_a_large_chunk_or_each_piece_has_one():
+    foreign = chunk(nbytes=2 * PIECE + 10, pieces=(1,))
+    assert piece_bytes(foreign) == 2 * PIECE + 10
+    assert piece_bytes(chunk(nbytes=2 * PIECE + 10, pieces=(1, 2, 3))) == PIECE
+    assert piece_bytes(chunk(pieces=())) == PIECE

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredTensor
+from rankbook.checkpoint.planning.load_plan import Wanted, plan_read
+from tests.checkpoint.boxes import cuts, replaced, shapes
+
+
+def within(offset, shape):
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def store(tensors, order="C"):
+    """Arrays with the boxes they are cut into, as two files' bytes and their manifest."""
+    files, described = [bytearray(), bytearray()], {}
+    for key, (array, boxes) in tensors.items():
+        chunks = []
+        for number, (offset, shape) in enumerate(boxes):
+            file, part = number % 2, array[within(offset, shape)]
+            strides = None
+            if order == "F":
+                strides = tuple(math.prod(shape[:axis]) for axis in range(len(shape)))
+            start, data = len(files[file]), part.tobytes(order=order)
+            files[file] += b"envelope" + data + b"end"
+            chunks.append(
+                Chunk(offset, shape, file, start, len(data) + 11, start + 8, len(data), (), None, number % 3, strides)
+            )
+        described[key] = StoredTensor(array.dtype.name, array.shape, tuple(chunks))
+    listed = tuple(StoredFile(f"__RANK_{at}.distcp", len(each), None, at) for at, each in enumerate(files))
+    manifest = Manifest(step=1, world_size=2, tensors=described, objects={}, files=listed)
+    return {file.name: bytes(each) for file, each in zip(listed, files, strict=True)}, manifest
+
+
+def apply(plan, wanted, files, *, gap=0, most=None):
+    """The wanted chunks, copied by hand; only bytes in the runs are there to be copied."""
+    filled = [np.full(each.shape, 77, each.dtype) for each in wanted]
+    for position in plan.zeros:
+        filled[position][...] = 0
+    for each in plan.chunks:
+        data = bytearray(b"\xee" * each.chunk.nbytes)
+        for start, length in each.runs(gap):
+            begin = each.chunk.data + start
+            data[start : start + length] = files[each.file][begin : begin + length]
+        for whole in each.reads:
+            for read in each.parts(whole, most) if most else [whole]:
+                start, stop = each.span(read)
+                source = np.ndarray(
+                    read.shape, each.dtype, bytes(data[start:stop]), 0, [step * each.itemsize for step in each.strides]
+                )
+                filled[read.wanted][within(read.target, read.shape)] = source
+    return filled
+
+
+@st.composite
+def arrays(draw, **limits):
+    shape = draw(shapes(**limits))
+    dtype = draw(st.sampled_from(["float32", "int8", "complex64", "float64"]))
+    return np.arange(1, math.prod(shape) + 1).reshape(shape).astype(dtype)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data(), st.sampled_from("CF"), st.integers(0, 40), st.sampled_from([None, 1, 16, 64]))
+def test_any_grid_is_read_from_any_grid(data, order, gap, most):
+    tensors, wanted, truth = {}, [], []
+    for number in range(data.draw(st.integers(1, 3))):
+        array = data.draw(arrays())
+        tensors[f"t/{number}"] = (array, data.draw(cuts(array.shape)))
+        for offset, shape in data.draw(cuts(array.shape)):
+            wanted.append(Wanted(f"t/{number}", array.dtype.name, array.shape, offset, shape))
+            truth.append(array[within(offset, shape)])
+    files, manifest = store(tensors, order)
+    plan = plan_read(wanted, manifest)
+    assert (plan.zeros, plan.unexpected, plan.mismatches) == ([], [], [])
+    assert plan.nbytes == sum(part.nbytes for part in truth)
+    for found, part in zip(apply(plan, wanted, files, gap=gap, most=most), truth, strict=True):
+        np.testing.assert_array_equal(found, part)
+    assert len({(each.key, each.chunk.offset) for each in plan.chunks}) == len(plan.chunks)
+    assert [(each.file, each.chunk.data) for each in plan.chunks] == sorted(
+        (each.file, each.chunk.data) for each in plan.chunks
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_another_global_shape_is_read_where_both_have_elements_and_zero_elsewhere(data):
+    array = data.draw(arrays(most=5))
+    files, manifest = store({"w": (array, data.draw(cuts(array.shape)))})
+    other = tuple(data.draw(st.integers(1, 7)) for _ in array.shape)
+    padded = np.zeros(other, array.dtype)
+    both = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, other, strict=True))
+    padded[both] = array[both]
+    boxes = data.draw(cuts(other))
+    wanted = [Wanted("w", array.dtype.name, other, *each, allow_shape_mismatch=True) for each in boxes]
+    for found, each in zip(apply(plan_read(wanted, manifest), wanted, files), boxes, strict=True):
+        np.testing.assert_array_equal(found, padded[within(*each)])
+    if other != array.shape:
+        strict = [each._replace(allow_shape_mismatch=False) for each in wanted]
+        assert [each.wanted for each in plan_read(strict, manifest).mismatches] == list(range(len(wanted)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 100))
+def test_runs_hold_the_wanted_bytes_and_between_gaps_no_others(data, gap):
+    array = data.draw(arrays())
+    _, manifest = store({"w": (array, [((0,) * array.ndim, array.shape)])})
+    several = data.draw(cuts(array.shape)) + data.draw(cuts(array.shape))
+    boxes = data.draw(st.lists(st.sampled_from(several), min_size=1, max_size=4))
+    plan = plan_read([Wanted("w", array.dtype.name, array.shape, *each) for each in boxes], manifest)
+    needed = np.zeros(array.nbytes, bool)
+    places = np.arange(array.nbytes).reshape(*array.shape, array.itemsize)
+    for each in boxes:
+        needed[places[within(*each)].ravel()] = True
+    read, exact = np.zeros(array.nbytes, bool), plan.chunks[0].runs()
+    for start, length in exact:
+        read[start : start + length] = True
+    np.testing.assert_array_equal(read, needed)
+    assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(exact))
+    merged = [exact[0]]
+    for start, length in exact[1:]:
+        last, size = merged[-1]
+        if start - (last + size) <= gap:
+            merged[-1] = (last, start + length - last)
+        else:
+            merged.append((start, length))
+    assert plan.chunks[0].runs(gap) == merged
+
+
+def test_a_contiguous_slice_of_a_chunk_is_one_range():
+    array = np.zeros((1024, 64), np.float32)
+    _, manifest = store({"w": (array, [((0, 0), (1024, 64))])})
+    rows = plan_read([Wanted("w", "float32", (1024, 64), (16, 0), (8, 64))], manifest)
+    assert rows.chunks[0].runs() == [(16 * 64 * 4, 8 * 64 * 4)]
+    columns = plan_read([Wanted("w", "float32", (1024, 64), (0, 32), (1024, 8))], manifest)
+    assert len(columns.chunks[0].runs()) == 1024
+    assert columns.chunks[0].runs(gap=56 * 4) == [(128, 1023 * 256 + 32)]
+    both = [Wanted("w", "float32", (1024, 64), (0, at), (1024, 32)) for at in (0, 32)]
+    assert plan_read(both, manifest).chunks[0].runs() == [(0, array.nbytes)]
+
+
+def test_ranges_that_lie_in_others_are_read_once():
+    array = np.zeros(100, np.int8)
+    _, manifest = store({"w": (array, [((0,), (100,))])})
+    wanted = [Wanted("w", "int8", (100,), *each) for each in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
+    assert plan_read(wanted, manifest).chunks[0].runs() == [(0, 90)]
+
+
+@pytest.mark.parametrize("most", [1, 100, 256, 1000, 5000, 10**9])
+def test_parts_span_no_more_than_asked_unless_they_are_one_element(most):
+    array = np.arange(7 * 9 * 11, dtype=np.float32).reshape(7, 9, 11)
+    files, manifest = store({"w": (array, [((0, 0, 0), (7, 9, 11))])}, "F")
+    wanted = [Wanted("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
+    plan = plan_read(wanted, manifest)
+    each = plan.chunks[0]
+    for part in each.parts(each.reads[0], most):
+        start, stop = each.span(part)
+        assert stop - start <= most or math.prod(part.shape) == 1
+    np.testing.assert_array_equal(apply(plan, wanted, files, most=most)[0], array[1:6, 2:8, 3:10])
+
+
+def test_a_scalar_an_empty_chunk_and_prepended_axes():
+    scalar, none, layers = np.float32(3).reshape(()), np.zeros((0, 4), np.int8), np.arange(24).reshape(4, 6)
+    stored = {
+        "scalar": (scalar, [((), ())]),
+        "none": (none, [((0, 0), (0, 4))]),
+        "layers": (layers, [((0, 0), (0, 6)), *(((row, 0), (1, 6)) for row in range(4))]),
+    }
+    files, manifest = store(stored)
+    wanted = [
+        Wanted("scalar", "float32", (), (), ()),
+        Wanted("none", "int8", (0, 4), (0, 0), (0, 4)),
+        Wanted("layers", "int64", (4, 6), (4, 0), (0, 6)),
+        Wanted("layers", "int64", (4, 6), (2, 3), (1, 3)),  # one row of a stack, of local shape (3,)
+    ]
+    plan = plan_read(wanted, manifest)
+    assert plan.zeros == plan.mismatches == []
+    found = apply(plan, wanted, files)
+    assert found[0] == 3
+    assert found[3].tolist() == [[15, 16, 17]]
+    assert len(plan.chunks) == 2
+
+
+def test_what_does_not_match_is_returned_with_its_key_and_both_sides():
+    array = np.zeros((4, 4), np.float32)
+    _, manifest = store({"w": (array, [((0, 0), (4, 4))])})
+    right = Wanted("w", "float32", (4, 4), (0, 0), (4, 4))
+    wanted = [
+        right,
+        right._replace(key="v"),
+        right._replace(dtype="bfloat16"),
+        right._replace(global_shape=(8, 4)),
+        right._replace(global_shape=(4, 4, 1), offset=(0, 0, 0), shape=(4, 4, 1), allow_shape_mismatch=True),
+        right._replace(offset=(1, 0)),
+    ]
+    plan = plan_read(wanted, manifest)
+    assert plan.unexpected == [1]
+    said = {each.wanted: each.what for each in plan.mismatches}
+    assert sorted(said) == [2, 3, 4, 5]
+    assert all(each.startswith("tensor 'w': ") for each in said.values())
+    assert "float32" in said[2] and "bfloat16" in said[2]
+    assert "(4, 4), and (8, 4)" in said[3]
+    assert "(4, 4), and (4, 4, 1)" in said[4]
+    assert "[1:5, 0:4] lies outside" in said[5]
+    cast = plan_read(wanted, manifest, cast=True)
+    assert [each.wanted for each in cast.mismatches] == [3, 4, 5]
+    assert {read.wanted for read in cast.chunks[0].reads} == {0, 2}
+    assert cast.chunks[0].dtype == "float32"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_tensor_whose_stored_chunks_do_not_fill_it_is_never_read(data):
+    array = data.draw(arrays())
+    boxes = data.draw(cuts(array.shape))
+    at = data.draw(st.integers(0, len(boxes) - 1))
+    change = data.draw(st.sampled_from(["lost", "twice", "smaller"]))
+    offset, shape = boxes[at]
+    axes = [axis for axis, size in enumerate(shape) if size > 1]
+    if change == "smaller" and axes:
+        boxes[at] = (offset, replaced(shape, axes[0], shape[axes[0]] - 1))
+    else:
+        boxes[at : at + 1] = [boxes[at]] * 2 if change == "twice" else []
+    _, manifest = store({"w": (array, boxes), "sound": (array, [((0,) * array.ndim, array.shape)])})
+    whole = Wanted("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
+    plan = plan_read([whole, whole._replace(key="sound")], manifest)
+    assert [each.key for each in plan.chunks] == ["sound"]
+    assert "do not fit together: " in plan.mismatches[0].what
+    assert not plan.mismatches[0].what.endswith("together: ")

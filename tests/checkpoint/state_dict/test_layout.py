@@ -1,0 +1,184 @@
+"""Boxes, grids and bytes, held against numpy's own slicing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankbook.checkpoint.state_dict import layout
+from rankbook.errors import CheckpointingException
+
+
+@st.composite
+def boxes(draw, axes=3, most=6):
+    """A shape, and the start and shape of a slice in it, empty ones too."""
+    shape = draw(st.lists(st.integers(0, most), max_size=axes).map(tuple))
+    starts = tuple(draw(st.integers(0, size)) for size in shape)
+    return shape, starts, tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))
+
+
+def slices(start, shape):
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def test_a_scalar_has_one_element():
+    assert (layout.volume(()), layout.volume((3, 0)), layout.volume((2, 3))) == (1, 0, 6)
+
+
+@given(boxes(axes=4, most=5), st.sampled_from([1, 2, 4, 16]))
+@settings(max_examples=100, deadline=None)
+def test_byte_runs_are_the_bytes_of_the_slice(box, itemsize):
+    stored, start, shape = box
+    whole = np.arange(layout.volume(stored)).repeat(itemsize).astype(np.int16)  # one number for each byte
+    runs = layout.byte_runs(stored, start, shape, itemsize)
+    read = [number for offset, length in runs for number in whole[offset : offset + length]]
+    elements = np.arange(layout.volume(stored)).reshape(stored)[slices(start, shape)].ravel()
+    assert read == elements.repeat(itemsize).tolist()
+    assert all(a + n < b for (a, n), (b, _) in pairwise(runs))
+    assert all(offset % itemsize == length % itemsize == 0 for offset, length in runs)
+
+
+@pytest.mark.parametrize(
+    ("stored", "start", "shape", "runs"),
+    [
+        ((), (), (), [(0, 4)]),
+        ((4, 8), (1, 0), (2, 8), [(32, 64)]),
+        ((4, 8), (0, 0), (4, 8), [(0, 128)]),
+        ((4, 8), (1, 2), (2, 3), [(40, 12), (72, 12)]),
+        ((4, 1, 8), (1, 0, 0), (2, 1, 8), [(32, 64)]),
+        ((1, 1, 8), (0, 0, 4), (1, 1, 4), [(16, 16)]),
+        ((4, 8), (1, 2), (2, 0), []),
+    ],
+)
+def test_a_contiguous_slice_is_one_run(stored, start, shape, runs):
+    assert layout.byte_runs(stored, start, shape, 4) == runs
+
+
+@pytest.mark.parametrize(("start", "shape"), [((3, 0), (2, 8)), ((-1, 0), (1, 8)), ((0,), (4,)), ((0, 0), (-1, 8))])
+def test_a_slice_that_is_not_inside_has_no_bytes(start, shape):
+    with pytest.raises(CheckpointingException, match="no bytes"):
+        layout.byte_runs((4, 8), start, shape, 4)
+
+
+def test_a_column_of_a_large_matrix_takes_little_time():
+    runs = layout.byte_runs((100_000, 64), (0, 3), (100_000, 1), 2)
+    assert (len(runs), runs[:2], runs[-1]) == (100_000, [(6, 2), (134, 2)], (99_999 * 128 + 6, 2))
+
+
+@pytest.mark.parametrize(
+    ("rank_offsets", "prepended", "said"),
+    [
+        ([(-1, 0, 2)], 0, "axis -1"),
+        ([(2, 0, 2)], 0, r"axis 2 of \(2, 0, 2\) is not within 0..1"),
+        ([(3, 0, 2)], 1, "not within 0..2"),
+        ([(0, -1, 2)], 0, "offset -1 is not within 0..1"),
+        ([(0, 2, 2)], 0, "offset 2 is not within 0..1"),
+        ([(0, 0, 0)], 0, "0 fragments; at least 1"),
+        ([(0, 0, 2), (0, 0, 2)], 0, "named twice"),
+        ([(0, 0)], 0, "is not"),
+        ([], -1, "negative"),
+    ],
+)
+def test_a_wrong_rank_offset_is_told_with_its_numbers(rank_offsets, prepended, said):
+    with pytest.raises(CheckpointingException, match=said):
+        layout.place_by_ranks((4, 8), rank_offsets, prepended)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=4),
+    st.integers(0, 2),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_place_by_ranks_fits_every_check_and_knows_its_chunk(axes, prepended, data):
+    sizes = [1 if axis < prepended else size for axis, (size, _) in enumerate(axes)] + [1] * (prepended - len(axes))
+    counts = [count for _, count in axes] + [1] * (prepended - len(axes))
+    chunk = tuple(data.draw(st.integers(0, count - 1)) for count in counts)
+    local = tuple(sizes[prepended:])
+    grid = layout.place_by_ranks(local, list(zip(range(len(sizes)), chunk, counts, strict=True)), prepended)
+    shape = (1,) * prepended + local
+    assert layout.outside(grid.global_shape, grid.offset, shape) == ""
+    assert layout.wrong_fragments(grid.global_shape, grid.offset, shape, grid.fragments) == ""
+    assert layout.chunk_index(grid.offset, local, prepended) == chunk
+    assert layout.chunk_sizes(grid.global_shape, grid.fragments) == shape
+
+
+def test_chunks_that_do_not_divide_are_rounded_down_when_asked():
+    assert layout.chunk_sizes((10, 8), (4, 1), rounded=True) == (2, 8)
+    with pytest.raises(CheckpointingException, match=r"axis 0: 10 elements % 4 fragments = 2, not 0"):
+        layout.chunk_sizes((10, 8), (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("whole", "start", "size", "count", "said"),
+    [
+        (10, 3, 3, 4, ""),  # 3, 3, 3, 1
+        (10, 0, 2, 4, "10 elements in 4 fragments make chunks of 3, not 2"),
+        (10, 9, 3, 3, "make chunks of 4, not 3"),
+        (9, 9, 3, 3, "offset 9 / local size 3 = chunk 3 of 3"),
+        (0, 0, 0, 5, ""),
+        (4, 0, 4, 0, "0 fragments; at least 1"),
+    ],
+)
+def test_fragments_agree_with_the_shapes(whole, start, size, count, said):
+    found = layout.wrong_fragments((whole,), (start,), (size,), (count,))
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_fragments_for_other_axes_are_told():
+    assert layout.wrong_fragments((4, 4), (0, 0), (4, 4), (1,)) == "1 fragmentations for 2 axes"
+
+
+@pytest.mark.parametrize(
+    ("value", "length", "size", "result"),
+    [(16, 2, 4, 8), (4, 2, 4, 2), (10, 2, 4, None), (0, 0, 0, 0), (3, 0, 0, None), (8, 0, 4, 0)],
+)
+def test_whole_chunks_shrink_and_others_do_not(value, length, size, result):
+    assert layout.scaled(value, length, size) == result
+
+
+cuts = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
+        lambda cut: st.tuples(st.just(cut[0]), st.just(cut[1]), st.integers(0, cut[1] - 1))
+    ),
+    max_size=3,
+)
+
+
+def cut_by_hand(elements, factor, parts, index):
+    pieces = [
+        elements[at : at + -(-len(elements) // factor)]
+        for at in range(0, len(elements), -(-len(elements) // factor) or 1)
+    ]
+    kept = []
+    for piece in pieces:
+        size = -(-len(piece) // parts)
+        kept += piece[index * size : (index + 1) * size]
+    return kept
+
+
+@given(st.integers(0, 24), cuts)
+@settings(max_examples=200, deadline=None)
+def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
+    left = list(range(size))
+    for step in steps:
+        left = cut_by_hand(left, *step)
+    found = layout.run_of_cuts(size, steps)
+    if not left:
+        assert found == (size, 0)
+    elif left == list(range(left[0], left[-1] + 1)):
+        assert found == (left[0], len(left))
+    else:
+        assert found is None
+
+
+def test_a_strided_cut_before_a_plain_one_is_one_run():
+    """As a tensor-parallel layer's rows that are sharded once more: 7 rows, first in 2, each of them in 2."""
+    runs = [layout.run_of_cuts(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
+    assert runs == [(0, 2), (4, 2), (2, 2), (6, 1)]
+    assert layout.run_of_cuts(8, [(2, 2, 0)]) is None

@@ -1,0 +1,312 @@
+"""The map of models on real processes: what all ranks store makes up the state of one process, and goes back into any.
+
+Nothing is written here: the main shards of all ranks are put together by hand, as a checkpoint would hold them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
+from rankbook.checkpoint.state_dict.replicas import gather_objects
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedBase, is_main_replica
+from rankbook.checkpoint.state_dict.state_dicts import map_leaves, split
+from rankbook.errors import CheckpointingException
+from tests.rank_processes import run_ranks
+
+WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp"], 4: ["tp", "hsdp", "ddp of tp", "ddp"]}
+
+
+class Small(nn.Module):
+    """Of sizes that divide by nothing, with a buffer, a tied weight, and something beside its tensors."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(3, 7)
+        self.module = nn.Linear(7, 5)  # called as DistributedDataParallel's inner one, and yet the model's own
+        self.norm = nn.BatchNorm1d(5)
+        self.tied = nn.Linear(5, 1, bias=False)
+        self.again = nn.Linear(5, 1, bias=False)
+        self.again.weight = self.tied.weight
+        self.epoch = seed
+
+    def get_extra_state(self):
+        return {"epoch": self.epoch}
+
+    def set_extra_state(self, state):
+        self.epoch = state["epoch"]
+
+
+def build(kind, seed):
+    """The model spread in this way, and its optimizer, which has two groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = Small(seed)
+    plan = {"up": ColwiseParallel(), "module": RowwiseParallel()}
+    if kind == "compiled":
+        model = torch.compile(model)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp":
+        fully_shard(model.up)
+        fully_shard(model)
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    elif kind in {"tp", "ddp of tp"}:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        if kind == "tp":
+            fully_shard(model, mesh=mesh["dp"])
+    up = [each for name, each in model.named_parameters() if "up." in name]
+    rest = [each for name, each in model.named_parameters() if "up." not in name]
+    return model, torch.optim.AdamW([{"params": up, "lr": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def step(model, optimizer, number):
+    """As if every rank had computed these gradients."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for index, each in enumerate(model.parameters()):
+        gradient = torch.sin(torch.arange(each.numel()).reshape(each.shape) + index + 10.0 * number)
+        if isinstance(each, DTensor):
+            gradient = distribute_tensor(gradient, each.device_mesh, each.placements, src_data_rank=None)
+        each.grad = gradient
+    optimizer.step()
+
+
+def gathered(taken):
+    """What all ranks' main replicas make up, as a checkpoint would hold it; fails unless each element comes once."""
+    import torch.distributed as dist
+
+    assert dist.is_initialized()
+    mine = [each.shard for each in taken.tensors if is_main_replica(each.shard.replica_id)]
+    objects = [each for _, each in taken.objects if is_main_replica(each.replica_id)]
+    whole, times = {}, {}
+    for shard in (each for rank in gather_objects(mine) for each in rank):
+        if shard.key not in whole:
+            whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.dtype)
+            times[shard.key] = torch.zeros(shard.global_shape, dtype=torch.int)
+        whole[shard.key][shard.global_slice()] = shard.data
+        times[shard.key][shard.global_slice()] += 1
+    assert {key: set(each.flatten().tolist()) for key, each in times.items()} == {key: {1} for key in whole}
+    stored = [each for rank in gather_objects(objects) for each in rank]
+    assert len({each.unique_key for each in stored}) == len(stored)
+    sizes = [sum(each.data.nbytes for each in rank) for rank in gather_objects(mine)]
+    return {
+        "tensors": whole,
+        "objects": {each.unique_key: each.data for each in stored},
+        "common": taken.common,
+        "sizes": sizes,
+        "owners": gather_objects(sorted(each.key for each in mine)),
+    }
+
+
+def save_and_load(kinds):
+    """Each kind stored after two steps; then each loaded from what the kind before it stored, and one step more."""
+    saved = {kind: save(kind) for kind in kinds}
+    return saved, {kind: load(kind, saved[kinds[index - 1]]) for index, kind in enumerate(kinds)}
+
+
+def save(kind):
+    model, optimizer = build(kind, 3)
+    for number in range(2):
+        step(model, optimizer, number)
+    return gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+
+
+def load(kind, checkpoint):
+    """Into a fresh model with other values, whose optimizer has not stepped."""
+    model, optimizer = build(kind, 11)
+    stored = {
+        key: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for key, each in checkpoint["tensors"].items()
+    }
+    taken = split({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
+    values = {path: checkpoint["objects"][each.unique_key] for path, each in taken.objects}
+    for each in taken.tensors:
+        each.shard.data.copy_(checkpoint["tensors"][each.shard.key][each.shard.global_slice()])
+        values[each.path] = each.restored(each.shard.data)
+    loaded = taken.assemble(values, checkpoint["common"])
+    assert loaded["number"] == 2
+    load_sharded_state_dict(model, optimizer, loaded)
+    again = gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+    step(model, optimizer, 2)
+    return again, gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+
+
+def assert_same(one, other):
+    assert one["tensors"].keys() == other["tensors"].keys()
+    for key, value in one["tensors"].items():
+        assert value.equal(other["tensors"][key]), key
+        assert value.dtype == other["tensors"][key].dtype, key
+    assert (one["objects"], one["common"]) == (other["objects"], other["common"])
+
+
+def reference(steps):
+    model, optimizer = build("plain", 3)
+    for number in range(steps):
+        step(model, optimizer, number)
+    state = {f"optimizer.state.{name}.{what}": value for name, parameter in model.named_parameters()
+             for what, value in optimizer.state[parameter].items()}  # fmt: skip
+    return {name: value for name, value in model.state_dict().items() if name != "_extra_state"} | state
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """By world size, what each rank saw."""
+    return {world: run_ranks(save_and_load, world, kinds) for world, kinds in WORLDS.items()}
+
+
+CASES = [(world, kind) for world, kinds in WORLDS.items() for kind in kinds]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "kind"), CASES)
+def test_all_ranks_store_what_one_process_would_have(ranks, world, kind):
+    found, expected = ranks[world][0][0][kind], reference(2)
+    assert found["tensors"].keys() == expected.keys()
+    for key, value in expected.items():
+        assert found["tensors"][key].equal(value), key
+    assert found["objects"] == {"_extra_state/shard_0_1": {"epoch": 3}}
+    groups = found["common"]["optimizer"]["param_groups"]
+    assert [(group["params"], group["lr"]) for group in groups] == [
+        (["up.weight", "up.bias"], 0.1),
+        (["module.weight", "module.bias", "norm.weight", "norm.bias", "tied.weight"], 0.01),
+    ]
+    assert found["common"]["number"] == 2
+    for saved, _ in ranks[world]:  # nothing of it tells which ranks have stored it
+        assert_same(saved[kind], ranks[1][0][0]["plain"])
+
+
+@pytest.mark.processes
+def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(ranks):
+    found = ranks[2][0][0]["ddp"]
+    assert max(found["sizes"]) < 1.2 * min(found["sizes"])
+    owner = {key: rank for rank, keys in enumerate(found["owners"]) for key in keys}
+    for name in ("up.weight", "up.bias", "module.weight", "tied.weight"):
+        assert len({rank for key, rank in owner.items() if key == name or f".{name}." in key}) == 1
+    assert {owner[key] for key in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")} == {0}
+    assert min(ranks[4][0][0]["ddp"]["sizes"]) > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "kind"), CASES)
+def test_what_others_stored_is_gone_on_from(ranks, world, kind):
+    expected = reference(3)
+    for saved, loaded in ranks[world]:
+        again, after = loaded[kind]
+        assert_same(again, saved[kind])
+        for key, value in expected.items():
+            assert after["tensors"][key].equal(value), key
+
+
+def pair(model=None):
+    model = model or nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, optimizer, sharded_state_dict(model, optimizer)
+
+
+def loaded_from(state):
+    return map_leaves(lambda _, leaf: leaf.data if isinstance(leaf, ShardedBase) else leaf, state)
+
+
+def test_an_optimizer_that_has_not_stepped_stores_no_state():
+    _, _, state = pair()
+    assert state["optimizer"]["state"] == {}
+    assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
+
+
+def test_a_prefix_comes_before_every_key():
+    model, optimizer, _ = pair()
+    step(model, optimizer, 0)
+    state = sharded_state_dict(model, optimizer, prefix="net.")
+    assert state["model"]["weight"].key == "net.weight"
+    assert state["optimizer"]["state"]["bias"]["momentum_buffer"].key == "net.optimizer.state.bias.momentum_buffer"
+
+
+def test_state_keeps_the_dtype_that_was_stored():
+    model, optimizer, _ = pair(nn.Linear(2, 3).bfloat16())
+    wide = {"weight": {"momentum_buffer": torch.full((3, 2), 1 / 3)}}
+    load_sharded_state_dict(model, optimizer, {"optimizer": {"state": wide}})
+    assert optimizer.state[model.weight]["momentum_buffer"].equal(wide["weight"]["momentum_buffer"])
+
+
+def test_names_that_contain_each_other_keep_their_state_apart():
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.ModuleDict({"a": nn.Linear(1, 1, bias=False)})})
+    _, _, state = pair(model)
+    stored = {"optimizer.state.a.weight.m": ((1, 1), "float32"), "optimizer.state.b.a.weight.n": ((), "int64")}
+    grown = state["optimizer"].expected({**stored, "optimizer.state.c.m": ((), "float32"), "a.weight": ((), "int8")})
+    assert {name: list(each) for name, each in grown["state"].items()} == {"a.weight": ["m"], "b.a.weight": ["n"]}
+    assert grown["state"]["b.a.weight"]["n"].dtype == torch.int64
+    assert state["optimizer"]["state"] == {}
+
+
+def test_lists_of_state_are_not_made_anew():
+    model, optimizer, state = pair()
+    stored = {"optimizer.state.weight.momentum_buffer.0": ((), "float32")}
+    with pytest.raises(CheckpointingException, match=r"'optimizer\.state\.weight\.momentum_buffer\.0' is stored"):
+        state["optimizer"].expected(stored)
+    step(model, optimizer, 0)
+    assert set(sharded_state_dict(model, optimizer)["optimizer"].expected(stored)["state"]) == {"weight", "bias"}
+
+
+def other_parameter(model, optimizer, loaded):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+
+
+def fewer_groups(model, optimizer, loaded):
+    loaded["optimizer"]["param_groups"].clear()
+
+
+def other_group(model, optimizer, loaded):
+    loaded["optimizer"]["param_groups"][0]["params"] = ["weight"]
+
+
+def unknown_tensor(model, optimizer, loaded):
+    loaded["model"]["head"] = torch.zeros(1)
+
+
+def unknown_state(model, optimizer, loaded):
+    loaded["optimizer"]["state"] = {"head": {}}
+
+
+def other_shape(model, optimizer, loaded):
+    loaded["model"]["weight"] = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_parameter, r"parameter 0 of the optimizer's group 1, of the shape \(7,\), is none of the model's"),
+        (fewer_groups, "0 parameter groups are stored, and the optimizer has 1"),
+        (other_group, r"group 0 .* stored with other parameters: \['bias'\]"),
+        (unknown_tensor, r"the model has no \['head'\]"),
+        (unknown_state, r"the optimizer has no parameters \['head'\]"),
+        (other_shape, r"'weight': a part of the shape \(2, 2\) was loaded for one of \(3, 2\), on rank 0"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_name(change, said):
+    model, optimizer, state = pair()
+    loaded = loaded_from(state)
+    change(model, optimizer, loaded)
+    with pytest.raises(CheckpointingException, match=said):
+        load_sharded_state_dict(model, optimizer, loaded)
+
+
+def test_a_parameter_of_another_model_cannot_be_stored():
+    _, optimizer, _ = pair()
+    with pytest.raises(CheckpointingException, match="rank 0: parameter 0 of the optimizer's group 0"):
+        sharded_state_dict(nn.Linear(2, 3), optimizer)
+
+
+def test_what_was_loaded_in_place_is_not_copied(monkeypatch):
+    model, optimizer, state = pair()
+    asked = []
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, values, **_more: asked.append(values))
+    load_sharded_state_dict(model, optimizer, loaded_from(state))
+    assert asked == [{}]

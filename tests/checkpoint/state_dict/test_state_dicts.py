@@ -1,0 +1,234 @@
+"""Sharded state dicts taken apart and put together, on one rank; then with DTensors, on four."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankbook.checkpoint.state_dict.sharded_tensor import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from rankbook.checkpoint.state_dict.state_dicts import Expecting, flatten, map_leaves, split, unflatten
+from rankbook.errors import CheckpointingException
+from tests.rank_processes import run_ranks
+
+F = ShardedTensor.from_rank_offsets
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+leaves = st.integers() | st.text(max_size=2) | st.none()
+trees = st.recursive(
+    leaves,
+    lambda below: (
+        st.dictionaries(st.text(max_size=2) | st.integers(0, 3), below, max_size=3)
+        | st.lists(below, max_size=3)
+        | st.lists(below, max_size=3).map(tuple)
+        | st.tuples(below, below).map(lambda both: Pair(*both))
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+@settings(max_examples=60, deadline=None)
+def test_what_was_flattened_is_unflattened(tree):
+    flat = flatten(tree)
+    assert unflatten(flat, tree) == tree
+    assert type(unflatten(flat, tree)) is type(tree)
+    doubled = map_leaves(lambda path, leaf: (path, leaf), tree)
+    assert [leaf for _, leaf in flat] == [each[1] for _, each in zip(flat, _pairs(doubled, flat), strict=True)]
+
+
+def _pairs(tree, flat):
+    for path, _ in flat:
+        value = tree
+        for key in path:
+            value = value[key]
+        yield value
+
+
+def test_other_leaves_do_not_fit():
+    with pytest.raises(CheckpointingException, match=r"\['b'\]\[0\]"):
+        unflatten([(("a",), 1)], {"a": 1, "b": [2]})
+
+
+def halves(key, data, replica_id, flattened_range):
+    return {name: F(f"{key}.{name}", part) for name, part in zip("ab", data.chunk(2), strict=True)}
+
+
+def example():
+    return {
+        "w": F("weight", torch.arange(4.0)),
+        "glued": ShardedTensorFactory("g", torch.arange(4.0), halves, lambda x: torch.cat([x["a"], x["b"]])),
+        "rng": [ShardedObject("rng", {"seed": 1}, (1,), (0,)), LocalNonpersistentObject("here")],
+        "plain": {"x": torch.ones(2), "deep": (torch.zeros(1), 5)},
+        "step": 7,
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}],
+    }
+
+
+def test_each_leaf_is_taken_for_what_it_is():
+    state = example()
+    taken = split(state)
+    assert [(each.path, each.shard.key) for each in taken.tensors] == [
+        (("w",), "weight"),
+        (("glued", "a"), "g.a"),
+        (("glued", "b"), "g.b"),
+        (("plain", "x"), "plain.x"),
+        (("plain", "deep", 0), "plain.deep.0"),
+    ]
+    assert [(path, each.unique_key) for path, each in taken.objects] == [(("rng", 0), "rng/shard_0_1")]
+    assert taken.common == {"plain": {"deep": {1: 5}}, "step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}]}
+    assert isinstance(state["glued"], ShardedTensorFactory)
+    assert state["plain"]["x"].data_ptr() == taken.tensors[3].shard.data.data_ptr()
+
+
+def test_an_entry_answers_what_a_plan_asks():
+    shard = F("k", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 4), prepend_axis_num=1, replica_id=(0, 1))
+    [entry] = split({"x": shard}).tensors
+    assert (entry.key, entry.dtype_name, entry.is_main, entry.allow_shape_mismatch) == ("k", "bfloat16", False, False)
+    assert (entry.global_shape, entry.global_offset, entry.local_shape) == ((4, 2, 3), (1, 0, 0), (1, 2, 3))
+
+
+def values_of(taken):
+    return {each.path: each.restored(each.shard.data) for each in taken.tensors} | {
+        path: each.data for path, each in taken.objects
+    }
+
+
+def test_it_is_put_together_with_everything_that_is_stored():
+    taken = split(example(), gather=None)
+    state = taken.assemble(values_of(taken), {**taken.common, "step": 9, "more": {"x": 1}})
+    assert state.pop("w").equal(torch.arange(4.0)) and state.pop("glued").equal(torch.arange(4.0))
+    plain = state.pop("plain")
+    assert plain["x"].equal(torch.ones(2)) and plain["deep"][0].equal(torch.zeros(1)) and plain["deep"][1] == 5
+    assert type(plain["deep"]) is tuple
+    assert state == {
+        "rng": [{"seed": 1}, "here"],
+        "step": 9,
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}],
+        "more": {"x": 1},
+    }
+
+
+def test_what_is_missing_is_left_out_and_with_it_what_would_be_merged():
+    taken = split(example(), gather=None)
+    values = values_of(taken)
+    for path in (("w",), ("glued", "b"), ("plain", "x")):
+        del values[path]
+    common = {key: value for key, value in taken.common.items() if key != "step"}
+    state = taken.assemble(values, common)
+    assert set(state) == {"rng", "plain", "groups"} and set(state["plain"]) == {"deep"}
+
+
+def test_a_hole_in_a_list_is_an_error():
+    taken = split(example(), gather=None)
+    values = {path: value for path, value in values_of(taken).items() if path != ("rng", 0)}
+    with pytest.raises(CheckpointingException, match=r"\['rng'\]: nothing is stored for its elements \[0\]"):
+        taken.assemble(values, taken.common)
+    with pytest.raises(CheckpointingException, match=r"\['plain'\]: a int is stored where .* has a dict"):
+        taken.assemble(values_of(taken), {**taken.common, "plain": 3})
+
+
+def test_two_tensors_of_one_name_are_an_error():
+    with pytest.raises(CheckpointingException, match=r"'a\.b': \['a'\]\['b'\] and \['a\.b'\]"):
+        split({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+    with pytest.raises(CheckpointingException, match="is a dict, not a list"):
+        split([torch.ones(1)])
+
+
+def test_what_a_factory_raises_is_told_and_stays_the_cause():
+    broken = {"x": ShardedTensorFactory("k", torch.ones(1), lambda *_: 1 / 0, torch.cat)}
+    with pytest.raises(CheckpointingException, match="rank 0: ZeroDivisionError: division by zero") as caught:
+        split(broken)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        split(broken, gather=None)
+
+
+def test_a_part_may_expect_more_than_it_has():
+    class Optimizer(Expecting):
+        def expected(self, stored):
+            return {name: F(name, torch.zeros(shape)) for name, (shape, _) in stored.items()}
+
+    state = {"optimizer": Optimizer(), "x": {}}
+    assert split(state).tensors == []
+    taken = split(state, stored={"m": ((3,), "float32")}, gather=None)
+    assert [(each.path, each.shard.local_shape) for each in taken.tensors] == [(("optimizer", "m"), (3,))]
+
+
+def of_dtensors():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(15.0).reshape(5, 3)
+    layouts = [
+        (mesh, [Shard(0), Shard(1)]),
+        (mesh, [Shard(0), Shard(0)]),  # 5 rows: 3 and 2; then 2, 1, 1, 1
+        (mesh, [Shard(1), Shard(1)]),  # 3 columns: 1, 1, 1 and none
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Replicate(), Replicate()]),
+        (mesh["b"], [Shard(0)]),
+        (mesh["a"], [Replicate()]),
+    ]
+    state = {str(n): distribute_tensor(whole, on, how, src_data_rank=None) for n, (on, how) in enumerate(layouts)}
+    state["own"] = {str(dist.get_rank()): torch.full((2,), float(dist.get_rank()))}
+    state["scalar"] = distribute_tensor(torch.tensor(2.5), mesh, [Replicate(), Replicate()], src_data_rank=None)
+    taken = split(state)
+    found = []
+    for each in taken.tensors:
+        shard = each.shard
+        found.append((shard.key, shard.global_offset, shard.local_shape, shard.replica_id, shard.data))
+        if shard.key.isdigit():
+            on, how = layouts[int(shard.key)]
+            shape, offset = compute_local_shape_and_global_offset(whole.shape, on, how)
+            assert (shard.local_shape, shard.global_offset) == (shape, offset), shard
+            assert whole[shard.global_slice()].equal(shard.data)
+            fresh = each.restored(shard.data.clone() + 1)
+            assert isinstance(fresh, DTensor) and fresh.full_tensor().equal(whole + 1)
+            assert each.restored(shard.data) is state[shard.key]
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
+    messages = []
+    for state in ({"p": partial}, {"p": torch.ones(2), "x": 1} if dist.get_rank() else {"p": partial}):
+        try:
+            split(state)
+        except CheckpointingException as error:
+            messages.append(str(error))
+    return found, messages
+
+
+@pytest.mark.processes
+def test_dtensors_are_shards_with_their_copies_counted():
+    ranks = run_ranks(of_dtensors, 4)
+    whole = torch.arange(15.0).reshape(5, 3)
+    for key in map(str, range(7)):
+        rebuilt = torch.full_like(whole, -1)
+        times = torch.zeros(5, 3)
+        for found, _ in ranks:
+            [(_, offset, shape, replica, data)] = [each for each in found if each[0] == key]
+            if replica == 0:
+                at = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+                rebuilt[at] = data
+                times[at] += 1
+        assert rebuilt.equal(whole) and times.eq(1).all(), key
+    ids = {key: [next(e[3] for e in found if e[0] == key) for found, _ in ranks] for key in ("3", "4", "5", "scalar")}
+    assert ids == {"3": [0, 0, 1, 1], "4": [0, 1, 2, 3], "5": [0, 0, 1, 1], "scalar": [0, 1, 2, 3]}
+    assert [[e[3] for e in found if e[0].startswith("own")] for found, _ in ranks] == [[0]] * 4
+    assert {repr(messages) for _, messages in ranks} == {repr(ranks[0][1])}
+    both, one = ranks[0][1]
+    assert "rank 0: 'p' is a DTensor with the placement P" in one and "rank 1" not in one
+    assert "rank 0: 'p'" in both and "rank 3: 'p'" in both

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict
+from itertools import count
+
+import pytest
+
+from rankbook import process_identity
+from rankbook.checkpoint.storage import local as storages
+from rankbook.checkpoint.storage import lock, steps
+from rankbook.checkpoint.storage.base import read_all
+from rankbook.checkpoint.storage.fsspec import RemoteStorage
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.errors import BadRequest, CheckpointingException
+
+
+@pytest.fixture(params=["local", "local without exchange", "memory"])
+def storage(request, tmp_path, monkeypatch):
+    if request.param == "memory":
+        return storage_of(f"memory://{uuid.uuid4().hex}/run")
+    if request.param == "local without exchange":
+        monkeypatch.setattr(storages, "_exchange", lambda *_: False)
+    return storage_of(tmp_path / "run")
+
+
+def write_step(storage, step, content=b"x"):
+    folder = steps.begin(storage, step)
+    storage.write(f"{folder}/__RANK_0.distcp", [content])
+    storage.write(f"{folder}/manifest.json", [content])
+    return folder
+
+
+def save(storage, step, content=b"x"):
+    write_step(storage, step, content)
+    steps.commit(storage, step)
+
+
+def test_a_saved_step_is_finished_and_the_latest(storage):
+    save(storage, 40)
+    save(storage, 50)
+    assert steps.finished(storage) == [40, 50]
+    assert steps.read_latest(storage) == 50
+    assert steps.locate(storage) == "step-50"
+    assert steps.locate(storage, 40) == "step-40"
+    assert steps.partials(storage) == []
+    assert set(storage.list()) == {"latest", "step-40", "step-50"}
+    assert read_all(storage, "latest") == b"step-50 crc32=5ecf2517\n"
+
+
+def test_steps_are_ordered_by_number(storage):
+    for step in (9, 10, 100, 0):
+        save(storage, step)
+    assert steps.finished(storage) == [0, 9, 10, 100]
+    assert steps.read_latest(storage) == 0
+
+
+def test_an_empty_folder_has_no_step(storage):
+    assert steps.finished(storage) == []
+    assert steps.read_latest(storage) is None
+    with pytest.raises(CheckpointingException, match="there is no checkpoint; no step is finished"):
+        steps.locate(storage)
+
+
+def test_without_latest_the_highest_step_counts(storage):
+    save(storage, 50)
+    save(storage, 40)
+    storage.remove("latest")
+    assert steps.read_latest(storage) == 50
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"step-40",
+        b"step-40 crc32=00000000\n",
+        b"step-41 crc32=9a2fb6db\n",
+        b"\xff\xfe\n",
+        b"step-40 crc32=zzzzzzzz\n",
+    ],
+)
+def test_a_damaged_latest_is_told_with_what_there_is(storage, line):
+    save(storage, 40)
+    storage.write("latest", [line])
+    with pytest.raises(CheckpointingException, match=r"/latest: the file is damaged: .*; finished are 40; load one by"):
+        steps.locate(storage)
+    assert steps.locate(storage, 40) == "step-40"
+
+
+def test_every_flipped_bit_of_latest_is_found(storage):
+    save(storage, 40)
+    line = read_all(storage, "latest")
+    for bit in range(8 * len(line)):
+        damaged = bytearray(line)
+        damaged[bit // 8] ^= 1 << bit % 8
+        storage.write("latest", [damaged])
+        with pytest.raises(CheckpointingException, match="damaged"):
+            steps.read_latest(storage)
+
+
+def test_latest_may_name_what_somebody_took_away(storage):
+    save(storage, 30)
+    save(storage, 40)
+    storage.remove("step-40")
+    with pytest.raises(
+        CheckpointingException, match="latest names step 40, which is not there or not finished; finished are 30"
+    ):
+        steps.locate(storage)
+
+
+def test_a_folder_without_manifest_is_no_finished_step(storage):
+    save(storage, 40)
+    storage.write("step-60/.metadata", [b"x"])
+    write_step(storage, 50)
+    assert steps.finished(storage) == [40]
+    assert steps.partials(storage) == ["step-50.partial", "step-60"]
+    with pytest.raises(
+        CheckpointingException, match=r"no finished step 60; finished are 40; not finished: step-50\.partial, step-60"
+    ):
+        steps.folder_of(storage, 60)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata"])
+def test_a_folder_that_is_a_checkpoint_itself_is_one(storage, name):
+    storage.write(name, [b"x"])
+    assert steps.locate(storage) == ""
+    with pytest.raises(CheckpointingException, match="no finished step 40"):
+        steps.locate(storage, 40)
+
+
+def test_a_step_without_its_manifest_is_not_committed(storage):
+    folder = steps.begin(storage, 40)
+    storage.write(f"{folder}/__RANK_0.distcp", [b"x"])
+    with pytest.raises(CheckpointingException, match=r"step-40\.partial has no manifest.json"):
+        steps.commit(storage, 40)
+    steps.abandon(storage, 40)
+    assert storage.list() == {}
+
+
+class Killed(BaseException):
+    pass
+
+
+def broken_off_after(storage, monkeypatch, operations):
+    """From now on the storage's operations, down to single calls of the system, end after some of them."""
+    numbers = count()
+
+    def limited(real):
+        def call(*args, **kwargs):
+            if next(numbers) >= operations:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    if isinstance(storage, RemoteStorage):
+        for name in ("open", "copy", "rm", "rm_file"):
+            monkeypatch.setattr(storage._filesystem, name, limited(getattr(storage._filesystem, name)))
+        return
+    for name in ("rename", "replace", "unlink", "mkdir"):
+        monkeypatch.setattr(storages.Path, name, limited(getattr(storages.Path, name)))
+    monkeypatch.setattr(storages, "_exchange", limited(storages._exchange))
+    monkeypatch.setattr(storages, "_write_all", limited(storages._write_all))
+    monkeypatch.setattr(storages.shutil, "rmtree", limited(storages.shutil.rmtree))
+
+
+def whole(storage, folder):
+    """The content that all files of a step have in common."""
+    assert set(storage.list(folder)) == {"__RANK_0.distcp", "manifest.json"}
+    contents = {read_all(storage, f"{folder}/{name}") for name in storage.list(folder)}
+    assert len(contents) == 1
+    return contents.pop()
+
+
+@pytest.mark.parametrize("step", [40, 50], ids=["the same step again", "another step"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch, step):
+    for operations in count():
+        storage.remove("")
+        save(storage, 40, b"old")
+        with monkeypatch.context() as patch:
+            broken_off_after(storage, patch, operations)
+            try:
+                save(storage, step, b"new")
+            except Killed:
+                done = False
+            else:
+                done = True
+        lock._under_way.clear()  # the process is gone
+        latest = steps.read_latest(storage)
+        found = whole(storage, steps.locate(storage))
+        assert (latest, found) in {(40, b"old"), (step, b"new")}
+        assert not done or (latest, found) == (step, b"new")
+
+        steps.sweep(storage)
+        assert steps.partials(storage) == []
+        assert (steps.read_latest(storage), whole(storage, steps.locate(storage))) == (latest, found)
+        assert set(storage.list()) <= {"latest", "step-40", "step-50"}
+        save(storage, step, b"third")
+        assert whole(storage, steps.locate(storage)) == b"third"
+        if done:
+            break
+    assert operations >= 6
+
+
+def test_a_kill_at_any_moment_of_a_removal_leaves_the_others_whole(storage, monkeypatch):
+    for operations in count():
+        storage.remove("")
+        for step in (30, 40):
+            save(storage, step, b"%d" % step)
+        with monkeypatch.context() as patch:
+            broken_off_after(storage, patch, operations)
+            try:
+                steps.remove(storage, 40)
+            except Killed:
+                done = False
+            else:
+                done = True
+        latest = steps.read_latest(storage)
+        assert whole(storage, steps.locate(storage)) == b"%d" % latest
+        steps.sweep(storage)
+        assert steps.partials(storage) == []
+        for step in steps.finished(storage):
+            assert whole(storage, steps.folder_of(storage, step)) == b"%d" % step
+        if done:
+            break
+    assert steps.finished(storage) == [30]
+    assert operations >= 3
+
+
+def test_a_step_that_was_put_aside_is_loaded_and_gets_its_name_back(storage):
+    save(storage, 40, b"old")
+    storage.move("step-40", "step-40.old")
+    storage.write("step-40/__RANK_0.distcp", [b"half"])
+    assert steps.finished(storage) == [40]
+    assert whole(storage, steps.locate(storage)) == b"old"
+    assert steps.sweep(storage) == []
+    assert set(storage.list()) == {"latest", "step-40"}
+    assert whole(storage, "step-40") == b"old"
+
+
+def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
+    save(storage, 40)
+    write_step(storage, 50)
+    assert steps.sweep(storage) == []
+    with pytest.raises(CheckpointingException, match=rf"step 50 is being saved by process {os.getpid()} on "):
+        steps.begin(storage, 50)
+    steps.abandon(storage, 50)
+    assert set(storage.list()) == {"latest", "step-40"}
+    write_step(storage, 50)
+    steps.commit(storage, 50)
+
+
+@pytest.mark.processes
+def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        write_step(storage, 50)
+        mine = lock.owner_of(storage, "step-50.partial.owner")
+        theirs = lock.Owner(**asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)})
+        storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
+        assert steps.sweep(storage) == []
+        assert steps.owner_of(storage, "step-50.partial") == theirs
+        other.communicate(b"\n")
+    assert steps.owner_of(storage, "step-50.partial") is None
+    assert steps.sweep(storage) == ["step-50.partial", "step-50.partial.owner"]
+    assert storage.list() == {}
+
+
+def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
+    save(storage, 40)
+    write_step(storage, 50)
+    storage.write("step-50/__RANK_0.distcp", [b"half"])
+    storage.write("step-50.old/manifest.json", [b"x"])
+    assert steps.sweep(storage) == []
+    assert {"step-50", "step-50.old", "step-50.partial"} <= storage.list().keys()
+    storage.remove("step-50.partial.owner")
+    assert steps.sweep(storage) == ["step-50.partial"]
+    assert steps.finished(storage) == [40, 50]
+
+
+def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storage):
+    write_step(storage, 50)
+    mine = lock.owner_of(storage, "step-50.partial.owner")
+    assert mine.lives()
+    assert not lock.Owner(**asdict(mine) | {"pid": 1}).lives()
+
+
+def test_a_save_on_another_machine_is_left_alone_for_a_day(storage):
+    write_step(storage, 50)
+    mine = lock.owner_of(storage, "step-50.partial.owner")
+    there = asdict(mine) | {"machine": "another"}
+    assert lock.Owner(**there).lives()
+    assert not lock.Owner(**there | {"since": time.time() - 2 * lock.PATIENCE}).lives()
+    assert not lock.Owner(**there | {"since": time.time() - 60}).lives(patience=30)
+
+
+def test_a_broken_off_save_is_swept_unless_asked_to_keep_it(storage):
+    write_step(storage, 50)
+    storage.remove("step-50.partial.owner")
+    storage.write("step-60.partial/x", [b"x"])
+    storage.write("step-60.partial.owner", [b"{cut o"])
+    storage.write("notes.partial/mine", [b"x"])
+    storage.write("step-7x/mine", [b"x"])
+    assert steps.sweep(storage, keep=[50]) == ["step-60.partial", "step-60.partial.owner"]
+    assert steps.sweep(storage) == ["step-50.partial"]
+    assert set(storage.list()) == {"notes.partial", "step-7x"}
+
+
+def test_the_newest_stay_and_the_multiples(storage):
+    for step in range(500, 5001, 500):
+        save(storage, step)
+    assert steps.retain(storage, keep=3, keep_every=1000) == [500, 1500, 2500, 3500]
+    assert steps.finished(storage) == [1000, 2000, 3000, 4000, 4500, 5000]
+    assert steps.retain(storage, keep=3, keep_every=1000) == []
+    assert steps.retain(storage, keep=None) == []
+    assert steps.retain(storage, keep=1) == [1000, 2000, 3000, 4000, 4500]
+
+
+def test_steps_above_the_latest_are_another_story_and_stay(storage):
+    for step in (10, 20, 30, 40, 25, 27):
+        save(storage, step)
+    assert steps.retain(storage, keep=2) == [10, 20]
+    assert steps.finished(storage) == [25, 27, 30, 40]
+    assert steps.read_latest(storage) == 27
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": 2, "keep_every": 0}])
+def test_to_keep_nothing_is_refused(storage, wrong):
+    with pytest.raises(BadRequest, match="=0: it is a number from 1 on"):
+        steps.retain(storage, **wrong)
+    with pytest.raises(BadRequest, match="-1"):
+        steps.step_name(-1)
+
+
+def test_to_remove_the_latest_makes_another_one_the_latest(storage):
+    for step in (10, 20, 30):
+        save(storage, step)
+    steps.remove(storage, 30)
+    assert steps.read_latest(storage) == 20
+    steps.remove(storage, 10)
+    assert steps.read_latest(storage) == 20
+    steps.remove(storage, 20)
+    assert storage.list() == {}
+    with pytest.raises(CheckpointingException, match="no finished step 20"):
+        steps.remove(storage, 20)

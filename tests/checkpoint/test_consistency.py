@@ -1,0 +1,242 @@
+"""Ranks that do not agree, or of which one fails: all raise the same, none waits, and what was there stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankbook.checkpoint import consistency
+from rankbook.checkpoint.consistency import Failure, RankGroup, RanksFailed
+from rankbook.errors import BadRequest, CheckpointingException
+from tests.rank_processes import run_ranks
+
+
+def said(call):
+    """What it raises, as text."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - the test compares it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempts(folder):
+    """Every disagreement in turn, on two ranks. The text of this rank's error, and what is in the folder, by name."""
+    import torch
+    import torch.distributed as dist
+
+    import rankbook.checkpoint as rc
+    from rankbook.checkpoint.storage.local import storage_of
+
+    rank = dist.get_rank()
+    state = {"w": torch.arange(4.0), "lr": 0.5}
+    other = f"{folder}/other-{rank}"
+    told, listed = {}, {}
+
+    def attempt(name, call):
+        told[name] = said(call)
+        dist.barrier()
+        listed[name] = sorted(each.name for each in Path(folder).iterdir())
+        dist.barrier()
+
+    class Fails:
+        """A storage whose `method` fails on rank 1."""
+
+        def __init__(self, method, error, on=1):
+            self.inner, self.method, self.error, self.on = storage_of(folder), method, error, on
+
+        def __getattr__(self, name):
+            if name == self.method and rank == self.on:
+                raise self.error
+            return getattr(self.inner, name)
+
+    def broken(*_):
+        if rank == 1:
+            raise KeyboardInterrupt("in the listener")
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise TypeError("no pickle of this")
+
+    class UnpicklableError(Unpicklable, Exception):
+        pass
+
+    rc.save(state, folder, step=1)
+    attempt("step", lambda: rc.save(state, folder, step=5 + rank))
+    attempt("folder", lambda: rc.save(state, other))
+    attempt("one bad argument", lambda: rc.save(state, folder, keep=rank))
+    attempt("all bad", lambda: rc.save(state, folder, keep=0))
+    attempt("async", lambda: rc.save(state, folder, step=5, async_=rank == 1))
+    attempt("metadata", lambda: rc.save(state, folder, step=5, metadata={"f": len} if rank else {}))
+    attempt("common", lambda: rc.save({**state, "opt": {"lr": [0.1, rank]}}, folder, step=5))
+    attempt("absent", lambda: rc.save({**state, **({"epoch": 1} if rank else {})}, folder, step=5))
+    attempt("dtype", lambda: rc.save({"w": shard(rc, torch.zeros(2, dtype=[torch.int8, torch.half][rank]))}, folder))
+    attempt("hole", lambda: rc.save({"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}, folder))
+    attempt("unpicklable", lambda: rc.save({"x": Unpicklable() if rank else 1}, folder))
+    attempt("no dict", lambda: rc.save([] if rank else {}, folder))
+    attempt(
+        "no data",
+        lambda: rc.save({"w": shard(rc, torch.zeros(2)).without_data() if rank else shard(rc, torch.zeros(2))}, folder),
+    )
+    attempt("listener", lambda: rc.save(state, folder, step=5, on_progress=broken))
+    attempt("disk", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(28, "No space left"))))
+    attempt("error", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", UnpicklableError("odd"))))
+    attempt("interrupt", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", KeyboardInterrupt())))
+    attempt("rank 0", lambda: rc.save({"w": shard(rc, torch.zeros(2))}, Fails("write", OSError(5, "I/O error"), on=0)))
+    attempt("commit", lambda: rc.save(state, Fails("move", OSError(5, "I/O error"), on=0), step=5))
+    attempt("load step", lambda: rc.load(state, folder, step=1 + rank))
+    attempt("load strict", lambda: rc.load(state, folder, strict="nonsense" if rank else "log_all"))
+    attempt("load missing", lambda: rc.load(state, folder, step=77))
+    attempt("load shape", lambda: rc.load({"w": torch.zeros(4 + rank)}, folder))
+    attempt("load key", lambda: rc.load({"w": torch.zeros(4), **({"v": torch.zeros(1)} if rank else {})}, folder))
+    attempt("load list", lambda: rc.load(state, Fails("list", RuntimeError("a broken client"), on=0)))
+    attempt("load read", lambda: rc.load(state, Fails("read", OSError(5, "I/O error"))))
+    attempt("good", lambda: rc.save(state, folder, step=5))
+    return told, listed
+
+
+def shard(rc, data):
+    import torch.distributed as dist
+
+    return rc.ShardedTensor.from_rank_offsets("w", data, (0, dist.get_rank(), 2))
+
+
+ALIKE = {
+    "step": r"BadRequest: .*step is 5 on rank 0, 6 on rank 1",
+    "folder": r"BadRequest: .*folder is .*other-0' on rank 0, .*other-1' on rank 1",
+    "one bad argument": r"BadRequest: the save has not begun: rank 0: BadRequest: keep=0",
+    "all bad": r"BadRequest: keep=0",
+    "async": r"BadRequest: .*async_ is False on rank 0, True on rank 1",
+    "metadata": r"BadRequest: .*rank 1: .*metadata= is written as JSON",
+    "common": r"CheckpointingException: .*common value 'opt.lr\[1\]': that on rank 0 differs from that on rank 1",
+    "absent": r"CheckpointingException: .*common value 'epoch' is on rank 1, not on rank 0",
+    "dtype": r"CheckpointingException: .*tensor 'w' is not the same on all ranks: int8, .*rank 0; float16, .*rank 1",
+    "hole": r"CheckpointingException: .*'w' \(float32, global shape \(4,\)\)",
+    "unpicklable": r"CheckpointingException: the save failed.*rank 1: TypeError: no pickle of this",
+    "no dict": r"CheckpointingException: .*rank 1: a sharded state dict is a dict, not a list",
+    "no data": r"CheckpointingException: .*'w', the chunk at \(2,\): rank 1 is to store it and has no data",
+    "disk": r"CheckpointingException: the save failed, and nothing was changed: rank 1: OSError: .*No space left",
+    "error": r"CheckpointingException: the save failed, and nothing was changed: rank 1: UnpicklableError: odd",
+    "rank 0": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
+    "commit": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
+    "load step": r"BadRequest: the load has not begun.*step is 1 on rank 0, 2 on rank 1",
+    "load strict": r"BadRequest: .*rank 1: BadRequest: strict='nonsense'",
+    "load missing": r"CheckpointingException: .*there is no finished step 77; finished are 1",
+    "load shape": r"CheckpointingException: .*'w': its global shape .*\(4,\), and \(5,\) was asked for \(rank 1\)",
+    "load key": r"CheckpointingException: .*'v' \(rank 1\)",
+    "load list": r"CheckpointingException: .*RuntimeError: a broken client",
+    "load read": r"CheckpointingException: .*damaged:.*I/O error",
+    "good": r"",
+}
+
+
+@pytest.mark.processes
+def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
+    import re
+
+    (first, there), (second, _) = run_ranks(attempts, 2, str(tmp_path), timeout=90)
+    for name, pattern in ALIKE.items():
+        assert first[name] == second[name], name
+        assert re.search(pattern, first[name], re.DOTALL), (name, first[name])
+        assert bool(first[name]) == bool(pattern), (name, first[name])
+        assert there[name] == ["latest", "step-1", *(["step-5"] if name == "good" else [])], name
+    for name, words in (("interrupt", "KeyboardInterrupt: "), ("listener", "KeyboardInterrupt: in the listener")):
+        assert second[name] == words  # where it hit; the others hear of it
+        assert f"rank 1: {words}".rstrip(": ") in first[name]
+        assert there[name] == ["latest", "step-1"]
+    assert first.keys() == {*ALIKE, "interrupt", "listener"}
+
+
+def test_alone_an_argument_that_is_wrong_is_told_as_it_is():
+    with pytest.raises(BadRequest, match=r"^mine$"):
+        consistency.agreed("save", lambda: (_ for _ in ()).throw(BadRequest("mine")), step=1)
+    with pytest.raises(OSError, match="disk"):
+        consistency.agreed("save", lambda: (_ for _ in ()).throw(OSError("disk")))
+    assert consistency.agreed("save", lambda: 7, step=1) == 7
+
+
+def failed(errors, rank=0):
+    """What the rank raises where the ranks have these errors."""
+    return RanksFailed({which: Failure.of(error) for which, error in errors.items()}, errors.get(rank))
+
+
+def test_one_complaint_is_said_once_whoever_makes_it():
+    own = CheckpointingException("tensor 'w' has a hole")
+    assert failed({0: own}).message("save") == "tensor 'w' has a hole"
+    assert failed({0: own, 3: own}).message("save") == "tensor 'w' has a hole"
+
+
+def test_what_others_raise_is_said_with_its_ranks():
+    disk, other = OSError(28, "No space left"), CheckpointingException("a damaged chunk")
+    assert failed({1: disk, 2: disk}).message("save") == (
+        "the save failed, and nothing was changed: ranks 1-2: OSError: [Errno 28] No space left"
+    )
+    assert failed({0: other, 5: disk}).message("load") == (
+        "the load failed: rank 0: a damaged chunk; rank 5: OSError: [Errno 28] No space left"
+    )
+
+
+def test_an_interrupt_is_raised_where_it_came_and_names_the_others():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        failed({1: KeyboardInterrupt()}, rank=1).reraise("load")
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        failed({1: KeyboardInterrupt(), 2: OSError(5, "I/O error")}, rank=1).reraise("load")
+    assert caught.value.__notes__ == [
+        "the load failed: rank 1: KeyboardInterrupt: ; rank 2: OSError: [Errno 5] I/O error"
+    ]
+    with pytest.raises(CheckpointingException, match=r"^the load failed: rank 1: KeyboardInterrupt: $"):
+        failed({1: KeyboardInterrupt()}).reraise("load")
+
+
+def test_the_cause_is_kept_where_it_happened():
+    disk = OSError(28, "No space left")
+    with pytest.raises(CheckpointingException) as caught:
+        failed({0: disk}).reraise("save")
+    assert caught.value.__cause__ is disk
+    with pytest.raises(CheckpointingException) as caught:
+        failed({1: disk}).reraise("save")
+    assert caught.value.__cause__ is None
+
+
+def exchange():
+    """Each rank's results, and what it raises where another one fails."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    ranks = RankGroup(dist.new_group())
+    found = [ranks.exchange(lambda: rank + 1, lambda told: [10 * each for each in told])]
+
+    def fail(on):
+        if rank == on:
+            raise MemoryError(f"on {rank}")
+        return rank
+
+    for work, combine in (
+        (lambda: fail(2), list),
+        (lambda: rank, lambda told: [fail(0) for _ in told]),
+        (lambda: fail(1), lambda _: fail(0)),  # rank 0 does not combine what is not all there
+    ):
+        try:
+            ranks.exchange(work, combine)
+        except RanksFailed as failure:
+            found.append((failure.failures, repr(failure.own)))
+    try:
+        ranks.run(lambda: fail(1))
+    except RanksFailed as failure:
+        found.append((failure.failures, repr(failure.own)))
+    ranks.run(lambda: None)
+    return found
+
+
+@pytest.mark.processes
+def test_a_failure_of_one_rank_reaches_all_of_them_and_the_group_is_good_for_more():
+    def failure(rank):
+        return {rank: Failure(f"MemoryError: on {rank}", expected=False)}
+
+    for rank, (result, *failures) in enumerate(run_ranks(exchange, 3)):
+        assert result == 10 * (rank + 1)
+        assert failures == [
+            (failure(which), f"MemoryError('on {which}')" if which == rank else "None") for which in (2, 0, 1, 1)
+        ]

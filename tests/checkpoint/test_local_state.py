@@ -1,0 +1,67 @@
+"""What one rank holds and asks for, before anything is written or read."""
+
+from __future__ import annotations
+
+import torch
+
+from rankbook.checkpoint.format.manifest import Manifest, StoredObject, StoredTensor
+from rankbook.checkpoint.local_state import HeldObject, HeldTensor, Wishes, contents_of, digests, everything
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
+
+
+def test_a_shard_is_seen_with_all_axes_of_its_global_tensor():
+    held = HeldTensor.of(
+        ShardedTensor.from_rank_offsets("k", torch.zeros(3, 5).half(), (0, 1, 4), replica_id=(0, 1), prepend_axis_num=1)
+    )
+    assert (held.global_shape, held.global_offset, held.local_shape) == ((4, 3, 5), (1, 0, 0), (1, 3, 5))
+    assert (held.dtype_name, held.nbytes, held.is_main) == ("float16", 30, False)
+    assert held.wanted().shape == (1, 3, 5)
+    assert HeldTensor.of(ShardedTensor.from_rank_offsets("k", torch.zeros(2)).without_data()).data.is_meta
+    each = HeldObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
+    assert (each.unique_key, each.is_main) == ("o/shard_1_2", True)
+
+
+def test_every_leaf_of_the_common_part_has_its_own_digest():
+    value = {"a": [1, {"b": 2.0}], "t": torch.ones(2), "c": (None, b"x"), "empty": {}, "o": slice(1)}
+    found = dict(digests(value))
+    assert list(found) == ["a[0]", "a[1].b", "t", "c[0]", "c[1]", "empty", "o"]
+    for key, other in (("t", torch.zeros(2)), ("empty", []), ("o", slice(2)), ("a", [True, {"b": 2.0}])):
+        assert dict(digests({**value, key: other})) != found, key
+    assert dict(digests({**value, "t": torch.ones(2)})) == found
+
+
+def test_the_layout_and_the_common_part_are_told_apart():
+    def signature(values, rate):
+        return contents_of({"w": torch.tensor(values), "lr": rate}).declared().signature()
+
+    layout, common = signature([1.0, 2.0], 0.1)
+    assert signature([3.0, 4.0], 0.1) == (layout, common)
+    assert signature([1.0, 2.0], 0.2)[0] == layout
+    assert signature([1.0, 2.0], 0.2)[1] != common
+    assert signature([1.0], 0.1)[0] != layout
+
+
+MANIFEST = Manifest(
+    step=1,
+    world_size=1,
+    tensors={"w": StoredTensor("bfloat16", (2, 3), ())},
+    objects={"a/b/shard_1_2": StoredObject(0, 0, 1, None, 0), "epoch": StoredObject(0, 1, 1, None, 0)},
+    files=(),
+    values={"epoch": ("epoch",), "optim.0.lr": ("optim", "0", "lr")},
+)
+
+
+def test_everything_is_asked_for_whole():
+    wanted = everything(MANIFEST)
+    assert wanted.keys() == {"w", "a/b/shard_1_2"}
+    assert (wanted["w"].dtype, wanted["w"].local_shape) == (torch.bfloat16, (2, 3))
+    assert (wanted["a/b/shard_1_2"].key, wanted["a/b/shard_1_2"].global_offset) == ("a/b", (1,))
+    assert Wishes(wanted, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
+
+
+def test_of_plain_values_those_of_named_parts_are_wished_under_the_names_there():
+    wishes = Wishes({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
+    assert wishes.values(MANIFEST.values) == {"optim.0.lr": ("optim", 0, "lr")}
+    assert wishes.nested([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
+    made = wishes.assembled({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})
+    assert made == {"optim": {0: {"lr": 3}}, "more": 1}

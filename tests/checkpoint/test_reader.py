@@ -1,0 +1,94 @@
+"""What is damaged is all found and named; what is not read is not looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rankbook.checkpoint.loading import find
+from rankbook.checkpoint.local_state import HeldTensor, Wishes
+from rankbook.checkpoint.planning.load_plan import plan_read
+from rankbook.checkpoint.reader import MOST_SAID, Fetch
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
+from rankbook.errors import CheckpointingException
+from tests.checkpoint.simulated import InMemory, save_ranks
+
+KEYS = [f"t{number}" for number in range(12)]
+
+
+@pytest.fixture
+def storage():
+    made = InMemory()
+    held = {key: ShardedTensor.from_rank_offsets(key, torch.full((5,), float(at))) for at, key in enumerate(KEYS)}
+    save_ranks([{**held, "o": ShardedObject("o", {"a": 1}, (1,), (0,)), "epoch": 3}], made)
+    return made
+
+
+def flip(storage, name, at):
+    data = bytearray(storage.files[f"step-0/{name}"])
+    data[at] ^= 8
+    storage.files[f"step-0/{name}"] = bytes(data)
+
+
+def fetched(storage, keys, **more):
+    found = find(storage, "latest")
+    held = [HeldTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
+    fetch = Fetch(found, **{"verify": True} | more)
+    fetch.tensors(plan_read([each.wanted() for each in held], found.manifest), held, fresh=range(len(held)))
+    return fetch, [each.data for each in held]
+
+
+def test_all_damages_are_counted_and_the_first_ones_named(storage):
+    manifest = find(storage, "latest").manifest
+    for key in KEYS[1:]:
+        flip(storage, "__0_0.distcp", manifest.tensors[key].chunks[0].data + 1)
+    fetch, (first, *_) = fetched(storage, KEYS)
+    assert first.tolist() == [0] * 5
+    assert len(fetch.damages) == 11
+    with pytest.raises(
+        CheckpointingException, match=r"is damaged:\n.*'t1', the chunk at \(0,\) written by rank 0"
+    ) as told:
+        fetch.conclude()
+    assert str(told.value).count("\n") == MOST_SAID + 1
+    assert str(told.value).endswith("and 3 more")
+    fetch, _ = fetched(storage, KEYS[:1])
+    fetch.conclude()
+    fetch, found = fetched(storage, KEYS, verify=False)
+    fetch.conclude()
+    assert found[0].tolist() == [0] * 5
+    assert found[1].tolist() != [1] * 5
+
+
+def test_objects_and_the_common_part_are_checked_before_they_are_unpickled(storage):
+    found = find(storage, "latest")
+    wishes = Wishes({"epoch": 0}, found.manifest)
+    fetch = Fetch(found, verify=True)
+    assert fetch.objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
+    assert fetch.common(wishes) == {"epoch": 3}
+    flip(storage, "__0_0.distcp", found.manifest.objects["o/shard_0_1"].start + 70)
+    flip(storage, "common.pt", 70)
+    assert fetch.objects(["o/shard_0_1"]) == {}
+    assert fetch.common(wishes) == {}
+    assert [each.split(":")[0] for each in fetch.damages] == ["__0_0.distcp", "common.pt"]
+    assert all("other bytes than were written" in each for each in fetch.damages)
+
+
+def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(storage):
+    flip(storage, ".metadata", 9)
+    storage.files["step-0/__0_0.distcp"] += b"more"
+    for verify, count in ((True, 2), (False, 0)):
+        fetch = Fetch(find(storage, "latest"), verify=verify)
+        fetch.small_files()
+        assert len(fetch.damages) == count
+
+
+def test_a_chunk_that_is_not_filled_is_zero_in_every_dtype():
+    for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128, torch.bfloat16):
+        storage = InMemory()
+        save_ranks([{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2).to(dtype))}], storage)
+        found = find(storage, "latest")
+        entry = ShardedTensor.from_rank_offsets("w", torch.ones(4).to(dtype), allow_shape_mismatch=True)
+        fetch = Fetch(found, verify=True)
+        fetch.tensors(plan_read([HeldTensor.of(entry).wanted()], found.manifest), [HeldTensor.of(entry)])
+        fetch.conclude()
+        assert entry.data.to(torch.complex64).tolist() == [1, 1, 0, 0]
