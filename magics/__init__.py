@@ -37,7 +37,7 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext rankbook`: registers the magics and starts the forkserver, so that it is warm when it is needed."""
     from rankbook.launch import local
-    from rankbook.magics.magic import install
+    from rankbook.magics.magics import install
 
     install(shell)
     local.warm_up()
@@ -47,7 +47,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     """`%unload_ext rankbook`: stops the ranks and takes the magics away."""
     from rankbook.coordinator.default_cluster import stop
     from rankbook.launch import local
-    from rankbook.magics.magic import uninstall
+    from rankbook.magics.magics import uninstall
 
     stop()
     local.cool_down()

@@ -10,7 +10,7 @@ import os
 from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster_source import ClusterFeed
-from rankbook.magics.shelf import FolderShelf
+from rankbook.magics.checkpoint_browser import FolderShelf
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import PlacementView

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankbook.magics import arguments
-from rankbook.magics.magic import DistributedMagics
+from rankbook.magics.magics import DistributedMagics
 
 RECORD = Path(__file__).with_name("public_surface.json")
 PACKAGES = ("rankbook", "rankbook.runtime", "rankbook.checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.magics.hints import MagicLine, RankCode, keyword_completions, parse_question, target_of
+from rankbook.magics.completion import MagicLine, RankCode, keyword_completions, parse_question, target_of
 
 CURSOR = "|"
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.magics.test_comms import move, said
+from tests.magics.test_comm_bridge import move, said
 
 pytestmark = pytest.mark.processes
 

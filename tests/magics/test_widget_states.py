@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.magics.comms import WidgetStateCache
+from rankbook.magics.comm_bridge import WidgetStateCache
 
 SLIDER = {"state": {"_model_name": "M", "_model_module": "m", "_model_module_version": "1", "value": 3}}
 

@@ -17,7 +17,8 @@ from IPython.core import completer, page
 from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest, RankbookError
-from rankbook.magics import arguments, auto
+from rankbook.magics import arguments
+from rankbook.magics import auto_mode as auto
 from rankbook.protocol.queries import Completion
 
 if TYPE_CHECKING:

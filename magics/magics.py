@@ -21,12 +21,13 @@ from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
-from rankbook.magics import arguments, auto, debug, hints, reports
-from rankbook.magics.comms import Bridge
-from rankbook.magics.failures import raise_for
-from rankbook.magics.frontend import JupyterSink, ask_for, sink_for
-from rankbook.magics.handle import CellHandle
-from rankbook.magics.measured import Measuring
+from rankbook.magics import arguments, auto_mode, completion, reports
+from rankbook.magics.cell_handle import CellHandle
+from rankbook.magics.comm_bridge import Bridge
+from rankbook.magics.debugger import hook
+from rankbook.magics.errors import raise_for
+from rankbook.magics.measured_cells import Measuring
+from rankbook.magics.sinks import JupyterSink, ask_for, sink_for
 from rankbook.magics.status_line import status_line_factory
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
@@ -37,7 +38,7 @@ from rankbook.widgets.table import table
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from rankbook.magics.panel import Panel
+    from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
 _TO_THE_CELL = 2
 """Frames from IPython's expansion of `$name` and `{name}` to those whose variables are meant."""
@@ -94,7 +95,7 @@ class DistributedMagics(Magics):
         if isinstance(sink, JupyterSink):
             self._bridge_to(cluster, sink).parent = sink.parent
         ranks = cluster.select(chosen.ranks)
-        if "?" in cell and hints.show_inspection(cluster, ranks, cell):
+        if "?" in cell and completion.show_inspection(cluster, ranks, cell):
             return None
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
@@ -141,7 +142,7 @@ class DistributedMagics(Magics):
 
     def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
         """What a front end's debugger knows the cell as; while one debugs, it is on these ranks too by then."""
-        debugging = debug.of(self._shell)
+        debugging = hook.of(self._shell)
         if debugging is None:
             return ""
         for rank, trouble in sorted(debugging.prepare(ranks).items()):
@@ -157,7 +158,7 @@ class DistributedMagics(Magics):
         """What shows the cell's output by rank, where a front end can and somebody wants it."""
         if (view is None and self._view == "merged") or not isinstance(sink, JupyterSink):
             return None
-        from rankbook.magics.panel import Panel
+        from rankbook.magics.output_panel import Panel
 
         return Panel(sink, number, ranks, view or self._view)
 
@@ -253,7 +254,7 @@ class DistributedMagics(Magics):
         self._say(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
-        debugging = debug.of(self._shell)
+        debugging = hook.of(self._shell)
         if debugging is None:
             raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
         if command.moves is not None:
@@ -302,8 +303,8 @@ class DistributedMagics(Magics):
         self._say(f"{target}: a list with the value of {name_ranks(ranks)}, in that order")
 
     def _command_auto(self, command: argparse.Namespace) -> None:
-        auto.set_auto(self._shell, on=command.state == "on")
-        if (debugging := debug.of(self._shell)) is not None:
+        auto_mode.set_auto(self._shell, on=command.state == "on")
+        if (debugging := hook.of(self._shell)) is not None:
             debugging.move_in()
         self._say(
             "plain cells run on the ranks now; %%local keeps one in the notebook"
@@ -312,7 +313,7 @@ class DistributedMagics(Magics):
         )
 
     def _command_view(self, command: argparse.Namespace) -> None:
-        from rankbook.magics.panel import still
+        from rankbook.magics.output_panel import still
 
         self._view = command.view
         self._say(f"cells show their output {_VIEWS[command.view]} from now on")
@@ -374,23 +375,23 @@ def _misplaced(name: str) -> Callable[[str], None]:
 def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
     DistributedMagics.distributed.__doc__ = arguments.help_text()
-    auto.install(shell)
-    debug.install(shell)
-    hints.install(shell)
+    auto_mode.install(shell)
+    hook.install(shell)
+    completion.install(shell)
     set_ending(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
         shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")
     name_cells(shell.compile._filename_map)
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
-        auto.set_auto(shell, on=True)
+        auto_mode.set_auto(shell, on=True)
 
 
 def uninstall(shell: InteractiveShell) -> None:
     """Take the magics away."""
-    auto.uninstall(shell)
-    debug.uninstall(shell)
-    hints.uninstall(shell)
+    auto_mode.uninstall(shell)
+    hook.uninstall(shell)
+    completion.uninstall(shell)
     manager = shell.magics_manager
     manager.magics["line"].pop("distributed", None)
     for name in CELL_MAGICS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.magics.auto import keep_local, stays_local
+from rankbook.magics.auto_mode import keep_local, stays_local
 
 pytestmark = pytest.mark.processes
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from rankbook.magics import debug_desk
-from rankbook.magics.debug_desk import Desk
-from rankbook.magics.stopped_threads import REFERENCES, THREADS
+from rankbook.magics.debugger import multiplexer
+from rankbook.magics.debugger.multiplexer import Desk
+from rankbook.magics.debugger.stopped_threads import REFERENCES, THREADS
 
 CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
 
@@ -370,7 +370,7 @@ def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_b
 
 
 def test_a_rank_without_a_debugger_is_told_of_and_asked_for_nothing(monkeypatch):
-    monkeypatch.setattr(debug_desk, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(multiplexer, "_START_SECONDS", 0.05)
 
     async def play(desk, ranks, stock, ask):
         ranks.count = 4

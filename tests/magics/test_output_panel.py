@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankbook.magics.panel import Panel
+from rankbook.magics.output_panel import Panel
 from rankbook.output.merger import OutputMerger
 from rankbook.protocol.messages import Text
 from tests.conftest import Gate

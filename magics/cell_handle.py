@@ -13,7 +13,7 @@ from IPython.display import display
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.coordinator.wait import Ask
-from rankbook.magics.failures import raise_for
+from rankbook.magics.errors import raise_for
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Rich, Stream
 from rankbook.widgets.handle import HandleView

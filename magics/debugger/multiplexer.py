@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
-from rankbook.magics.stopped_threads import REFERENCES, THREADS, Message, StoppedThreads, rank_of_thread
+from rankbook.magics.debugger.stopped_threads import REFERENCES, THREADS, Message, StoppedThreads, rank_of_thread
 
 _SECONDS = 5.0
 """For a rank's debugger to answer: C code that keeps the interpreter to itself keeps it from the debugger too."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator import default_cluster as clusters
 from rankbook.coordinator.cluster import Cluster
-from rankbook.magics import auto
-from rankbook.magics.debug_desk import Desk
-from rankbook.magics.stopped_threads import Message
+from rankbook.magics import auto_mode
+from rankbook.magics.debugger.multiplexer import Desk
+from rankbook.magics.debugger.stopped_threads import Message
 from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Debugging:
         if not _is_cell(path) or not Path(path).is_file():
             return False
         text = Path(path).read_text(encoding="utf-8")
-        return text.startswith("%%distributed") or (auto.is_on(self._shell) and not auto.stays_local(text))
+        return text.startswith("%%distributed") or (auto_mode.is_on(self._shell) and not auto_mode.stays_local(text))
 
     async def variables(self, rank: int) -> list[Message] | None:
         """From its own list, which asks no variable anything."""
@@ -217,7 +217,7 @@ class Debugging:
     def _of_cells(self, rank: int) -> Cluster | None:
         """The cluster of that rank, where plain cells run."""
         cluster = self._cluster
-        there = cluster is not None and auto.is_on(self._shell) and rank < cluster.world_size
+        there = cluster is not None and auto_mode.is_on(self._shell) and rank < cluster.world_size
         return cluster if there else None
 
     def _look(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.running_cell import Cell, Sink
-from rankbook.magics.profile import Trace, check_file, profile_table
+from rankbook.magics.profiling import Trace, check_file, profile_table
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Emit, Rich, Stream
 from rankbook.protocol.profiling import Measure, Measured, Times

@@ -1,0 +1,1 @@
+"""Connect a front end's debugger to the cells of the ranks."""
