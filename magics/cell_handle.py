@@ -16,7 +16,7 @@ from rankbook.coordinator.wait import Ask
 from rankbook.magics.errors import raise_for
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Rich, Stream
-from rankbook.widgets.handle import HandleView
+from rankbook.widgets.status_line import HandleView
 
 
 class CellHandle:

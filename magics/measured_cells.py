@@ -18,8 +18,8 @@ from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Emit, Rich, Stream
 from rankbook.protocol.profiling import Measure, Measured, Times
 from rankbook.ranks import name_ranks
-from rankbook.widgets.table import table
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
+from rankbook.widgets.render.table import table
 
 Keep = Callable[[CellResult], None]
 

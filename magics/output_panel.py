@@ -1,7 +1,7 @@
 """A cell's output by rank in the notebook: live while it runs, plain HTML from its end on.
 
 Owns: the one output of the cell that is replaced, and what comes when it is over. Refuses: markup and messages
-(widgets/panel.py), and which view is the notebook's (magic.py).
+(widgets/output_panel.py), and which view is the notebook's (magic.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rankbook.output.by_rank import Change, Drop, More, Piece, Pieces, Put
 from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import Rich, Stream
 from rankbook.ranks import format_ranks
-from rankbook.widgets.panel import CellPanel
-from rankbook.widgets.panel_picture import choice_of, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.output_panel import CellPanel
+from rankbook.widgets.render.output_panel import choice_of, is_live, piece_html, skeleton, text_of
 
 
 class Panel:

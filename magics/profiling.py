@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rankbook.errors import BadRequest
 from rankbook.protocol.profiling import OpTime
-from rankbook.widgets.table import table
+from rankbook.widgets.render.table import table
 
 _MARK = b'{"rankbook": '
 """How a file of ours begins."""

@@ -13,7 +13,7 @@ from rankbook.formatting import format_3g, format_duration
 from rankbook.output.cell_result import CellResult
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.widgets.handle import HandleView, line
+from rankbook.widgets.status_line import HandleView, line
 
 _SWITCH = "RANKBOOK_STRIP"
 """The environment variable that turns status lines off, with the value "off"."""

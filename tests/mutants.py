@@ -178,10 +178,10 @@ MUTANTS = (
         "magics/test_arguments.py",
     ),
     Mutant(
-        "widgets/live.py",
+        "widgets/live_view.py",
         'if message["arrived"] >= self._heard.get(looker, 0):',
         'if message["arrived"]:',
-        "widgets/test_live.py",
+        "widgets/test_live_view.py",
     ),
     # Between notebook and ranks.
     Mutant(

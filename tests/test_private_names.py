@@ -51,7 +51,7 @@ DELIBERATE: dict[tuple[str, str], str] = {
     ): "torch calls it on a process group",
     ("rankbook.rank.shell.RankShell", "_showtraceback"): "IPython's hook for a shell that shows errors elsewhere",
     ("rankbook.rank.shell.RankShell", "_tee"): "IPython's history would keep all text that was ever printed",
-    ("rankbook.widgets.live.LiveView", "_repr_mimebundle_"): "IPython's display protocol",
+    ("rankbook.widgets.live_view.LiveView", "_repr_mimebundle_"): "IPython's display protocol",
 }
 
 

@@ -13,11 +13,11 @@ import traitlets
 
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.protocol.telemetry import CheckpointFolder, Saves, StoredCheckpoint
-from rankbook.widgets import checkpoints_picture as picture
-from rankbook.widgets.feed import Feed, Shelf
-from rankbook.widgets.live import LiveView, end_of, script
-from rankbook.widgets.part import Message, Part, compact
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
+from rankbook.widgets.live_view import LiveView, end_of, script
+from rankbook.widgets.render import checkpoints as picture
+from rankbook.widgets.sources import Feed, Shelf
+from rankbook.widgets.view_model import Message, Part, compact
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
 ENDS = {"done", "failed"}

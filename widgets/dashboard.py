@@ -10,10 +10,10 @@ from typing import ClassVar
 import traitlets
 
 from rankbook.widgets.checkpoints import CheckpointsPart
-from rankbook.widgets.feed import Feed, Shelf
-from rankbook.widgets.live import LiveView, script
+from rankbook.widgets.live_view import LiveView, script
 from rankbook.widgets.placement import PlacementPart
 from rankbook.widgets.shards import ShardsPart
+from rankbook.widgets.sources import Feed, Shelf
 
 
 class Dashboard(LiveView):

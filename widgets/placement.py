@@ -13,10 +13,10 @@ import traitlets
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, format_shape
 from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
-from rankbook.widgets import placement_picture as picture
-from rankbook.widgets.feed import Feed
-from rankbook.widgets.live import LiveView, end_of, script
-from rankbook.widgets.part import Message, Part, compact
+from rankbook.widgets.live_view import LiveView, end_of, script
+from rankbook.widgets.render import placement as picture
+from rankbook.widgets.sources import Feed
+from rankbook.widgets.view_model import Message, Part, compact
 
 
 class PlacementPart(Part):

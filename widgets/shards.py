@@ -14,11 +14,11 @@ import traitlets
 
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
-from rankbook.widgets import shards_picture as picture
-from rankbook.widgets.feed import Feed
-from rankbook.widgets.live import LiveView, script
-from rankbook.widgets.part import Message, Part, compact
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
+from rankbook.widgets.live_view import LiveView, script
+from rankbook.widgets.render import shards as picture
+from rankbook.widgets.sources import Feed
+from rankbook.widgets.view_model import Message, Part, compact
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
 

@@ -9,10 +9,10 @@ import pytest
 
 from rankbook.protocol.telemetry import Holding
 from rankbook.widgets.dashboard import Dashboard
-from rankbook.widgets.part import compact
 from rankbook.widgets.placement import fixed_of, state_of
 from rankbook.widgets.shards import fixed_of as shards_of
 from rankbook.widgets.shards import tensor_of
+from rankbook.widgets.view_model import compact
 from tests.widgets import fakes
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect

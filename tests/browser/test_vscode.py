@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from rankbook.output.by_rank import Piece
-from rankbook.widgets.live import STATIC
-from rankbook.widgets.panel_picture import piece_html, skeleton
-from rankbook.widgets.part import compact
+from rankbook.widgets.live_view import STATIC
 from rankbook.widgets.placement import PlacementView, state_of
+from rankbook.widgets.render.output_panel import piece_html, skeleton
+from rankbook.widgets.view_model import compact
 from tests.browser.test_looks import GRAVE
 from tests.widgets import fakes
 

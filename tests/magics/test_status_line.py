@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankbook.magics.status_line import describe_running
 from rankbook.protocol.telemetry import RankPlacement
-from rankbook.widgets.handle import line
+from rankbook.widgets.status_line import line
 
 
 def row(rank, state="running", **more):

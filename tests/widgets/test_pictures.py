@@ -11,7 +11,19 @@ import msgspec
 import pytest
 
 from rankbook.protocol.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
-from rankbook.widgets import checkpoints_picture, drawing, panel_picture, placement_picture, shards_picture
+from rankbook.widgets.render import (
+    checkpoints,
+    output_panel,
+)
+from rankbook.widgets.render import (
+    placement as placement_picture,
+)
+from rankbook.widgets.render import (
+    shards as shards_picture,
+)
+from rankbook.widgets.render import (
+    svg as drawing,
+)
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeShelf().look()
@@ -25,8 +37,8 @@ PICTURES = {
         shards_picture.svg(shard_map(), "model", None),
     ],
     "no shards": [shards_picture.html(None, "x"), shards_picture.text(None, "x"), shards_picture.svg(None, "x", None)],
-    "checkpoints": [getattr(checkpoints_picture, kind)(saves(), FOLDER) for kind in ("html", "text", "svg")],
-    "no checkpoints": [getattr(checkpoints_picture, kind)(None, None) for kind in ("html", "text", "svg")],
+    "checkpoints": [getattr(checkpoints, kind)(saves(), FOLDER) for kind in ("html", "text", "svg")],
+    "no checkpoints": [getattr(checkpoints, kind)(None, None) for kind in ("html", "text", "svg")],
 }
 
 
@@ -72,7 +84,7 @@ def test_what_people_name_is_no_html():
     )
     shards = ShardMap("<u>", "<b>", (ShardedTensorMap("<i>", "float32", (1,), ()),), "")
     made += shards_picture.html(shards, "") + shards_picture.svg(shards, "", None)
-    made += checkpoints_picture.html(saves(error="<b>"), CheckpointFolder("<u>", (), ""))
+    made += checkpoints.html(saves(error="<b>"), CheckpointFolder("<u>", (), ""))
     for tag in ("<script>", "<b>", "<i>", "<u>"):
         assert tag not in made
 
@@ -98,12 +110,12 @@ def test_totals_are_the_sum_of_the_parts():
 
 
 def test_a_save_is_as_far_as_its_last_rank():
-    (whole,) = checkpoints_picture.together(saves(0.25))
+    (whole,) = checkpoints.together(saves(0.25))
     assert (whole.phase, whole.written, whole.total, whole.rate) == ("writing", GB, 4 * GB, 0.4 * GB)
     assert whole.left() == pytest.approx(7.5)
     assert whole.words() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
     mixed = saves(1.0, ranks=2, phase="done").saves + saves(0.5, ranks=1, phase="failed", error="disk full").saves
-    (whole,) = checkpoints_picture.together(type(saves())(mixed, 0.0))
+    (whole,) = checkpoints.together(type(saves())(mixed, 0.0))
     assert whole.phase == "failed" and whole.error == "rank 0: disk full"
 
 
@@ -140,13 +152,13 @@ def contrast(one: str, other: str) -> float:
 
 def test_jupyters_theme_counts_only_where_vs_code_has_none():
     """VS Code's ipywidgets bring Jupyter's light variables along, whatever the theme."""
-    for style in ((STATIC / "view.css").read_text(), panel_picture.skeleton("p", "", (0,), "merged")):
+    for style in ((STATIC / "view.css").read_text(), output_panel.skeleton("p", "", (0,), "merged")):
         assert style.count("var(--jp-") == len(re.findall(r"var\(--vscode-[\w-]+,\s*var\(--jp-", style)) > 4
 
 
 @pytest.mark.parametrize(("ink", "paper"), [("#000000", "#ffffff"), ("#ffffff", "#111111"), ("#cccccc", "#1f1f1f")])
 def test_a_terminals_colours_can_be_read_in_dark_and_light(ink, paper):
-    style = panel_picture.skeleton("p", "", (0,), "merged")
+    style = output_panel.skeleton("p", "", (0,), "merged")
     found = re.findall(r"\.rb-\w+{color:(#\w{6});color:color-mix\(in srgb,\1 (\d+)%,currentColor\)}", style)
     assert len(found) == 8
     for colour, share in found:

@@ -333,7 +333,7 @@ class NotebookRunner(NotebookClient):
     def _print(self, run: _CellRun, kind: str, content: dict[str, Any]) -> None:
         console = self._console
         display_id = (content.get("transient") or {}).get("display_id")
-        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/screen.py
+        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/display.py
         if kind == "execute_input" and not run.started:
             run.started, run.number = True, content["execution_count"]
             console.header(run.number, run.cell.source)

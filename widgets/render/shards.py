@@ -11,8 +11,8 @@ from html import escape
 from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
-from rankbook.widgets.drawing import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
-from rankbook.widgets.table import table
+from rankbook.widgets.render.svg import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, words
+from rankbook.widgets.render.table import table
 
 MOST_ROWS = 200  # tensors listed where nobody can scroll
 HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")

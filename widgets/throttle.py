@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from threading import Lock, Timer
 
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
 
 INTERVAL = 0.1  # seconds: past a thousand messages a second Jupyter drops the rest, and nobody reads faster
 

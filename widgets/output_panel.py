@@ -19,10 +19,10 @@ import traitlets
 
 from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Put
 from rankbook.ranks import name_ranks
-from rankbook.widgets.ansi import to_html
-from rankbook.widgets.live import STATIC
-from rankbook.widgets.panel_picture import choice_of, choices, piece_html, skeleton, text_of
-from rankbook.widgets.talking import TalkingWidget
+from rankbook.widgets.early_message_widget import TalkingWidget
+from rankbook.widgets.live_view import STATIC
+from rankbook.widgets.render.ansi import to_html
+from rankbook.widgets.render.output_panel import choice_of, choices, piece_html, skeleton, text_of
 
 _FIRST_WHOLE = 0.3
 """Seconds after the opening until everything is sent again; after that each time is twice as long, up to `_LAST`."""
@@ -34,7 +34,7 @@ _FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p
 class CellPanel(TalkingWidget):
     """The output of a cell called `title` on `ranks`; `name` is its own in the page.
 
-    `view` is one of `rankbook.widgets.panel_picture.VIEWS`.
+    `view` is one of `rankbook.widgets.render.output_panel.VIEWS`.
     """
 
     _esm = STATIC / "panel.js"

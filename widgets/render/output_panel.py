@@ -12,8 +12,8 @@ from typing import Any
 
 from rankbook.output.by_rank import Piece
 from rankbook.ranks import format_ranks
-from rankbook.widgets.ansi import to_html
-from rankbook.widgets.drawing import rank_colour
+from rankbook.widgets.render.ansi import to_html
+from rankbook.widgets.render.svg import rank_colour
 
 VIEWS = ("merged", "tabs", "grid")
 _MARKUP = ("text/html", "image/svg+xml")

@@ -19,7 +19,7 @@ from typing import Any
 
 import anywidget
 
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
 
 
 class TalkingWidget(anywidget.AnyWidget):

@@ -16,11 +16,11 @@ from typing import Any
 import traitlets
 
 from rankbook.errors import RankbookError
-from rankbook.widgets import screen
-from rankbook.widgets.pace import Pacer
-from rankbook.widgets.part import Part
-from rankbook.widgets.talking import TalkingWidget
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets import display
+from rankbook.widgets.daemon_threads import start_thread
+from rankbook.widgets.early_message_widget import TalkingWidget
+from rankbook.widgets.throttle import Pacer
+from rankbook.widgets.view_model import Part
 
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
@@ -72,15 +72,15 @@ class LiveView(TalkingWidget):
         Of a view that was closed there is the HTML.
         """
         if self.comm is None:
-            screen.show({"text/html": self.html(), "text/plain": self.text()})
+            display.show({"text/html": self.html(), "text/plain": self.text()})
             return
         data, _ = self._repr_mimebundle_()
-        if not screen.has_front_end():
-            screen.show({"text/plain": data["text/plain"]})
+        if not display.has_front_end():
+            display.show({"text/plain": data["text/plain"]})
             return
         still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
-        screen.show({**data, "text/plain": self.summary()}, still=self.still)
-        screen.show(still, display_id=self.still)
+        display.show({**data, "text/plain": self.summary()}, still=self.still)
+        display.show(still, display_id=self.still)
         self._shown, self._remembered = True, time.monotonic()
 
     def text(self) -> str:
@@ -122,7 +122,7 @@ class LiveView(TalkingWidget):
         self._shown, shown = False, self._shown
         self.close()
         if shown:
-            screen.show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
+            display.show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
 
     # ------------------------------------------------------------------ who looks
 
@@ -186,7 +186,7 @@ class LiveView(TalkingWidget):
         now = time.monotonic()
         if self._shown and (at_once or now - self._remembered > REMEMBER):
             self._remembered = now
-            screen.show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
+            display.show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
 
     # ------------------------------------------------------------------ from the browser
 

@@ -12,18 +12,8 @@ from itertools import groupby
 from rankbook.formatting import format_3g, format_bytes, format_count, format_time, plural
 from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankPlacement
 from rankbook.ranks import name_ranks
-from rankbook.widgets.drawing import (
-    FAINT,
-    LINE,
-    MEMORY_COLOURS,
-    STATE_MARKS,
-    VERMILLION,
-    bar,
-    picture,
-    rect,
-    words,
-)
-from rankbook.widgets.table import table
+from rankbook.widgets.render.svg import FAINT, LINE, MEMORY_COLOURS, STATE_MARKS, VERMILLION, bar, picture, rect, words
+from rankbook.widgets.render.table import table
 
 __all__ = ["holding_words", "html", "state_words", "summary", "svg", "text"]
 

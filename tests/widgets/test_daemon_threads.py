@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from rankbook.widgets.pace import Pacer
-from rankbook.widgets.threads import start_thread
+from rankbook.widgets.daemon_threads import start_thread
+from rankbook.widgets.throttle import Pacer
 
-SHUTDOWN = "import atexit\nfrom rankbook.widgets.pace import Pacer\natexit.register(Pacer(lambda: None).note)\n"
+SHUTDOWN = "import atexit\nfrom rankbook.widgets.throttle import Pacer\natexit.register(Pacer(lambda: None).note)\n"
 
 
 def refuse(_thread: threading.Thread) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import ipykernel
 import pytest
 
-from rankbook.widgets import live
+from rankbook.widgets import live_view
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import PlacementView
@@ -78,7 +78,7 @@ def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, 
 
 
 def test_a_browser_that_has_not_said_so_for_a_while_does_not_look_any_more(feed, monkeypatch):
-    monkeypatch.setattr(live, "LEASE", 0.3)
+    monkeypatch.setattr(live_view, "LEASE", 0.3)
     view = PlacementView(feed)
     look(view, parts=["placement"])
     wait_until(lambda: feed.ended == 1, timeout=10, what="silence is nobody looking")
@@ -87,7 +87,7 @@ def test_a_browser_that_has_not_said_so_for_a_while_does_not_look_any_more(feed,
 
 
 def test_a_bundle_that_no_browser_takes_up_is_watched_for_a_while_only(feed, monkeypatch):
-    monkeypatch.setattr(live, "LEASE", 0.3)
+    monkeypatch.setattr(live_view, "LEASE", 0.3)
     view = PlacementView(feed)
     view._repr_mimebundle_()
     wait_until(lambda: feed.ended == 1, timeout=10, what="it was watched, and nobody came")
@@ -150,7 +150,7 @@ def test_a_message_that_comes_twice_is_heard_once(feed):
 
 def test_a_view_that_was_closed_is_its_last_state(feed, monkeypatch):
     shown = []
-    monkeypatch.setattr(live.screen, "show", lambda bundle, *_, **__: shown.append(bundle))
+    monkeypatch.setattr(live_view.screen, "show", lambda bundle, *_, **__: shown.append(bundle))
     view = PlacementView(feed)
     view._repr_mimebundle_()
     view.close()

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from rankbook.output.by_rank import Drop, Head, More, Piece, Put
-from rankbook.widgets import panel as module
-from rankbook.widgets.ansi import to_html
-from rankbook.widgets.panel import CellPanel
-from rankbook.widgets.panel_picture import bundle_html, is_live, piece_html, skeleton, text_of
+from rankbook.widgets import output_panel as module
+from rankbook.widgets.output_panel import CellPanel
+from rankbook.widgets.render.ansi import to_html
+from rankbook.widgets.render.output_panel import bundle_html, is_live, piece_html, skeleton, text_of
 
 
 @pytest.fixture

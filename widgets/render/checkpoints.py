@@ -11,8 +11,8 @@ from html import escape
 
 from rankbook.formatting import format_bytes, format_duration, format_time, plural
 from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
-from rankbook.widgets.drawing import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
-from rankbook.widgets.table import table
+from rankbook.widgets.render.svg import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, words
+from rankbook.widgets.render.table import table
 
 HEADINGS = ("", "checkpoint", "step", "saved", "size", "ranks", "state")
 PHASES = ("failed", "planning", "staging", "writing", "committing", "done")  # the first that any rank is in counts

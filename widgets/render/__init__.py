@@ -1,0 +1,1 @@
+"""Render views as HTML, text and SVG."""
