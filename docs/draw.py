@@ -22,12 +22,13 @@ from rankbook.protocol import messages
 FOLDER = Path(__file__).resolve().parent
 MADE = "<!-- Made by docs/draw.py from the code; change that, and run it again. -->"
 WIRE_INTRODUCTION = """\
-Every message is a frozen `msgspec` struct of `rankbook.protocol.messages` or a vocabulary that it imports, sent as MessagePack
-and tagged with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never ignored."""
+Every message is a frozen `msgspec` struct of `rankbook.protocol.messages` or a module that it imports, sent as
+MessagePack and tagged with its name. An unknown name, an unknown field or a wrong type is a `ProtocolError`, never
+ignored."""
 STATES_INTRODUCTION = """\
-`rankbook.coordinator.state_machine` decides what each rank and each cell may do next. Events go in, actions come out; it knows
-no socket, process, thread or clock. The tables are the whole of it: `–` is an `IllegalTransition`, which tells the last
-events and means a bug in Rankbook."""
+`rankbook.coordinator.state_machine` decides what each rank and each cell may do next. Events go in, actions come
+out; it knows no socket, process, thread or clock. The tables are the whole of it: `–` is an
+`IllegalTransition`, which tells the last events and means a bug in Rankbook."""
 
 
 def wire() -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core import completer, page
 
-from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.magics import arguments
@@ -133,7 +133,7 @@ class _Hints:
         return None
 
     def _complete_code(self, code: RankCode, at: int) -> tuple[int, list[Completion]]:
-        cluster = clusters.running_cluster()
+        cluster = default_cluster.running_cluster()
         if cluster is None:
             start, names = keyword_completions(code.text, at - code.offset)
             return start + code.offset, [Completion(name, "keyword") for name in names]
@@ -141,7 +141,7 @@ class _Hints:
         return start + code.offset, list(completions)
 
     def _complete_line(self, line: MagicLine) -> list[str]:
-        cluster = clusters.running_cluster()
+        cluster = default_cluster.running_cluster()
 
         def notebook_names() -> list[str]:
             hidden = self._shell.user_ns_hidden
@@ -197,7 +197,7 @@ class KernelHints(_Hints):
         target = target_of(code, cursor_pos, auto_mode=auto.is_on(self._shell))
         if not isinstance(target, RankCode):
             return self._stock_inspect(code, cursor_pos, detail_level, omit_sections)
-        cluster, text = clusters.running_cluster(), ""
+        cluster, text = default_cluster.running_cluster(), ""
         if cluster is not None:
             ranks = _selected(cluster, target.ranks)
             text = cluster.inspect(target.text, cursor_pos - target.offset, ranks=ranks, source=detail_level > 0)

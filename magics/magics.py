@@ -14,7 +14,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.display import display
 
-from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
 from rankbook.coordinator.running_cell import Cell, Sink
@@ -163,7 +163,7 @@ class DistributedMagics(Magics):
         return Panel(sink, number, ranks, view or self._view)
 
     def _cluster(self) -> Cluster:
-        running = clusters.wait_current()
+        running = default_cluster.wait_current()
         if running is not None:
             self._tell_kept()
             return running
@@ -176,10 +176,10 @@ class DistributedMagics(Magics):
         self._knows_kept = True
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
-        there = None if clusters.starting() else clusters.running_cluster()
+        there = None if default_cluster.starting() else default_cluster.running_cluster()
         self._knows_kept = self._knows_kept and there is not None
         self._tell_kept()
-        cluster = clusters.start(n, backend=backend, keep=keep or False)
+        cluster = default_cluster.start(n, backend=backend, keep=keep or False)
         told = "running already" if there is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
         self._say(
@@ -198,7 +198,7 @@ class DistributedMagics(Magics):
 
     def _command_attach(self, command: argparse.Namespace) -> None:
         sink = sink_for(self._shell)
-        cluster = clusters.attach(command.key, sink=sink)
+        cluster = default_cluster.attach(command.key, sink=sink)
         self._knows_kept = True
         self._say(reports.describe_attached(cluster))
         for cell in cluster.cells():
@@ -208,8 +208,8 @@ class DistributedMagics(Magics):
                 display(handle)
 
     def _command_status(self, _command: argparse.Namespace) -> None:
-        running = clusters.running_cluster()
-        if running is None and clusters.starting():
+        running = default_cluster.running_cluster()
+        if running is None and default_cluster.starting():
             self._say("the ranks are starting; a cell waits for them")
             return
         if running is None:
@@ -227,27 +227,27 @@ class DistributedMagics(Magics):
                 self._say(_queued(cell, cell.waiting_behind).rstrip())
 
     def _command_interrupt(self, command: argparse.Namespace) -> None:
-        hit = clusters.current().interrupt(command.ranks)
+        hit = default_cluster.current().interrupt(command.ranks)
         self._say(f"interrupted {name_ranks(hit)}" if hit else "nothing is running there")
 
     def _command_restart(self, command: argparse.Namespace) -> None:
-        cluster = clusters.current()
+        cluster = default_cluster.current()
         restarted = cluster.restart(command.ranks)
         self._say(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
 
     def _command_heal(self, command: argparse.Namespace) -> None:
-        healed = clusters.current().heal(command.ranks, empty=command.empty)
+        healed = default_cluster.current().heal(command.ranks, empty=command.empty)
         self._say(str(healed) if healed is not None else "no rank is dead")
 
     def _command_stop(self, _command: argparse.Namespace) -> None:
-        running = clusters.running_cluster()
-        if clusters.stop() and running is not None:
+        running = default_cluster.running_cluster()
+        if default_cluster.stop() and running is not None:
             self._say(f"{plural(running.world_size, 'rank')} stopped")
         else:
             self._say("no ranks are running")
 
     def _command_stacks(self, _command: argparse.Namespace) -> None:
-        cluster = clusters.current()
+        cluster = default_cluster.current()
         stacks = cluster.stacks()
         silent = None in stacks.values()  # the states of those who owe their stack, with no more time to answer
         states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
@@ -262,7 +262,7 @@ class DistributedMagics(Magics):
         self._say(debugging.describe())
 
     def _command_vars(self, command: argparse.Namespace) -> None:
-        cluster = clusters.current()
+        cluster = default_cluster.current()
         asked = cluster.select(command.ranks)
         told = cluster.variables(asked)
         rows = reports.variable_rows(told, command.names) if told else []
@@ -274,7 +274,7 @@ class DistributedMagics(Magics):
             self._say("no variables")
 
     def _command_peek(self, command: argparse.Namespace) -> None:
-        cluster = clusters.current()
+        cluster = default_cluster.current()
         text, trouble = reports.describe_peeks(
             cluster.peek(command.expression, ranks=command.ranks, timeout=command.timeout)
         )
@@ -297,7 +297,7 @@ class DistributedMagics(Magics):
         target = command.target or command.name
         if not target.isidentifier():
             raise BadRequest(f"%distributed pull: {target!r} is no name for a variable; say --as NAME")
-        cluster = clusters.current()
+        cluster = default_cluster.current()
         ranks = cluster.select(command.ranks)
         self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
         self._say(f"{target}: a list with the value of {name_ranks(ranks)}, in that order")

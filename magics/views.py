@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from rankbook.checkpoint.format.manifest import Manifest
-from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster_source import ClusterFeed
 from rankbook.magics.checkpoint_browser import FolderShelf
 from rankbook.widgets.checkpoints import CheckpointsView
@@ -52,7 +52,7 @@ def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
 
 
 def _feed() -> ClusterFeed:
-    return ClusterFeed(clusters.current())
+    return ClusterFeed(default_cluster.current())
 
 
 def _shelf(folder: Folder) -> FolderShelf:
@@ -63,5 +63,5 @@ def _load(where: str, manifest: Manifest) -> str | None:
     """Have the ranks load what their `Accelerator` has saved; of others nobody knows into what."""
     if OF_ACCELERATOR not in manifest.metadata:
         return None
-    clusters.current().run(f"accelerator.load_state({where!r})")
+    default_cluster.current().run(f"accelerator.load_state({where!r})")
     return f"{where} is loaded into what the ranks' accelerator has prepared"

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto_mode
 from rankbook.magics.debugger.multiplexer import Desk
@@ -222,7 +222,7 @@ class Debugging:
 
     def _look(self) -> None:
         """Whether there are other ranks than before."""
-        running = clusters.running_cluster()
+        running = default_cluster.running_cluster()
         if running is self._cluster:
             return
         self.desk.lose_all()

@@ -26,7 +26,7 @@ LIMIT = 1.01
 SETUP = """%%distributed
 import gc, json, os, random, statistics, time
 from torch.nn.parallel import DistributedDataParallel
-from rankbook.rank import recoverable
+from rankbook.rank.process_groups import recoverable_group
 
 def plain_gloo():
     \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and gloo.\"\"\"
@@ -49,8 +49,8 @@ def model(group):
     return DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
 
 plain = plain_gloo()
-assert not isinstance(plain, recoverable.RecoverableGroup)
-assert isinstance(dist.group.WORLD, recoverable.RecoverableGroup)
+assert not isinstance(plain, recoverable_group.RecoverableGroup)
+assert isinstance(dist.group.WORLD, recoverable_group.RecoverableGroup)
 names = ['plain', 'rankbook'] if FIRST else ['rankbook', 'plain']
 models = {name: model(plain if name == 'plain' else None) for name in names}
 assert type(models['plain'].process_group) is dist.ProcessGroup

@@ -124,7 +124,9 @@ def test_lost_save_is_told_in_the_next_output_and_in_the_view(two):
     assert "save of step-60" in said
     assert "rank 1: OSError: [Errno 5] Input/output error" in said
     assert "What was saved before is untouched" in said
-    view = two.ok("%%distributed\nfrom rankbook import telemetry\nprint(telemetry.snapshot('checkpoint ')[0].phase)")
+    view = two.ok(
+        "%%distributed\nfrom rankbook.protocol import telemetry\nprint(telemetry.snapshot('checkpoint ')[0].phase)"
+    )
     assert "[0-1] failed" in view.stdout
     assert not view.stderr
     heard = two.run("%%distributed\nhandle.wait(1)")

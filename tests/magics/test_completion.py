@@ -167,7 +167,7 @@ def in_time(notebook):
         "import rankbook.coordinator.cluster_queries as _sight\n_asks = _sight.Sight.complete, _sight.Sight.inspect\n"
     )
     change += "_before = [dict(each.__kwdefaults__) for each in _asks]\n"
-    notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _sight.hints.SOON")
+    notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _sight.completion.SOON")
     yield
     notebook.ok("for _each, _was in zip(_asks, _before): _each.__kwdefaults__.update(_was)")
 

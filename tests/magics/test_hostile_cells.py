@@ -180,7 +180,7 @@ def test_an_error_of_300_megabytes_is_cut_before_it_travels(ranks):
 )
 def test_a_broken_frame_on_a_ranks_own_link_costs_that_rank_at_most(fresh_notebook, cut):
     fresh_notebook.ok("%distributed start -n 2")
-    code = "from rankbook.rank import comms\nlink = comms._office.link\nhead = link._sender\n"
+    code = "from rankbook.rank.io import comms\nlink = comms._office.link\nhead = link._sender\n"
     outcome = fresh_notebook.run(f"%%distributed -r 1\n{code}link._up.send({cut})\nimport time; time.sleep(1)")
     if "head" in cut:
         assert outcome.status == "error"

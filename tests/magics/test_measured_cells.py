@@ -265,7 +265,8 @@ def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(note
 @pytest.mark.processes
 def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
     notebook.ok("%%distributed --profile --time\ndist.all_reduce(total)")
-    code = "from rankbook.rank import waits\nimport os\nprint(waits.watching.by, os.environ.get('KINETO_LOG_LEVEL'))"
+    notebook.ok("%%distributed\nfrom rankbook.rank.process_groups import interruptible_work\nimport os")
+    code = "print(interruptible_work.watching.by, os.environ.get('KINETO_LOG_LEVEL'))"
     assert "[0-1] None None" in notebook.ok(f"%%distributed\n{code}").stdout
     outcome = notebook.ok("%%distributed --profile\nx = 3")
     assert "nothing of torch ran" in outcome.stdout
@@ -291,5 +292,6 @@ def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
-    told = "import sys\nprint('rankbook.rank.profiling.profiler' in sys.modules, 'rankbook.rank.profiling.measurement' in sys.modules)"
+    names = "'rankbook.rank.profiling.profiler', 'rankbook.rank.profiling.measurement'"
+    told = f"import sys\nprint(*(name in sys.modules for name in ({names})))"
     assert "False True" in fresh_notebook.ok(f"%%distributed\n{told}").stdout

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.output import by_rank as module
+from rankbook.output import by_rank
 from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Pieces, Put
 from rankbook.output.merger import OutputMerger
 from rankbook.protocol.messages import Clear, Display, Text
@@ -146,8 +146,8 @@ def test_a_bar_of_another_rank_survives_a_clearing_once():
 
 
 def test_the_oldest_goes_when_there_is_too_much(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_TEXT", 100)
-    monkeypatch.setattr(module, "_LARGEST", 30)
+    monkeypatch.setattr(by_rank, "_MOST_TEXT", 100)
+    monkeypatch.setattr(by_rank, "_LARGEST", 30)
     reader = Reader(1)
     for turn in range(20):
         reader.feed(0, f"{turn:09}\n", turn)

@@ -16,7 +16,7 @@ from rankbook.rank.control_thread import Interrupts
 
 @pytest.fixture
 def interrupts(monkeypatch):
-    monkeypatch.setattr(control_thread.host, "interrupt_group", lambda: None)
+    monkeypatch.setattr(control_thread.os_utils, "interrupt_group", lambda: None)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
     made = Interrupts()
     made.arm(1)
@@ -103,9 +103,9 @@ def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interru
 
 FORKS_IN_STEP = """
 import ctypes, os, threading, time
-from rankbook.rank import control
-control.host.interrupt_group = lambda: None
-interrupts = control.Interrupts()
+from rankbook.rank import control_thread
+control_thread.os_utils.interrupt_group = lambda: None
+interrupts = control_thread.Interrupts()
 holding_the_gil = ctypes.PyDLL(None)
 os.register_at_fork(before=lambda: holding_the_gil.usleep(6000))  # a rank's fork takes so long
 interrupts.guard()

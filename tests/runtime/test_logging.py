@@ -22,7 +22,7 @@ def test_a_record_names_its_rank_and_the_line_that_made_it(caplog):
     first, second, third = caplog.records
     assert first.getMessage() == "before there is a state: 1"
     assert (first.rank, first.world_size, second.more) == (0, 1, 2)
-    assert {each.filename for each in caplog.records} == {"test_logs.py"}
+    assert {each.filename for each in caplog.records} == {"test_logging.py"}
     assert {each.funcName for each in caplog.records} == {"test_a_record_names_its_rank_and_the_line_that_made_it"}
     assert third.getMessage() == "to all"
 

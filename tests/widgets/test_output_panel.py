@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rankbook.output.by_rank import Drop, Head, More, Piece, Put
-from rankbook.widgets import output_panel as module
+from rankbook.widgets import output_panel
 from rankbook.widgets.output_panel import CellPanel
 from rankbook.widgets.render.ansi import to_html
 from rankbook.widgets.render.output_panel import bundle_html, is_live, piece_html, skeleton, text_of
@@ -61,7 +61,7 @@ def test_who_was_not_there_asks_for_all(panel):
 
 def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(output_panel.time, "monotonic", lambda: clock[0])
     panel.bundle()
     wholes = []
     for tick in range(200):

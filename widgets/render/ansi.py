@@ -1,6 +1,7 @@
 """What a terminal colours, as HTML.
 
-Owns: the sixteen colours, bold, italic and underlined. Refuses: cursor movements, which rankbook.output.terminal has resolved.
+Owns: the sixteen colours, bold, italic and underlined. Refuses: cursor movements, which
+rankbook.output.terminal has resolved.
 """
 
 from __future__ import annotations

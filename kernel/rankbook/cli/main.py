@@ -178,6 +178,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.format import safetensors
+    from rankbook.checkpoint.storage import local
     from rankbook.checkpoint.tools import convert
 
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(

@@ -10,7 +10,7 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 
 from rankbook import __version__
-from rankbook.coordinator import default_cluster as clusters
+from rankbook.coordinator import default_cluster
 
 
 class RankbookKernel(IPythonKernel):
@@ -36,4 +36,4 @@ class RankbookKernel(IPythonKernel):
         super().start()
         shell: Any = self.shell
         shell.extension_manager.load_extension("rankbook")
-        clusters.start_ahead()
+        default_cluster.start_ahead()

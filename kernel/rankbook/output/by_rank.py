@@ -70,7 +70,7 @@ Change = Put | More | Drop | Head
 
 
 class Pieces:
-    """A page for `rankbook.output.merger.OutputMerger`: tells `told` what has changed, and gives nothing to emit itself.
+    """A page for `rankbook.output.merger.OutputMerger`: tells `told` what has changed, and emits nothing itself.
 
     `key` starts the names of its live regions.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankbook.checkpoint.storage import local as module
+from rankbook.checkpoint.storage import local
 from rankbook.checkpoint.storage.base import ASIDE, Storage, read_all
 from rankbook.checkpoint.storage.fsspec import RemoteStorage
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
@@ -19,7 +19,7 @@ def storage(request, tmp_path, monkeypatch) -> Storage:
     if request.param == "memory":
         return storage_of(f"memory://{uuid.uuid4().hex}/run")
     if request.param == "local without exchange":
-        monkeypatch.setattr(module, "_exchange", lambda *_: False)
+        monkeypatch.setattr(local, "_exchange", lambda *_: False)
     return storage_of(tmp_path / "run")
 
 
@@ -159,7 +159,7 @@ def test_two_folders_are_exchanged_at_once(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     storage.write("old/manifest.json", [b"old"])
     storage.write("new/manifest.json", [b"new"])
-    monkeypatch.setattr(module, "_remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(local, "_remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         storage.move("new", "old")
     assert read_all(storage, "old/manifest.json") == b"new"
@@ -172,7 +172,7 @@ def test_without_exchange_one_of_both_is_there_at_every_moment(tmp_path, monkeyp
     storage.write("old/manifest.json", [b"old"])
     storage.write("new/manifest.json", [b"new"])
     calls = []
-    real = module.Path.rename
+    real = local.Path.rename
 
     def rename(self, target):
         calls.append(target)
@@ -180,8 +180,8 @@ def test_without_exchange_one_of_both_is_there_at_every_moment(tmp_path, monkeyp
             raise KeyboardInterrupt
         return real(self, target)
 
-    monkeypatch.setattr(module, "_exchange", lambda *_: False)
-    monkeypatch.setattr(module.Path, "rename", rename)
+    monkeypatch.setattr(local, "_exchange", lambda *_: False)
+    monkeypatch.setattr(local.Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
         storage.move("new", "old")
     where = "old" if broken_off == 1 else "old" + ASIDE
@@ -192,7 +192,7 @@ def test_a_folder_loses_what_makes_it_a_checkpoint_first(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     for name in ("manifest.json", ".metadata", "data"):
         storage.write(f"step/{name}", [b"x"])
-    monkeypatch.setattr(module.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(local.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         storage.remove("step")
     assert storage.list("step") == {"data": 1}

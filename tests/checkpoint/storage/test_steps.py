@@ -12,8 +12,7 @@ from itertools import count
 import pytest
 
 from rankbook import process_identity
-from rankbook.checkpoint.storage import local as storages
-from rankbook.checkpoint.storage import lock, steps
+from rankbook.checkpoint.storage import local, lock, steps
 from rankbook.checkpoint.storage.base import read_all
 from rankbook.checkpoint.storage.fsspec import RemoteStorage
 from rankbook.checkpoint.storage.local import storage_of
@@ -25,7 +24,7 @@ def storage(request, tmp_path, monkeypatch):
     if request.param == "memory":
         return storage_of(f"memory://{uuid.uuid4().hex}/run")
     if request.param == "local without exchange":
-        monkeypatch.setattr(storages, "_exchange", lambda *_: False)
+        monkeypatch.setattr(local, "_exchange", lambda *_: False)
     return storage_of(tmp_path / "run")
 
 
@@ -164,10 +163,10 @@ def broken_off_after(storage, monkeypatch, operations):
             monkeypatch.setattr(storage._filesystem, name, limited(getattr(storage._filesystem, name)))
         return
     for name in ("rename", "replace", "unlink", "mkdir"):
-        monkeypatch.setattr(storages.Path, name, limited(getattr(storages.Path, name)))
-    monkeypatch.setattr(storages, "_exchange", limited(storages._exchange))
-    monkeypatch.setattr(storages, "_write_all", limited(storages._write_all))
-    monkeypatch.setattr(storages.shutil, "rmtree", limited(storages.shutil.rmtree))
+        monkeypatch.setattr(local.Path, name, limited(getattr(local.Path, name)))
+    monkeypatch.setattr(local, "_exchange", limited(local._exchange))
+    monkeypatch.setattr(local, "_write_all", limited(local._write_all))
+    monkeypatch.setattr(local.shutil, "rmtree", limited(local.shutil.rmtree))
 
 
 def whole(storage, folder):

@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.format import safetensors, torch_blobs
 from rankbook.checkpoint.format.manifest import StoredTensor
-from rankbook.checkpoint.storage import local as storages
-from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage import local, steps
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.checkpoint.tools import convert
 from rankbook.checkpoint.tools.convert import from_safetensors, read_tensor, to_safetensors
@@ -112,7 +111,7 @@ def test_a_tensor_with_a_hole_is_not_written(tmp_path):
 
 @pytest.mark.slow
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(storages, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(local, "_MOST_BYTES", 1000)
     write_checkpoint(tmp_path / "run", 3, tensors=9, rows=100)
     alive, most = [], []
     real = convert.read_tensor

@@ -20,7 +20,7 @@ BEFORE = """
 import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subprocess, sys, threading
 from pathlib import Path
 answer = os.dup(1)
-from rankbook.rank import host
+from rankbook.rank import os_utils
 from rankbook.rank.io.output_capture import SHOWN, Capture
 
 sent, shields = [], []
@@ -31,7 +31,7 @@ def shield():
         yield
     finally:
         shields.append("off")
-capture = Capture((*host.output_pipe(), *host.output_pipe()), sent.append, shield, Path(sys.argv[1]), 3)
+capture = Capture((*os_utils.output_pipe(), *os_utils.output_pipe()), sent.append, shield, Path(sys.argv[1]), 3)
 
 def read_always():
     while True:

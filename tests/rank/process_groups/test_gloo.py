@@ -15,17 +15,17 @@ import pytest
 from tests.conftest import wait_until
 from tests.stranger import OPERATIONS, PAIRS
 
-STRANGER = Path(__file__).parent.parent / "stranger.py"
+STRANGER = Path(__file__).parents[2] / "stranger.py"
 RANK = """
 import json, os, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from rankbook.rank import gloo, lifeboat
+from rankbook.rank.process_groups import gloo, gloo_terminate
 from rankbook.rank.process_groups.gloo_sockets import tcp_sockets, duplicate
 from rankbook.rank.process_groups.store import FolderStore
 
-lifeboat.board(lambda thread: True)  # as every rank
+gloo_terminate.board(lambda thread: True)  # as every rank
 folder, rank, size, awaited = Path(sys.argv[1]), *map(int, sys.argv[2:])
 store = FolderStore(folder / "store", threading.Event())
 make = gloo._Listeners.__init__

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankbook.runtime.data import slots as slots_module
+from rankbook.runtime.data import slots
 from rankbook.runtime.data.lent import Lent
 from rankbook.runtime.data.slots import COUNT, NO_OFFER, Opened, Slots, host_key
 
@@ -168,7 +168,7 @@ def test_nothing_has_a_name_and_nothing_stays():
 def test_where_there_is_no_such_memory_no_host_is_shared(monkeypatch):
     host_key.cache_clear()
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    assert slots_module.host_key() == bytes(16)
+    assert slots.host_key() == bytes(16)
     host_key.cache_clear()
 
 

@@ -4,7 +4,7 @@ Owns: one small module for each kind, and their order. Refuses: to touch what it
 
 context.py      what the Accelerator was asked for, as these modules read it
 dispatch.py     which module an object belongs to, and in what order
-generations.py  which models are prepared now; an earlier generation of a model is released
+registry.py     which models are prepared now; an earlier generation of a model is released
 models.py       placed, spread over the ranks, run in mixed precision, compiled
 optimizers.py   follow their parameters, act when gradients sync
 schedulers.py   step with their optimizers
