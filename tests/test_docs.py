@@ -176,3 +176,15 @@ def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
         script, *arguments = shlex.split(line)
         source = (ROOT / script).read_text()
         assert [each for each in arguments if each.startswith("--") and f'"{each}"' not in source] == []
+
+
+@pytest.mark.parametrize("script", ["matrix", "pythons"])
+def test_every_test_file_that_a_check_names_is_there(script):
+    text = (ROOT / ".ci" / script).read_text()
+    named = re.findall(r"\btests/[\w/{},.]+", text)
+    assert len(named) > 4
+    for name in named:
+        before, _, rest = name.partition("{")
+        choices, _, after = rest.partition("}")
+        for choice in choices.split(","):
+            assert (ROOT / f"{before}{choice}{after}").exists(), f".ci/{script} names {before}{choice}{after}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_damaged_tensor_leaves_all_live_tensors_as_they_were(tmp_path, key):
 
 
 def test_damaged_or_refused_object_and_common_part_leave_tensors_as_they_were(tmp_path):
-    held = entries(1.0) | {"o": ShardedObject("o", Path("x"), (1,), (0,)), "epoch": 3}
+    held = entries(1.0) | {"o": ShardedObject("o", Fraction(1, 2), (1,), (0,)), "epoch": 3}
     save(held, tmp_path, step=0)
     live = entries(2.0) | {"o": ShardedObject("o", None, (1,), (0,)), "epoch": 0}
     with pytest.raises(CheckpointingException, match="may run code when it is loaded"):
