@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rankbook.coordinator.dap_channels import Debugs
-from rankbook.protocol.dap import DebugHeard, DebugSaid
+from rankbook.protocol.comm import DebugHeard, DebugSaid
 
 
 def test_what_is_said_reaches_the_listener_and_a_rank_that_is_gone_is_paused_no_more():

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rankbook.protocol.comm import CommHeard
-from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.comm import CommHeard, DebugHeard
 from rankbook.protocol.messages import (
     Abort,
     AskCollectives,

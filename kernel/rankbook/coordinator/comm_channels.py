@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rankbook.protocol.comm import CommHeard, CommSaid
 
-Listener = Callable[[int, CommSaid, Sequence[memoryview]], None]
+CommListener = Callable[[int, CommSaid, Sequence[memoryview]], None]
 
 
 class Comms:
@@ -19,7 +19,7 @@ class Comms:
     def __init__(self, send: Callable[..., bool]) -> None:
         self._send = send
         self._open: dict[str, int] = {}
-        self.listener: Listener | None = None
+        self.listener: CommListener | None = None
 
     def said(self, rank: int, message: CommSaid, frames: Sequence[memoryview]) -> None:
         """A rank has said something."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from rankbook.protocol.dap import DebugHeard, DebugSaid
+from rankbook.protocol.comm import DebugHeard, DebugSaid
 
-Listener = Callable[[int, str | None], None]
+DapListener = Callable[[int, str | None], None]
 """Called with a rank and what its debugger says; None when the rank's process is gone, and its debugger with it."""
 
 
@@ -20,7 +20,7 @@ class Debugs:
 
     def __init__(self, send: Callable[..., bool]) -> None:
         self._send = send
-        self.listener: Listener | None = None
+        self.listener: DapListener | None = None
         self.paused: dict[int, str] = {}
         """Where each rank that is paused is, in words; whoever listens keeps it."""
 

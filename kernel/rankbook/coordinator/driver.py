@@ -61,8 +61,7 @@ from rankbook.coordinator.timers import Timers
 from rankbook.coordinator.unresponsive import describe_straggler
 from rankbook.errors import RankbookError
 from rankbook.launch.launcher import Launcher
-from rankbook.protocol.comm import CommSaid
-from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.comm import CommSaid, DebugSaid
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from rankbook.coordinator.running_cell import Cell
 from rankbook.coordinator.states import Rank
 from rankbook.errors import ProtocolError, UnreadableMessage
-from rankbook.protocol.comm import CommSaid
-from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.comm import CommSaid, DebugSaid
 from rankbook.protocol.messages import Clear, Collectives, Display, FromRank, Lingering, Stack, Text, TextCut
 from rankbook.protocol.queries import Answered
 from rankbook.transport.link import HubLink, Sender

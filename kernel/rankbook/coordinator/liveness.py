@@ -18,8 +18,7 @@ from rankbook.coordinator.dap_channels import Debugs
 from rankbook.coordinator.queries import Questions
 from rankbook.coordinator.unresponsive import Silence
 from rankbook.launch.process_info import look_at
-from rankbook.protocol.comm import CommSaid
-from rankbook.protocol.dap import DebugSaid
+from rankbook.protocol.comm import CommSaid, DebugSaid
 from rankbook.protocol.messages import AskStack, Stack
 from rankbook.protocol.queries import Answer
 

@@ -24,7 +24,6 @@ from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused
 from rankbook.transport.framed_socket import MessageStream
 
 _CLAIM_TIMEOUT = 10.0
-_CLOSE_TIMEOUT = 10.0
 
 
 class _Foreign:

@@ -3,6 +3,8 @@
 Owns: what goes both ways between a comm's two ends, Jupyter's own words for it. Refuses: to know what is said.
 
 `content` and `metadata` are JSON; the buffers are the message's frames. See Jupyter's messaging, "Custom Messages".
+
+The vocabulary of ranks under a debugger.
 """
 
 from __future__ import annotations
@@ -29,3 +31,15 @@ class CommHeard(Message, frozen=True):
     comm: str
     content: str
     metadata: str
+
+
+class DebugHeard(Message, frozen=True):
+    """A request for the rank's debugger, as JSON; the first one starts it, `disconnect` ends it."""
+
+    content: str
+
+
+class DebugSaid(Message, frozen=True):
+    """What the rank's debugger says, a response or an event, as JSON; "" once it has ended without being asked to."""
+
+    content: str

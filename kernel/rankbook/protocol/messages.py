@@ -15,8 +15,7 @@ import msgspec
 
 from rankbook.errors import ProtocolError
 from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
-from rankbook.protocol.comm import CommHeard, CommSaid
-from rankbook.protocol.dap import DebugHeard, DebugSaid
+from rankbook.protocol.comm import CommHeard, CommSaid, DebugHeard, DebugSaid
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,

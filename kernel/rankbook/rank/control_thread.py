@@ -23,8 +23,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from rankbook.protocol.comm import CommHeard
-from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.comm import CommHeard, DebugHeard
 from rankbook.protocol.messages import (
     Abort,
     AskCollectives,

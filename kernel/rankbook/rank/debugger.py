@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankbook.package_folders import PACKAGE_FOLDERS
-from rankbook.protocol.dap import DebugHeard, DebugSaid
+from rankbook.protocol.comm import DebugHeard, DebugSaid
 
 _SECONDS = 10.0
 """For the engine to connect, and to be gone."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.errors import BadRequest, StartError
 from rankbook.formatting import suggest
-from rankbook.protocol.dap import DebugHeard
+from rankbook.protocol.comm import DebugHeard
 from rankbook.protocol.messages import (
     Abort,
     AdoptState,

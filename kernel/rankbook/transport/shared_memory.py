@@ -7,6 +7,8 @@ A segment is written once, by one process, and never changed. Whoever reads it m
 tensors which rest on it can be changed in place: the pages that are written to are copied by the operating system, and
 no other reader, nor a forked child, sees the change. A mapping outlives its file, so a segment is removed as soon as
 everyone who needs it has mapped it; the memory is given back when the last value that rests on it is gone.
+
+Makes a cluster's folder anew where somebody has removed it under the cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from os import getpid
 from pathlib import Path
 
 from rankbook.errors import ProtocolError, TransferError
-from rankbook.transport.private_folder import ensure_private_folder
 
 Bytes = bytes | bytearray | memoryview
 
@@ -193,3 +194,17 @@ def _map(file: int, size: int) -> mmap.mmap:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return memory
+
+
+def ensure_private_folder(folder: Path) -> None:
+    """Make `folder` with mode 0700 if it is not there.
+
+    Raises PermissionError where somebody else has put something of that name there, and OSError where it cannot be
+    made.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"expected {folder} to be a folder of this user with mode 0700") from None

@@ -17,7 +17,7 @@ from rankbook.rank.inspect import tensor_introspection
 from rankbook.rank.inspect.tensor_introspection import Breath, is_a
 
 MOST = 500
-_LONGEST = 80
+_LONGEST_VALUE = 80
 _NO_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}
 _SIZED = (dict, list, tuple, set, frozenset)
@@ -80,11 +80,11 @@ def preview(value: object) -> str:
     """Its text where it is plain and short, a container's length, or else ""."""
     if type(value) in _PLAIN:
         if type(value) in {str, bytes}:
-            value = value[:_LONGEST]  # type: ignore[index]
+            value = value[:_LONGEST_VALUE]  # type: ignore[index]
         elif type(value) is int and value.bit_length() > 256:
             return f"{value.bit_length()} bits"
         text = repr(value)
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+        return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
     base = next((each for each in _SIZED if is_a(value, each)), None)
     if base is None:
         return ""

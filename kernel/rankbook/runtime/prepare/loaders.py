@@ -15,7 +15,7 @@ from rankbook.runtime.prepare.context import Context
 from rankbook.runtime.prepare.reports import report_loader
 from rankbook.runtime.strategies.mesh import mesh_for
 
-_numbers = itertools.count()
+_loader_numbers = itertools.count()
 
 
 def prepare_loader(
@@ -46,7 +46,7 @@ def prepare_loader(
         torch_device_mesh=mesh,
     )
     if prepared is not loader:
-        name = f"loader {next(_numbers)}"
+        name = f"loader {next(_loader_numbers)}"
         prepared.tell(name)
         report_loader(name, prepared)
     return prepared

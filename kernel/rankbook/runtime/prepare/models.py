@@ -22,7 +22,7 @@ from rankbook.runtime.prepare.registry import Generation
 from rankbook.runtime.prepare.reports import report_model
 
 _log = logging.getLogger(__name__)
-_numbers = itertools.count()
+_model_numbers = itertools.count()
 
 
 def prepare_model(
@@ -37,7 +37,7 @@ def prepare_model(
     earlier = registry.generation_of(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
-    name = earlier.name if earlier is not None else f"model {next(_numbers)}"
+    name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
     release_model(raw)
     if context.place_models if place is None else place:
         raw.to(context.setup.device)
@@ -65,7 +65,7 @@ def adopt_model(wrapped: nn.Module, context: Context) -> None:
     """Know a prepared model that has arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     if registry.generation_of(raw) is None:
-        name, signature = f"model {next(_numbers)}", _signature(raw, context, evaluation=False)
+        name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.remember(raw, Generation(weakref.ref(wrapped), context.strategy, signature, name))
 
 
