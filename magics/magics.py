@@ -15,10 +15,9 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from IPython.display import display
 
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.cluster import Cluster, RankStatus
 from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
 from rankbook.coordinator.running_cell import Cell, Sink
-from rankbook.coordinator.status import RankStatus
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
 from rankbook.magics import arguments, auto_mode, completion, reports

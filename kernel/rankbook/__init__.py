@@ -49,11 +49,10 @@ from rankbook import runtime
 from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from rankbook.coordinator.cluster import Cluster
+    from rankbook.coordinator.cluster import Cluster, RankStatus
     from rankbook.coordinator.default_cluster import attach, current, start, stop
     from rankbook.coordinator.evaluate import Peeked
     from rankbook.coordinator.recovery import Healed
-    from rankbook.coordinator.status import RankStatus
     from rankbook.errors import (
         BadRequest,
         CellError,
@@ -109,10 +108,9 @@ __all__ += runtime.__all__
 __getattr__, __dir__ = lazy_imports(
     __name__,
     {
-        "rankbook.coordinator.cluster": ("Cluster",),
+        "rankbook.coordinator.cluster": ("Cluster", "RankStatus"),
         "rankbook.coordinator.recovery": ("Healed",),
         "rankbook.coordinator.evaluate": ("Peeked",),
-        "rankbook.coordinator.status": ("RankStatus",),
         "rankbook.coordinator.default_cluster": ("attach", "current", "start", "stop"),
         "rankbook.errors": (
             "BadRequest",

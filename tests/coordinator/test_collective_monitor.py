@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.collective_monitor import LOOK_EVERY, Supervisor
-from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.deadlock import LOOK_EVERY, Supervisor, Told
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import Cell, CellState, Rank, RankState
 from rankbook.protocol.messages import Collectives

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankbook.coordinator import liveness_warning
-from rankbook.coordinator.unresponsive import Silence
+from rankbook.coordinator import wait
+from rankbook.coordinator.liveness import Silence
 from rankbook.launch.process_info import Look
 
 STOPPED = Look("stopped", 1.0, stopped=True)
@@ -23,11 +23,11 @@ class Stage:
         self.heard: set[int] = set()
         self.asked: dict[int, float] = {}
         self.notes: list[str] = []
-        monkeypatch.setattr(liveness_warning, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(wait, "time", SimpleNamespace(monotonic=lambda: self.now))
         cell = SimpleNamespace(ranks=(0, 1), note=self.notes.append)
         presence = SimpleNamespace(ask=self._ask, silent=self._silent, heard_within=lambda rank, _: rank in self.heard)
         driver = SimpleNamespace(presence=presence, cell_of=lambda _: cell, after=lambda _, callback: callback())
-        self.vigil = liveness_warning.Vigil(driver, cell)
+        self.vigil = wait.Vigil(driver, cell)
 
     def _ask(self, ranks) -> None:
         for rank in ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.shard_map import fold_shards
+from rankbook.coordinator.monitor import fold_shards
 from rankbook.protocol.queries import Box, HeldTensor, NothingTold, ShardsTold
 
 DEVICES = {0: "cpu", 1: "cpu", 2: "cpu", 3: "cuda:3"}

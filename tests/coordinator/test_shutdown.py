@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from rankbook.coordinator.driver import Farewells
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.shutdown import Farewells
 
 GRACE = GracePeriods(leave=0.25)
 

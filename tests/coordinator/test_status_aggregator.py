@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rankbook.coordinator.monitor import Board, RankView, lagging
 from rankbook.coordinator.states import RankState
-from rankbook.coordinator.status_aggregator import Board, RankView, lagging
 from rankbook.protocol.queries import Looked, Sample
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rankbook.coordinator.liveness import Presence
-from rankbook.coordinator.unresponsive import Silence, describe_silence, describe_straggler
+from rankbook.coordinator.liveness import Presence, Silence, describe_silence, describe_straggler
 from rankbook.launch.process_info import Look, look_at
 from rankbook.protocol.messages import AskStack, Stack
 from tests.conftest import wait_until

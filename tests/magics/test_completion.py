@@ -163,9 +163,7 @@ def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
 @pytest.fixture
 def in_time(notebook):
     """The ranks have as long to answer as elsewhere than in tests."""
-    change = (
-        "import rankbook.coordinator.cluster_queries as _sight\n_asks = _sight.Sight.complete, _sight.Sight.inspect\n"
-    )
+    change = "import rankbook.coordinator.cluster as _sight\n_asks = _sight.Sight.complete, _sight.Sight.inspect\n"
     change += "_before = [dict(each.__kwdefaults__) for each in _asks]\n"
     notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _sight.completion.SOON")
     yield

@@ -1,6 +1,12 @@
 """The public face of a set of ranks.
 
 Owns: `Cluster` and what its methods promise. Refuses: decisions (state.py) and how they are performed (driver.py).
+
+What can be asked of the ranks whatever they run.
+
+Tasks for the ranks of one cluster, and what comes back.
+
+What is told of a rank.
 """
 
 from __future__ import annotations
@@ -8,31 +14,326 @@ from __future__ import annotations
 import keyword
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from rankbook.coordinator import completion
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.cluster_processes import Crew
-from rankbook.coordinator.cluster_queries import Sight
-from rankbook.coordinator.cluster_tasks import RankSelection
+from rankbook.coordinator.comm_channels import Comms, Debugs
+from rankbook.coordinator.completion import Hints
 from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.evaluate import Peeked, peek
 from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.liveness import describe_silence
+from rankbook.coordinator.monitor import ANSWER_TIMEOUT, Glance, Lookout
 from rankbook.coordinator.reattach.processes import AdoptedCrew
 from rankbook.coordinator.recovery import Healed, hand_over, segments_of, summarize
 from rankbook.coordinator.running_cell import Cell, Head, Sink
 from rankbook.coordinator.states import RankState, choose_donor
-from rankbook.coordinator.status import RankStatus
-from rankbook.coordinator.unresponsive import describe_silence
-from rankbook.coordinator.wait import Ask, ask_in_terminal
-from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
+from rankbook.errors import BadRequest, CellError, CellTimeout, ClusterStopped, LostRank
 from rankbook.formatting import plural
 from rankbook.launch.registry import Record
-from rankbook.output.cell_result import CellResult
+from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Page
-from rankbook.protocol.messages import AdoptState, Assign, CallFunction, ExportState, Fetch, ListState, RunCell
+from rankbook.protocol.messages import (
+    AdoptState,
+    Assign,
+    CallFunction,
+    ExportState,
+    Fetch,
+    ListState,
+    Message,
+    RunCell,
+    Stack,
+)
 from rankbook.protocol.profiling import Measure
-from rankbook.ranks import format_ranks, name_ranks
-from rankbook.transport.serialization import Packed, pack
+from rankbook.protocol.queries import Completion
+from rankbook.protocol.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
+from rankbook.ranks import format_ranks, name_ranks, parse_ranks
+from rankbook.transport.serialization import Packed, pack, unpack
+
+_WHILE_PAUSED = 1.0
+"""Seconds between two looks whether a person has a cell paused, whose timeout is put off for that long."""
+RankSelection = str | int | Sequence[int] | None
+
+
+class Workplace:
+    """What `Cluster` works with: its crew and the crew's state. `_move_in` comes first."""
+
+    key: str
+
+    def _move_in(self, crew: Crew) -> None:
+        self._crew = crew
+        self._state = self._crew.state
+        self._segments = self._crew.segments
+        self._place = self._crew.placement
+        self._lookout = Lookout(crew)
+        self._hints = Hints(crew)
+        self._everyone = tuple(range(len(self._place.devices)))
+        self.key = self._crew.key
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._place.devices)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._crew.stopped
+
+    def select(self, ranks: RankSelection) -> tuple[int, ...]:
+        """The ranks that a selection means; None means all. Raises `BadRequest`."""
+        if ranks is None or ranks == self._everyone:
+            return self._everyone
+        text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
+        return parse_ranks(text, self.world_size)
+
+    def wait(
+        self, cell: Cell, *, timeout: float | None = None, patience: float | None = None, ask: Ask = ask_in_terminal
+    ) -> None:
+        """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
+
+        `timeout` seconds from now the cell is interrupted, or removed where it still waits for its ranks; after
+        `patience` seconds this returns, whatever the cell does.
+        """
+        with held_interrupts() as held:
+            if timeout is not None:
+                self.interrupt_after(cell, timeout)
+            wait_for(self._crew.driver, cell, held, patience=patience, ask=ask)
+            held.take()
+
+    def interrupt_after(self, cell: Cell, seconds: float) -> None:
+        """Interrupt `cell` `seconds` from now, unless it has ended by then. Time in a debugger does not count."""
+        driver, paused, was_held = self._crew.driver, 0.0, False
+        began = before = time.monotonic()
+
+        def look() -> None:
+            nonlocal paused, before, was_held
+            now, held = time.monotonic(), not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks)
+            if cell.started is not None and (held or was_held):
+                paused += now - before
+            before, was_held = now, held
+            left = began + seconds + paused - now
+            if cell.result is not None:
+                return
+            if left > 0:
+                driver.after(_WHILE_PAUSED if held else min(left, _WHILE_PAUSED), look)
+            else:
+                cell.timed_out = seconds
+                driver.post(ev.InterruptCell(cell.cell))
+
+        driver.after(0.0, look)
+
+    def _exchange(
+        self,
+        packed: Packed,
+        kind: type[CallFunction | Assign],
+        ranks: RankSelection,
+        timeout: float | None,
+        label: str,
+        *,
+        sink: Sink | None = None,
+        ask: Ask = ask_in_terminal,
+    ) -> dict[int, Any]:
+        __tracebackhide__ = True  # IPython and pytest show the caller's frames
+        try:
+            make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - one line, used once
+            tasks = dict.fromkeys(self.select(ranks), (make, packed.frames))
+            return self._collect(tasks, timeout, label, sink=sink, ask=ask)
+        finally:
+            self._discard(packed)
+
+    def _collect(
+        self,
+        tasks: Mapping[int, tuple[Callable[[int], Message], Any]],
+        timeout: float | None,
+        label: str,
+        *,
+        sink: Sink | None = None,
+        ask: Ask = ask_in_terminal,
+    ) -> dict[int, Any]:
+        __tracebackhide__ = True
+        with held_interrupts():
+            cell = self._submit(tasks, number=0, sink=sink, label=label)
+            self.wait(cell, timeout=timeout, ask=ask)
+        try:
+            self._check(cell)
+        except BaseException:
+            for payload, _ in cell.values.values():
+                for buffer in payload.buffers:
+                    if buffer.segment is not None:
+                        self._segments.discard(buffer.segment)
+            raise
+        values = self.take_values(cell)
+        return {rank: values.get(rank) for rank in cell.ranks}
+
+    def take_values(self, cell: Cell) -> dict[int, Any]:
+        """What the ranks that have answered sent with their answers, once."""
+        folder = self._segments.folder
+        taken = {}
+        for rank in sorted(cell.values):
+            payload, frames = cell.values.pop(rank)
+            taken[rank] = unpack(payload, frames, unlink=True, folder=folder)
+        return taken
+
+    def _check(self, cell: Cell) -> CellResult:
+        """The cell's result. Raises what went wrong."""
+        __tracebackhide__ = True
+        result = cell.result
+        assert result is not None
+        if result.ok:
+            return result
+        story = describe_errors(result.outcomes, plain=True)
+        if cell.timed_out is not None and cell.started is None:
+            busy = f" behind {name_ranks(cell.waiting_behind)}" if cell.waiting_behind else ""
+            raise CellTimeout(f"{cell.label} was removed: it still waited{busy} after {cell.timed_out:g} s\n{story}")
+        if cell.timed_out is not None:
+            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
+        if self.stopped:
+            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{story}")
+        result.raise_for_status()
+        return result
+
+    def _submit(
+        self,
+        tasks: Mapping[int, tuple[Callable[[int], Message], Any]],
+        *,
+        number: int,
+        sink: Sink | None,
+        label: str,
+        page: Page | None = None,
+        head: Callable[[Cell], Head] | None = None,
+    ) -> Cell:
+        with held_interrupts():
+            driver = self._crew.driver
+            self._check_available(tuple(tasks))
+            with driver.changed:
+                key = self._state.new_cell()
+            made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
+            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label, page=page, head=head)
+            driver.submit(cell)
+            return cell
+
+    def _check_available(self, ranks: tuple[int, ...]) -> None:
+        gone = self._state.unavailable(ranks)
+        if not gone:
+            return
+        first = next(iter(gone.values()))
+        told = f"rank {first.rank} {first.loss or 'is not running'}"
+        more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
+        alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
+        rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
+        empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
+        raise LostRank(f"{told}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
+
+    def _discard(self, *packed: Packed) -> None:
+        for each in packed:
+            for segment in each.segments:
+                self._segments.discard(segment)
+
+
+STACK_TIMEOUT = 1.0
+"""Seconds for the ranks' second threads to answer, which takes them a millisecond."""
+
+
+class Sight(Workplace):
+    """Looks at the ranks of a cluster."""
+
+    def watch(self, kind: str, callback: Callable[[Any], None]) -> Callable[[], None]:
+        """Call back with each new picture of the ranks until what this returns is called; the last one always comes.
+
+        `kind`: "placement" gives `Placement`, "status" the same without what lives on the ranks, "saves" gives `Saves`.
+        At most ten times a second, on a thread of its own. Raises `BadRequest`.
+        """
+        return self._lookout.watch(kind, callback)
+
+    def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
+        """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
+        return self._lookout.placement(timeout=timeout)
+
+    @property
+    def comms(self) -> Comms:
+        """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
+        return self._crew.driver.presence.comms
+
+    @property
+    def debugs(self) -> Debugs:
+        """Those of the ranks, for whoever passes them on to a front end."""
+        return self._crew.driver.presence.debugs
+
+    def glance(self) -> Glance:
+        """For a cell's `head`: looks at the ranks without waiting for them."""
+        return self._lookout.glance()
+
+    def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
+        """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""
+        return self._lookout.detail(rank, timeout=timeout)
+
+    def variables(
+        self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
+    ) -> dict[int, tuple[Variable, ...]]:
+        """What is stored of each variable of `ranks`, also while they run; without those that do not answer in time."""
+        return self._lookout.variables(self.select(ranks), timeout=timeout)
+
+    def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
+        """Which part of which tensor of the variable `name` lies on which rank, also while they run.
+
+        `name` is that of a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
+        """
+        return self._lookout.shards(name, timeout=timeout)
+
+    def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
+        """Of what `rank` holds of the tensor `key` of `name`: minimum, mean, maximum, NaNs. Raises `BadRequest`."""
+        return self._lookout.statistic(name, key, rank, timeout=timeout)
+
+    def complete(
+        self,
+        text: str,
+        cursor: int,
+        *,
+        ranks: RankSelection = None,
+        variables: bool = False,
+        timeout: float = completion.SOON,
+    ) -> tuple[int, tuple[Completion, ...]]:
+        """What may take the place of `text[start:cursor]` on the first of `ranks` that answers, and that `start`.
+
+        From its live objects, also while it runs; no user code is run for it. `variables`: the cells' variables alone.
+        Nothing, where there is no answer within `timeout` seconds.
+        """
+        return self._hints.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
+
+    def inspect(
+        self,
+        text: str,
+        cursor: int | None = None,
+        *,
+        ranks: RankSelection = None,
+        source: bool = False,
+        timeout: float = completion.SOON,
+    ) -> str:
+        """What the name under the cursor is on the first of `ranks` that answers, for people; "" if nobody knows."""
+        at = len(text) if cursor is None else cursor
+        return self._hints.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
+
+    def peek(self, expression: str, *, ranks: RankSelection = None, timeout: float = ANSWER_TIMEOUT) -> list[Peeked]:
+        """What a Python expression gives on each of `ranks`, in rank order, also while they run.
+
+        Evaluated beside the cell, within `timeout` seconds; local variables of the functions that run count too. What
+        goes wrong on a rank is in its `Peeked`. It may call functions, and what these change is changed, but it cannot
+        begin a collective. C code that keeps the interpreter keeps it from the cell too. Raises `BadRequest` for what
+        is no expression.
+        """
+        return peek(self._crew.driver, self.select(ranks), expression, timeout=timeout)
+
+    def stacks(self, *, timeout: float = STACK_TIMEOUT) -> dict[int, Stack | None]:
+        """Where each rank's main thread is; None for a rank that did not answer within `timeout` seconds."""
+        answers = self._crew.driver.wait_stacks(timeout=timeout)
+        return {rank: answers.get(rank) for rank in self._state.ranks}
+
 
 START_TIMEOUT = 180.0
 _ANSWER_TIMEOUT = 1.0
@@ -358,3 +659,23 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise BadRequest(f"{name!r} is no name for a variable")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
+
+    `empty`: it was restarted, or healed without a state, and nothing was run on it since with success. `heal` takes no
+    state from it.
+
+    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`, that
+    of one under a debugger where it is paused.
+    """
+
+    rank: int
+    state: str
+    device: str
+    pid: int | None
+    cell: str | None
+    loss: str | None
+    empty: bool = False

@@ -20,10 +20,10 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.deferred_interrupts import describe_interrupt, held_interrupts
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.liveness import describe_silence
 from rankbook.coordinator.reattach.state import KeptDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
-from rankbook.coordinator.unresponsive import describe_silence
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores

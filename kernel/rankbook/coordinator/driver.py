@@ -37,36 +37,43 @@ reported it, because the rank's last messages may still be on the link; `RankGon
 rank. While a cell runs, the event `Look` compares what the ranks report of their collectives, and finds those that wait
 for a peer that will never come. A message that cannot be handled costs the rank that sent it (inbox.py). Any other
 exception on the driver thread ends all cells (`_fail`), so that no thread waits forever.
+
+What is to be done later.
+
+Receives what the ranks send, and decides what a message that cannot be read or handled costs.
+
+Ranks that are to leave: asked first, killed when their time is over.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import Told
 from rankbook.coordinator.exit_status import describe_exit, describe_failure, feed_last, sent_last
-from rankbook.coordinator.inbox import Inbox
-from rankbook.coordinator.liveness import Presence, RankInfo
+from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.liveness import Presence, RankInfo, describe_straggler
 from rankbook.coordinator.running_cell import Cell, Fed, nobody_to_ask
-from rankbook.coordinator.shutdown import Farewells
 from rankbook.coordinator.state_machine import ClusterState
-from rankbook.coordinator.states import RankState
-from rankbook.coordinator.timers import Timers
-from rankbook.coordinator.unresponsive import describe_straggler
-from rankbook.errors import RankbookError
+from rankbook.coordinator.states import Rank, RankState
+from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.launcher import Launcher
 from rankbook.protocol.comm import CommSaid, DebugSaid
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
     AskCollectives,
+    Clear,
     Collectives,
+    Display,
     Done,
     FromForkserver,
     FromRank,
@@ -74,10 +81,13 @@ from rankbook.protocol.messages import (
     InputReply,
     InputRequest,
     Interrupt,
+    Leave,
     Lingering,
     Regroup,
     Stack,
     StartFailed,
+    Text,
+    TextCut,
 )
 from rankbook.protocol.queries import Answered
 from rankbook.protocol.reattach import Here
@@ -384,3 +394,164 @@ class Driver:
                 cell.end(())
             self.changed.notify_all()
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+class Timers:
+    """Callbacks and when they are due. Any thread may add one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def add(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back in `seconds`."""
+        with self._lock:
+            heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._count), callback))
+
+    @property
+    def next(self) -> float | None:
+        """When the first is due, on the monotonic clock."""
+        with self._lock:
+            return self._heap[0][0] if self._heap else None
+
+    def run_due(self) -> None:
+        """Call back everything that is due."""
+        while (due := self.next) is not None and due <= time.monotonic():
+            with self._lock:
+                callback = heapq.heappop(self._heap)[2]
+            callback()
+
+
+_DISPENSABLE = (Text, TextCut, Display, Clear, CommSaid, DebugSaid, Stack, Collectives, Answered, Lingering)
+_LONGEST = 500
+"""Characters of an error that stand in the reason; an `IllegalTransition` tells a long story."""
+
+
+class Inbox:
+    """The messages from `ranks` over `hub`, each passed to `handle(sender, message, frames)`.
+
+    `cell_of(rank)` is the cell that the rank runs, `kill(rank, incarnation)` ends the rank. The driver's thread.
+    """
+
+    def __init__(
+        self,
+        hub: HubLink,
+        ranks: Mapping[int, Rank],
+        handle: Callable[[Sender, FromRank, list[memoryview]], None],
+        cell_of: Callable[[int], Cell | None],
+        kill: Callable[[int, int], None],
+    ) -> None:
+        self._hub = hub
+        self._ranks = ranks
+        self._handle = handle
+        self._cell_of = cell_of
+        self._kill = kill
+        self._reasons: dict[Sender, str] = {}
+        self._reported: set[object] = set()
+
+    def receive(self) -> None:
+        """Handle every message that has arrived."""
+        while True:
+            try:
+                parcel = self._hub.receive()
+            except UnreadableMessage as error:
+                self._refuse(None if error.sender is None else Sender(*error.sender), error)
+                continue
+            if parcel is None:
+                return
+            self.take(*parcel)
+
+    def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
+        """Handle one message, unless it is from an earlier process of its rank."""
+        if not self._is_current(sender):
+            if sender.rank not in self._ranks:
+                self._report(None, ProtocolError(f"a message came from rank {sender.rank}, which does not exist"))
+            return
+        try:
+            self._handle(sender, message, frames)
+        except Exception as error:  # noqa: BLE001 - shown as a whole by `_report`, and costs nobody else
+            self._leave_out(sender, message, error)
+
+    def reason(self, rank: int, incarnation: int) -> str | None:
+        """Return why this process was killed for a message, to stand behind `rank 2`; None if it was not."""
+        return self._reasons.get(Sender(rank, incarnation))
+
+    def _is_current(self, sender: Sender) -> bool:
+        rank = self._ranks.get(sender.rank)
+        return rank is not None and rank.incarnation == sender.incarnation and sender not in self._reasons
+
+    def _refuse(self, sender: Sender | None, error: UnreadableMessage) -> None:
+        if sender is None or sender.rank not in self._ranks:
+            self._report(None, error)
+        elif self._is_current(sender):
+            self._end(sender, f"was killed because it sent a message that cannot be read ({_brief(error)})")
+
+    def _leave_out(self, sender: Sender, message: FromRank, error: Exception) -> None:
+        kind = type(message).__name__
+        first = self._report((sender, kind), error)
+        if not isinstance(message, _DISPENSABLE):
+            self._end(sender, f"was killed because it sent a {kind} that cannot be handled ({_brief(error)})")
+        elif first:
+            told = f"rank {sender.rank} sent a {kind} that cannot be handled, so it is left out ({_brief(error)})\n"
+            if (cell := self._cell_of(sender.rank)) is not None:
+                cell.note(told)
+
+    def _end(self, sender: Sender, reason: str) -> None:
+        self._reasons[sender] = reason
+        self._kill(*sender)
+
+    def _report(self, key: object, error: Exception) -> bool:
+        """Show the whole error, once for each `key`; return whether this was the first time."""
+        if key in self._reported:
+            return False
+        self._reported.add(key)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return True
+
+
+def _brief(error: Exception) -> str:
+    told = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
+    return told.partition("\n")[0][:_LONGEST]
+
+
+class Farewells:
+    """`after(seconds, callback)` calls back later, on the driver thread."""
+
+    def __init__(
+        self,
+        hub: HubLink,
+        launcher: Launcher,
+        after: Callable[[float, Callable[[], None]], None],
+        grace: GracePeriods,
+    ) -> None:
+        self._hub, self._launcher, self._after = hub, launcher, after
+        self._leave = grace.leave
+        self._until: dict[tuple[int, int], float] = {}
+        self.patience = grace.save
+
+    def part(self, rank: int, incarnation: int, *, politely: bool) -> None:
+        """Have the rank end: at once, or by itself where it can listen."""
+        if politely and self._hub.send(rank, Leave(patience=self.patience)):
+            self._until[rank, incarnation] = time.monotonic() + self._leave
+            self._after(self._leave, lambda: self._look(rank, incarnation))
+        else:
+            self._launcher.kill(rank, incarnation)
+
+    def linger(self, rank: int, incarnation: int, seconds: float) -> None:
+        """The rank has asked for `seconds`."""
+        if (rank, incarnation) in self._until:
+            self._until[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + self._leave
+
+    @property
+    def deadline(self) -> float:
+        """When the last of them is killed, by `time.monotonic()`."""
+        return max(self._until.values(), default=0.0)
+
+    def _look(self, rank: int, incarnation: int) -> None:
+        left = self._until[rank, incarnation] - time.monotonic()
+        if left > 0:
+            self._after(left, lambda: self._look(rank, incarnation))
+        else:
+            del self._until[rank, incarnation]
+            self._launcher.kill(rank, incarnation)

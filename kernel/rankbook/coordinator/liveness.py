@@ -3,6 +3,8 @@
 Owns: what is known of the ranks' processes, what their control threads were asked, when, and what they answered.
 Refuses: a beat of its own: nobody is asked unless somebody wants to know. Silence is never taken for death, of which
 only the launcher tells.
+
+What a rank's silence means, in words.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rankbook.coordinator.comm_channels import Comms
-from rankbook.coordinator.dap_channels import Debugs
+from rankbook.coordinator.comm_channels import Comms, Debugs
 from rankbook.coordinator.queries import Questions
-from rankbook.coordinator.unresponsive import Silence
-from rankbook.launch.process_info import look_at
+from rankbook.launch.process_info import Look, describe_look, look_at
 from rankbook.protocol.comm import CommSaid, DebugSaid
 from rankbook.protocol.messages import AskStack, Stack
 from rankbook.protocol.queries import Answer
@@ -185,3 +185,39 @@ class Presence:
         with self._changed:
             while any(rank in self._asked for rank in ranks) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A rank that has not answered for `seconds` and was last heard `heard` seconds ago; `look` is at its process."""
+
+    rank: int
+    pid: int | None
+    seconds: float
+    heard: float
+    look: Look | None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped, which is certain and needs no patience."""
+        return self.look is not None and (self.look.stopped or self.look.traced)
+
+
+def describe_silence(silence: Silence) -> str:
+    """The rank's state: `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
+    if silence.seconds >= 1:
+        since = f"unresponsive for {silence.seconds:.0f} s"
+    else:
+        since = f"unresponsive, last heard from {max(silence.heard, silence.seconds):.0f} s ago"
+    return f"{since}, {describe_look(silence.look, silence.pid)}"
+
+
+def describe_straggler(rank: int, silence: Silence | None) -> str:
+    """What is to be said of a rank that still runs a cell which the notebook waits for no more."""
+    fresh = f"%distributed restart {rank} gives it a fresh process"
+    if silence is None:
+        return f"rank {rank} still runs; %distributed stacks shows where"
+    if silence.stopped:
+        return f"rank {rank} is stopped ({describe_look(silence.look, silence.pid)}); {fresh}"
+    held = "it may be in C code that holds the interpreter"
+    return f"rank {rank} still runs, {describe_silence(silence)}: {held}; {fresh}"

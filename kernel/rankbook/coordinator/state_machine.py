@@ -7,18 +7,20 @@ is an `IllegalTransition`, which tells the last events.
 How a rank comes to be: Forking, then Hello; once every rank has said Hello, an internal *regroup* cell puts all of them
 into one process group, and only then run the cells that wait. The same cell gives the group fresh connections after an
 abort, and after any error that may have left the ranks at different collectives.
+
+The story of how the coordinator got where it is.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.collective_monitor import LOOK_AFTER_END, LOOK_EVERY, Supervisor
+from rankbook.coordinator.deadlock import LOOK_AFTER_END, LOOK_EVERY, Supervisor
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.journal import Journal
 from rankbook.coordinator.states import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
 from rankbook.errors import IllegalTransition
 
@@ -343,3 +345,18 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.GraceOver: ClusterState._grace_over,
     ev.Stop: ClusterState._stop,
 }
+
+
+class Journal:
+    """Keeps the last `length` entries; `story()` prints the newest of them."""
+
+    def __init__(self, length: int = 200) -> None:
+        self._entries: deque[object] = deque(maxlen=length)
+
+    def record(self, entry: object) -> None:
+        """Remember one event or action. It is formatted only if somebody asks."""
+        self._entries.append(entry)
+
+    def story(self, newest: int = 20) -> str:
+        """The newest entries, oldest first, one a line."""
+        return "\n".join(f"  {entry!r}" for entry in list(self._entries)[-newest:])

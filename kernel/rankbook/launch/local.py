@@ -1,12 +1,15 @@
 """Ranks on this machine, through the forkserver's process.
 
 Owns: that process, and the one that is kept warm for the next cluster. Refuses: torch; the process imports it.
+
+The forkserver of a kept cluster, from its new owner's side.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import select
 import signal
@@ -20,8 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
-from rankbook.errors import StartError
+import psutil
+
+from rankbook.errors import BadRequest, StartError
 from rankbook.launch.process_info import describe_look, look_at
+from rankbook.launch.registry import Record
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -30,9 +36,11 @@ from rankbook.protocol.forkserver import (
     ForkserverUp,
     KillRank,
     OpenCluster,
+    RankExited,
+    RankForked,
 )
 from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
-from rankbook.protocol.reattach import KeepCluster
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.transport.framed_socket import MessageStream
 
 _T = TypeVar("_T")
@@ -271,3 +279,90 @@ def _forget_warm() -> None:
 atexit.register(cool_down)
 if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says what that means
     os.register_at_fork(after_in_child=_forget_warm)  # a child of the notebook's has no forkserver to end
+
+
+_CLAIM_TIMEOUT = 10.0
+
+
+class _Foreign:
+    """A process that is not our child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._process = psutil.Process(pid)
+
+    def poll(self) -> int | None:
+        gone = not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+        return 0 if gone else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            self._process.wait(timeout)
+        except psutil.TimeoutExpired as error:
+            if self.poll() is None:
+                raise subprocess.TimeoutExpired("the forkserver", timeout or 0.0) from error
+        return 0
+
+
+class KeptLauncher(LocalLauncher):
+    """Claims the cluster of `record`. It ends with that cluster, for it is not this notebook's own.
+
+    Raises `BadRequest` while another notebook owns it, `StartError` when it does not answer.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._errors = io.BytesIO()
+        self._given_up = 0
+        self.up = ForkserverUp(torch="", python="", seconds=0.0)
+        self.forked: dict[int, RankForked] = {}
+        self.exited: dict[int, RankExited] = {}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._process = _Foreign(record.forkserver)
+            connection.connect(record.address)
+            self._stream: MessageStream[FromForkserver] = MessageStream(connection, decode_from_forkserver)
+            self.lost = self._claim(record)
+        except (OSError, psutil.NoSuchProcess) as error:
+            connection.close()
+            raise StartError(f"the ranks of {record.key} do not answer ({error}); try again in a second") from error
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """See `Launcher`."""
+        if self.alive:
+            self._stream.send(CloseCluster())
+            try:
+                self._wait_for(ClusterClosed, timeout=_CLOSE_TIMEOUT)
+            except StartError:
+                os.kill(self._process.pid, signal.SIGKILL)
+        self.terminate()
+
+    def _claim(self, record: Record) -> float:
+        self._stream.send(Claim(token=record.token, pid=os.getpid()))
+        claimed: Claimed | None = None
+        deadline = time.monotonic() + _CLAIM_TIMEOUT
+        while claimed is None or len(self.forked) + len(self.exited) < claimed.ranks:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._stream.closed:
+                raise StartError(f"the ranks of {record.key} do not answer; try again in a second")
+            select.select([self._stream], [], [], left)
+            for message in self._stream.read():
+                match message:
+                    case Claimed():
+                        claimed = message
+                    case ClaimRefused(owner=0):
+                        raise StartError(f"the ranks of {record.key} refused: their record is not the one they know")
+                    case ClaimRefused(owner=owner):
+                        raise BadRequest(
+                            f"the kernel {owner} still has the ranks of {record.key}; one notebook at a time can:"
+                            " shut that one down first"
+                        )
+                    case RankForked():
+                        self.forked[message.rank] = message
+                    case RankExited():
+                        self.exited[message.rank] = message
+                    case _:
+                        pass
+        return claimed.lost

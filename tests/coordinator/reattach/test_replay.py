@@ -9,10 +9,8 @@ import pytest
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.collective_monitor import LOOK_AFTER_END
-from rankbook.coordinator.reattach.handshake import Account, Reunion
-from rankbook.coordinator.reattach.processes import choose
-from rankbook.coordinator.reattach.replay import Adoption, take_stock, tasks_of
+from rankbook.coordinator.deadlock import LOOK_AFTER_END
+from rankbook.coordinator.reattach.processes import Account, Adoption, Reunion, choose, take_stock, tasks_of
 from rankbook.coordinator.reattach.state import AdoptedState, KeptDriver
 from rankbook.coordinator.state_machine import RankState
 from rankbook.errors import BadRequest, NoCluster

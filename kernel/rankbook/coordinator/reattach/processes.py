@@ -1,28 +1,38 @@
 """The crew of a kept cluster, in the notebook that has attached to it.
 
 Owns: taking such a cluster over, and which of those that are kept is meant. Refuses: to start ranks.
+
+What the ranks of a kept cluster tell their new owner.
+
+A kept cluster as its new owner takes it over: which cells run, which ended unseen, what is said about them.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from rankbook.coordinator.cluster_processes import Crew, remember
 from rankbook.coordinator.deferred_interrupts import held_interrupts
-from rankbook.coordinator.reattach.handshake import Account, wait_reunited
-from rankbook.coordinator.reattach.replay import Adoption, take_stock
-from rankbook.coordinator.reattach.state import AdoptedState, KeptDriver
+from rankbook.coordinator.exit_status import describe_exit, describe_failure
+from rankbook.coordinator.reattach.state import AdoptedState, FoundCell, FoundRank, Inventory, KeptDriver
 from rankbook.coordinator.running_cell import Cell, Sink
-from rankbook.errors import BadRequest, NoCluster
+from rankbook.errors import BadRequest, NoCluster, StartError, UnreadableMessage
 from rankbook.launch.environment import Placement
+from rankbook.launch.local import KeptLauncher
 from rankbook.launch.paths import Folders
-from rankbook.launch.reattached import KeptLauncher
 from rankbook.launch.registry import Found, Record, this_session
-from rankbook.output.cell_result import CellResult
+from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
-from rankbook.protocol.messages import FromRank
-from rankbook.transport.link import Sender
+from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
+from rankbook.protocol.reattach import Here, Recall
+from rankbook.ranks import group_ranks, name_ranks
+from rankbook.transport.link import HubLink, Sender
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
@@ -120,3 +130,272 @@ def _later(
     for rank, account in accounts.items():
         for message, frames in account.later:
             yield Sender(rank, incarnations[rank]), message, frames
+
+
+@dataclass
+class Account:
+    """What one rank says: its last task, and what of it nobody has seen. `later` came after that."""
+
+    here: Here
+    missed: list[FromRank] = field(default_factory=list)
+    later: list[tuple[FromRank, list[memoryview]]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the rank repeats is there."""
+        return len(self.missed) >= self.here.entries
+
+
+class Reunion:
+    """Sorts what arrives from these incarnations of the ranks, once they were asked with `nonce`."""
+
+    def __init__(self, incarnations: Mapping[int, int], nonce: str) -> None:
+        self.accounts: dict[int, Account] = {}
+        self._incarnations = dict(incarnations)
+        self._nonce = nonce
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not told all yet."""
+        told = {rank for rank, account in self.accounts.items() if account.complete}
+        return sorted(set(self._incarnations) - told)
+
+    def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
+        """A message has come."""
+        if self._incarnations.get(sender.rank) != sender.incarnation:
+            return
+        account = self.accounts.get(sender.rank)
+        if isinstance(message, Here):
+            if message.nonce == self._nonce:
+                self.accounts[sender.rank] = Account(message)
+        elif account is not None and account.complete:
+            account.later.append((message, frames))
+        elif account is not None:
+            account.missed.append(message)
+
+    def leave_out(self, sender: Sender, error: UnreadableMessage) -> None:
+        """Take a line on stderr in the place of a message that cannot be read."""
+        account = self.accounts.get(sender.rank)
+        told = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
+        cell = 0 if account is None else account.here.cell
+        self.take(sender, Text(cell=cell, stream="stderr", data=told.encode()), [])
+
+
+def wait_reunited(
+    hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
+) -> dict[int, Account]:
+    """Ask the ranks and wait for what all of them tell. Raises `StartError` that names those which do not answer."""
+    reunion = Reunion(incarnations, secrets.token_hex(8))
+    deadline = time.monotonic() + timeout
+    for rank in incarnations:
+        hub.send(rank, Recall(token=token, nonce=reunion._nonce, since=since))
+    while reunion.missing and (left := deadline - time.monotonic()) > 0:
+        hub.wait(left, ())
+        while _take_next(hub, reunion):
+            pass
+    if reunion.missing:
+        silent = ", ".join(str(pids[rank]) for rank in reunion.missing)
+        raise StartError(
+            f"{name_ranks(reunion.missing)} (pid {silent}) did not answer within {timeout:.0f} s; it may be in C code"
+            " that holds the interpreter. Try again, or kill it and attach without it"
+        )
+    return reunion.accounts
+
+
+def _take_next(hub: HubLink, reunion: Reunion) -> bool:
+    """Take the next message; return whether there was one. One that cannot be read is told in its place."""
+    try:
+        parcel = hub.receive()
+    except UnreadableMessage as error:
+        if error.sender is not None:
+            reunion.leave_out(Sender(*error.sender), error)
+        return True
+    if parcel is not None:
+        reunion.take(*parcel)
+    return parcel is not None
+
+
+_INTERNAL = -1
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that some of the ranks had when the owner went, or had finished without the owner having seen it.
+
+    `answers`: how it went wrong on each rank that has answered, in words; empty where it went well.
+    """
+
+    cell: int
+    number: int
+    label: str
+    ranks: tuple[int, ...]
+    running: tuple[int, ...]
+    answers: Mapping[int, str]
+    collectives: int
+
+    @property
+    def internal(self) -> bool:
+        """Whether it forms the group."""
+        return self.number == _INTERNAL
+
+
+def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
+    """The tasks of which something is to be told, oldest first."""
+    by_cell = group_ranks(
+        (rank, account.here.cell)
+        for rank, account in accounts.items()
+        if account.here.cell and (account.here.running or not account.here.seen)
+    )
+    tasks = []
+    for cell, ranks in sorted(by_cell.items()):
+        here = accounts[ranks[0]].here
+        running = tuple(rank for rank in sorted(ranks) if accounts[rank].here.running)
+        ended = {rank: each for rank in ranks for each in accounts[rank].missed if _ends(each, cell)}
+        made = Cell(cell, here.number, {}, cluster_key="", sink=None, label=here.label)
+        answers = {rank: describe_failure(each, made) for rank, each in ended.items()}
+        collectives = sum(each.collectives for each in ended.values())
+        tasks.append(Task(cell, here.number, here.label, tuple(sorted(ranks)), running, answers, collectives))
+    return tasks
+
+
+def _ends(message: FromRank, cell: int) -> TypeGuard[Done]:
+    return isinstance(message, Done) and message.cell == cell
+
+
+def take_stock(
+    world_size: int, incarnations: Mapping[int, int], exits: Mapping[int, RankExited], accounts: Mapping[int, Account]
+) -> Inventory:
+    """What the state begins with."""
+    ranks = []
+    for rank in range(world_size):
+        account, gone = accounts.get(rank), exits.get(rank)
+        if account is None:
+            incarnation = gone.incarnation if gone is not None else 0
+            words = describe_exit(gone) if gone is not None else "was not there any more"
+            ranks.append(FoundRank(rank, incarnation, words))
+        else:
+            ranks.append(FoundRank(rank, incarnations[rank]))
+    tasks = tasks_of(accounts)
+    running = tuple(
+        FoundCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
+        for task in tasks
+        if task.running
+    )
+    stale = any(
+        task.collectives and any(task.answers.values()) for task in tasks if not task.running and not task.internal
+    )
+    generations = {account.here.generation for account in accounts.values()}
+    forming = any(cell.internal and not any(cell.answers.values()) for cell in running)
+    grouped = len(accounts) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
+    last_cell = max((account.here.cell for account in accounts.values()), default=0)
+    # A group that was being formed may have a number that no rank tells yet; a number may be left out.
+    return Inventory(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
+
+
+class Adoption:
+    """Feeds what was missed into cells, which show it in `sink` below a heading each."""
+
+    def __init__(
+        self,
+        accounts: Mapping[int, Account],
+        *,
+        cluster_key: str,
+        sink: Sink | None,
+        exits: Mapping[int, RankExited] | None = None,
+    ) -> None:
+        self.cells: list[Cell] = []
+        self.ended: list[Cell] = []
+        self._accounts = accounts
+        self._exits = exits or {}
+        self._key = cluster_key
+        self._sink = sink
+
+    def tell(self) -> list[CellResult]:
+        """Show what was missed; the results of the cells that ended."""
+        self._tell_stray()
+        self._tell_exits()
+        results = []
+        for task in tasks_of(self._accounts):
+            cell = self._make(task)
+            if not task.internal:
+                self._say(_heading(task))
+            cell.start()
+            self._feed(cell)
+            if task.running:
+                self.cells.append(cell)
+                continue
+            cell.end(())
+            self.ended.append(cell)
+            if cell.result is not None and not task.internal:
+                results.append(cell.result)
+                if not cell.result.ok:
+                    self._say(describe_errors(cell.result.outcomes), "stderr")
+        dropped = [rank for rank, account in self._accounts.items() if account.here.dropped]
+        if dropped:
+            self._say(
+                f"{name_ranks(dropped)}: the oldest of the output is left out, there was too much of it", "stderr"
+            )
+        return results
+
+    def _tell_stray(self) -> None:
+        """What background threads printed after their cell had ended."""
+        stray = {
+            rank: [each for each in account.missed if getattr(each, "cell", None) != self._open_cell(account)]
+            for rank, account in self._accounts.items()
+        }
+        stray = {rank: messages for rank, messages in stray.items() if messages}
+        if not stray:
+            return
+        self._say("printed meanwhile by threads of cells that had ended:")
+        cell = Cell(0, 0, dict.fromkeys(stray, _NOTHING), cluster_key=self._key, sink=self._sink, label="threads")
+        for rank, messages in stray.items():
+            for message in messages:
+                if isinstance(message, Text | TextCut | Display | Clear):
+                    cell.feed(rank, message)
+        cell.end(())
+
+    def _tell_exits(self) -> None:
+        """What a rank that died meanwhile wrote last: all that is left of what it printed."""
+        for rank, gone in sorted(self._exits.items()):
+            words = (gone.stdout + gone.stderr).decode(errors="replace").strip()
+            if words:
+                self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{words}", "stderr")
+
+    @staticmethod
+    def _open_cell(account: Account) -> int | None:
+        return None if account.here.seen and not account.here.running else account.here.cell
+
+    def _make(self, task: Task) -> Cell:
+        tasks = dict.fromkeys(task.ranks, _NOTHING)
+        sink = None if task.internal else self._sink
+        return Cell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
+
+    def _feed(self, cell: Cell) -> None:
+        told = [(rank, each) for rank in cell.ranks for each in self._accounts[rank].missed]
+        told = [(rank, each) for rank, each in told if getattr(each, "cell", None) == cell.cell]
+        for rank, message in told:
+            if isinstance(message, Text | TextCut | Display | Clear):
+                cell.feed(rank, message)
+        for rank, message in told:  # once all output is there, so that what the ranks have alike is shown as one
+            if isinstance(message, InputRequest):
+                cell.ask(rank, message)
+            elif isinstance(message, Done):
+                cell.done(rank, message, [])
+
+    def _say(self, text: str, stream: str = "stdout") -> None:
+        if self._sink is not None:
+            self._sink.emit([Stream(stream, text.rstrip("\n") + "\n")])  # type: ignore[arg-type]
+
+
+_NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.0), ())
+"""In place of the task, which the ranks have had long since."""
+
+
+def _heading(task: Task) -> str:
+    if task.running:
+        done = [rank for rank in task.ranks if rank not in task.running and not task.answers.get(rank)]
+        told = [f"rank {rank} {words}" for rank, words in sorted(task.answers.items()) if words]
+        told += [f"{name_ranks(done)} finished"] if done else []
+        rest = f" ({'; '.join(told)})" if told else ""
+        return f"{task.label} still runs on {name_ranks(task.running)}{rest}; its output so far, and what follows:"
+    return f"{task.label} ended on {name_ranks(task.ranks)}; its output:"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.collective_monitor import LOOK_AFTER_END
+from rankbook.coordinator.deadlock import LOOK_AFTER_END
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.running_cell import Cell
