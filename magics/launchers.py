@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest
-from rankbook.magics.sinks import ask_for, sink_for
+from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run
 
 if TYPE_CHECKING:

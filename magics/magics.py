@@ -21,13 +21,12 @@ from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
 from rankbook.magics import arguments, auto_mode, completion, reports
-from rankbook.magics.cell_handle import CellHandle
+from rankbook.magics.cell_handle import CellHandle, status_line_factory
 from rankbook.magics.comm_bridge import Bridge
 from rankbook.magics.debugger import hook
 from rankbook.magics.errors import raise_for
-from rankbook.magics.measured_cells import Measuring
-from rankbook.magics.sinks import JupyterSink, ask_for, sink_for
-from rankbook.magics.status_line import status_line_factory
+from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
+from rankbook.magics.profiling import Measuring
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks

@@ -1,16 +1,33 @@
 """The live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
 
 Owns: which cluster and which folder a view shows. Refuses: to draw, and to ask the ranks by itself.
+
+What views see of a cluster, and what they can do to it.
+
+A folder of checkpoints, for the view of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
 
-from rankbook.checkpoint.format.manifest import Manifest
+from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
+from rankbook.checkpoint.format.structure import decode
+from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage.base import read_all
+from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.tools.verify import verify
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster_source import ClusterFeed
-from rankbook.magics.checkpoint_browser import FolderShelf
+from rankbook.coordinator.cluster import Cluster
+from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint, Struct
+from rankbook.ranks import name_ranks
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import PlacementView
@@ -65,3 +82,226 @@ def _load(where: str, manifest: Manifest) -> str | None:
         return None
     default_cluster.current().run(f"accelerator.load_state({where!r})")
     return f"{where} is loaded into what the ranks' accelerator has prepared"
+
+
+class ClusterFeed:
+    """A feed of `cluster`. Any thread, also while cells run."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def watch(self, kind: str, callback: Callable[[Any], None], **_options: object) -> Callable[[], None]:
+        """See `Cluster.watch`."""
+        return self._cluster.watch(kind, callback)
+
+    def ask(self, kind: str, **options: Any) -> Struct:  # noqa: ANN401 - the question's own
+        """Answer "placement", "detail" (rank), "shards" (name) or "statistic" (name, key, rank), within 2 s or so.
+
+        Raises `RankbookError`.
+        """
+        questions: dict[str, Callable[..., Struct]] = {
+            "placement": self._cluster.placement,
+            "detail": self._cluster.detail,
+            "shards": self._cluster.shards,
+            "statistic": self._cluster.statistic,
+        }
+        if kind not in questions:
+            raise BadRequest(f"{kind!r} cannot be asked; there are {', '.join(questions)}")
+        return questions[kind](**options)
+
+    def act(self, kind: str, rank: int | None = None) -> str:
+        """Interrupt or restart `rank`, or all; what was done, in a sentence. Raises `RankbookError`.
+
+        A rank's cell is interrupted on all its ranks: they wait for one another.
+        """
+        ranks = None if rank is None else (rank,)
+        match kind:
+            case "interrupt":
+                cells = sorted({cell.label for cell in self._cluster.cells() if rank is None or rank in cell.ranks})
+                hit = self._cluster.interrupt(ranks)
+                return f"interrupted {', '.join(cells)} on {name_ranks(hit)}" if hit else "nothing runs there"
+            case "restart":
+                fresh = self._cluster.restart(ranks)
+                have = "has a fresh process" if len(fresh) == 1 else "have fresh processes"
+                return f"{name_ranks(fresh)} {have} and an empty namespace"
+            case _:
+                raise BadRequest(f"{kind!r} cannot be done; there are interrupt, restart")
+
+
+Loader = Callable[[str, Manifest], str | None]
+"""Loads the checkpoint of this path on the ranks, and says what it did; None where it cannot."""
+Signature = tuple[bytes, tuple[tuple[str, int | None], ...]]
+_SEAL = 64
+"""Bytes at a manifest's end, the line with its checksum among them: a step that is saved again may be as large."""
+
+
+class FolderShelf:
+    """See `rankbook.widgets.sources.Shelf`. `load` is what its button does; without one it says how to."""
+
+    def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
+        self._folder = os.fspath(folder)
+        self._storage = storage_of(folder)
+        self._load = load
+        self._lock = Lock()
+        self._read: dict[str, tuple[Signature, StoredCheckpoint]] = {}
+        self._checked: dict[str, tuple[Signature, str, str]] = {}
+
+    def look(self) -> CheckpointFolder:
+        """See `Shelf`. A checkpoint whose files are the same as before is not read again."""
+        with self._lock:
+            try:
+                names = self._storage.list()
+                if steps.is_checkpoint(names):
+                    return CheckpointFolder(self._folder, (self._stored("", None, latest=True),), "")
+                trouble, latest = "", None
+                try:
+                    latest = steps.read_latest(self._storage)
+                except CheckpointingException as error:
+                    trouble = str(error)
+                found = []
+                for step in steps.finished(self._storage):
+                    with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
+                        made = self._stored(steps.folder_of(self._storage, step), step, latest=step == latest)
+                        if made.checked != "damaged" or step in steps.finished(self._storage):
+                            found.append(made)
+                found += [self._stored(name, None, latest=False) for name in self._others(names)]
+                found += [self._rest(name) for name in steps.partials(self._storage)]
+            except (OSError, CheckpointingException) as error:
+                return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
+            return CheckpointFolder(self._folder, tuple(found), trouble)
+
+    def verify(self, name: str) -> str:
+        """See `Shelf`."""
+        signature = self._signature(self._path(name))
+        report = verify(self._folder if self._is_whole_folder(name) else self._whole_path(name))
+        detail = "; ".join(map(str, report.damages[:3]))
+        with self._lock:
+            self._checked[name] = (signature, "verified" if report.ok else "damaged", detail)
+        return str(report)
+
+    def load(self, name: str) -> str:
+        """See `Shelf`."""
+        step, where = self._step(name), self._folder if self._is_whole_folder(name) else self._whole_path(name)
+        said = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
+        if said is not None:
+            return said
+        which = f"{self._folder!r}, step={step}" if step is not None else repr(where)
+        return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
+
+    def delete(self, name: str) -> str:
+        """See `Shelf`. A step that is being saved stays."""
+        if name in steps.partials(self._storage):
+            if (owner := steps.owner_of(self._storage, name)) is not None:
+                raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
+            self._storage.remove(name)
+            return f"{name} was deleted"
+        step = self._step(name)
+        if self._is_whole_folder(name):
+            raise BadRequest(f"{self._folder} is a checkpoint itself: remove the folder by hand")
+        if step is None:
+            self._storage.remove(name)
+        else:
+            steps.remove(self._storage, step)
+        return f"{name} was deleted"
+
+    def _step(self, name: str) -> int | None:
+        """The step of a finished checkpoint that `look` has named; None for one that is no step."""
+        step = steps.step_of(name.removesuffix(".old"))
+        if step is not None:
+            return step
+        if self._is_whole_folder(name) or name in self._others(self._storage.list()):
+            return None
+        raise BadRequest(f"{self._folder} has no finished checkpoint {name!r}")
+
+    def _others(self, names: Mapping[str, int | None]) -> list[str]:
+        """Checkpoints in folders that are no steps, as an `Accelerator` numbers them."""
+        return [
+            name
+            for name in sorted(names)
+            if names[name] is None
+            and steps.step_of(name.removesuffix(".old")) is None
+            and not name.endswith(steps.PARTIAL)
+            and steps.is_checkpoint(self._storage.list(name))
+        ]
+
+    def _is_whole_folder(self, name: str) -> bool:
+        return name == self._own_name() and steps.is_checkpoint(self._storage.list())
+
+    def _whole_path(self, name: str) -> str:
+        return f"{self._folder.rstrip('/')}/{name}"
+
+    def _own_name(self) -> str:
+        return self._folder.rstrip("/").rpartition("/")[2] or self._folder
+
+    def _path(self, name: str) -> str:
+        return "" if name == self._own_name() else name
+
+    def _signature(self, path: str) -> Signature:
+        names = self._storage.list(path)
+        seal, where = bytearray(_SEAL), f"{path}/{MANIFEST}" if path else MANIFEST
+        if size := names.get(MANIFEST):
+            with contextlib.suppress(OSError):  # the checkpoint may go meanwhile
+                self._storage.read(where, max(0, size - _SEAL), memoryview(seal))
+        return bytes(seal), tuple(sorted(names.items()))
+
+    def _stored(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
+        name, signature = path or self._own_name(), self._signature(path)
+        known = self._read.get(name)
+        if known is None or known[0] != signature:
+            known = self._read[name] = (signature, self._described(name, path, step))
+        made = known[1]
+        checked = self._checked.get(name)
+        state, detail = made.checked, made.detail
+        if checked is not None and checked[0] == signature:
+            state, detail = checked[1:]
+        return StoredCheckpoint(
+            made.name, made.step, made.created, made.bytes, made.world_size, made.state, state, latest, detail
+        )
+
+    def _described(self, name: str, path: str, step: int | None) -> StoredCheckpoint:
+        try:
+            manifest = self._manifest(path)
+        except (OSError, CheckpointingException) as error:
+            size = sum(size or 0 for size in self._storage.list(path).values())
+            return StoredCheckpoint(
+                name, step, None, size, None, "finished", "damaged", latest=False, detail=str(error)
+            )
+        return StoredCheckpoint(
+            name=name,
+            step=manifest.step if step is None else step,
+            created=_seconds(manifest.created),
+            bytes=manifest.nbytes,
+            world_size=None if manifest.foreign else manifest.world_size,
+            state="foreign" if manifest.foreign else "finished",
+            checked="",
+            latest=False,
+            detail="",
+        )
+
+    def _manifest(self, path: str) -> Manifest:
+        where = f"{path}/{MANIFEST}" if path else MANIFEST
+        if MANIFEST not in self._storage.list(path):
+            return foreign(self._storage, path)
+        return decode(read_all(self._storage, where), where)
+
+    def _rest(self, name: str) -> StoredCheckpoint:
+        owner = steps.owner_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
+        return StoredCheckpoint(
+            name=name,
+            step=steps.step_of(name.removesuffix(steps.PARTIAL)),
+            created=None,
+            bytes=sum(size or 0 for size in self._storage.list(name).values()),
+            world_size=None,
+            state="partial",
+            checked="",
+            latest=False,
+            detail=f"being saved by {owner}" if owner else "broken off",
+        )
+
+
+def _seconds(created: str) -> float | None:
+    """Seconds since the epoch of an ISO time."""
+    try:
+        return datetime.datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return None

@@ -261,7 +261,7 @@ def test_a_child_that_the_script_forks_may_end_in_any_way_and_the_ranks_stay(run
 
 def test_output_is_kept_and_a_sink_shows_it_live(run):
     script = run(
-        "import rankbook\nfrom rankbook.magics.sinks import TerminalSink\nwith rankbook.start(2) as cluster:\n"
+        "import rankbook\nfrom rankbook.magics.output_panel import TerminalSink\nwith rankbook.start(2) as cluster:\n"
         "    cluster.run('print(1)')\n    print('nothing so far')\n"
         "    cluster.run('print(rank > 5)', sink=TerminalSink())"
     )

@@ -158,7 +158,7 @@ def save_own_steps(place, count):
 
     from rankbook.checkpoint import load_metadata, save
     from rankbook.cli import main as cli
-    from rankbook.magics.checkpoint_browser import FolderShelf
+    from rankbook.magics.views import FolderShelf
 
     process = int(os.environ["RANK"])
     run = Path(place, "run")

@@ -13,7 +13,7 @@ import pytest
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.running_cell import Cell, Ended
 from rankbook.coordinator.state_machine import RankState
-from rankbook.magics.sinks import as_message
+from rankbook.magics.output_panel import as_message
 from rankbook.protocol.messages import FromRank, Regroup
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until

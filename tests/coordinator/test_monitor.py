@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import rankbook
-from rankbook.coordinator.cluster_source import ClusterFeed
 from rankbook.errors import BadRequest, CellError, LostRank
+from rankbook.magics.views import ClusterFeed
 from rankbook.protocol.queries import AskLook, Question
 from rankbook.protocol.telemetry import Placement
 from tests.conftest import stop_process, wait_until

@@ -301,7 +301,7 @@ def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
     outcome = notebook.finish(message)
     notebook.follow(message, outcome, lambda seen: "still runs on rank 0" in seen.text)
     code = (
-        "import rankbook\nfrom rankbook.magics.sinks import ask_for\ncluster = rankbook.current()\n"
+        "import rankbook\nfrom rankbook.magics.output_panel import ask_for\ncluster = rankbook.current()\n"
         "(cell,) = cluster.cells()\ncluster.wait(cell, ask=ask_for(get_ipython()))"
     )
     assert notebook.run(code, answers=["Ada"]).status == "ok"

@@ -9,7 +9,7 @@ from rankbook.checkpoint.format.manifest import encode
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.magics.checkpoint_browser import FolderShelf
+from rankbook.magics.views import FolderShelf
 from tests.checkpoint.hand_made import write_checkpoint
 
 

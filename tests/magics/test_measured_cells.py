@@ -9,8 +9,16 @@ import pytest
 
 from rankbook.errors import BadRequest
 from rankbook.magics.arguments import parse_cell_line
-from rankbook.magics.measured_cells import Measuring, latecomers, seconds, times_table
-from rankbook.magics.profiling import Trace, check_file, merge_ops, profile_table
+from rankbook.magics.profiling import (
+    Measuring,
+    Trace,
+    check_file,
+    latecomers,
+    merge_ops,
+    profile_table,
+    seconds,
+    times_table,
+)
 from rankbook.protocol.profiling import OpTime, Times
 from tests.conftest import Kernel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.magics.status_line import describe_running
+from rankbook.magics.cell_handle import describe_running
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.widgets.status_line import line
 

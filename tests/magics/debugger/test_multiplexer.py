@@ -8,8 +8,7 @@ import json
 import pytest
 
 from rankbook.magics.debugger import multiplexer
-from rankbook.magics.debugger.multiplexer import Desk
-from rankbook.magics.debugger.stopped_threads import REFERENCES, THREADS
+from rankbook.magics.debugger.multiplexer import REFERENCES, THREADS, Desk
 
 CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
 
