@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from rankbook.errors import BadRequest
-from rankbook.widgets.render.output_panel import VIEWS
+from rankbook.widgets.output_panel import VIEWS
 
 COMMANDS = (
     "start",

@@ -31,7 +31,7 @@ from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.transport.cell_sources import name_cells
-from rankbook.widgets.render.table import table
+from rankbook.widgets.render.svg import table
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

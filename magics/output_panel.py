@@ -21,8 +21,7 @@ from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import ClearOutput, Emit, Rich, Stream
 from rankbook.protocol.base import RESULT
 from rankbook.ranks import format_ranks
-from rankbook.widgets.output_panel import CellPanel
-from rankbook.widgets.render.output_panel import choice_of, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.output_panel import CellPanel, choice_of, is_live, piece_html, skeleton, text_of
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

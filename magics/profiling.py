@@ -24,8 +24,8 @@ from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Emit, Rich, Stream
 from rankbook.protocol.profiling import Measure, Measured, OpTime, Times
 from rankbook.ranks import name_ranks
-from rankbook.widgets.daemon_threads import start_thread
-from rankbook.widgets.render.table import table
+from rankbook.widgets.live_view import start_thread
+from rankbook.widgets.render.svg import table
 
 _MARK = b'{"rankbook": '
 """How a file of ours begins."""

@@ -136,7 +136,7 @@ _SEAL = 64
 
 
 class FolderShelf:
-    """See `rankbook.widgets.sources.Shelf`. `load` is what its button does; without one it says how to."""
+    """See `rankbook.widgets.view_model.Shelf`. `load` is what its button does; without one it says how to."""
 
     def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
         self._folder = os.fspath(folder)

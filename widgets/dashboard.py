@@ -13,7 +13,7 @@ from rankbook.widgets.checkpoints import CheckpointsPart
 from rankbook.widgets.live_view import LiveView, script
 from rankbook.widgets.placement import PlacementPart
 from rankbook.widgets.shards import ShardsPart
-from rankbook.widgets.sources import Feed, Shelf
+from rankbook.widgets.view_model import Feed, Shelf
 
 
 class Dashboard(LiveView):

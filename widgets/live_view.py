@@ -1,26 +1,78 @@
 """A view that lives in the browser while somebody looks, and stays in the notebook as HTML.
 
 Owns: what is sent, how often, to whom; who looks. Refuses: to know what is shown.
+
+Threads of views, which may end with the interpreter at any moment.
+
+Puts outputs into the notebook.
+
+At most so many updates a second, and the last one always.
+
+A widget that hears its browser at once, also while a cell runs.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import count
 from pathlib import Path
-from threading import Event, Lock, RLock, Timer
+from threading import Event, Lock, RLock, Thread, Timer
 from typing import Any
 
+import anywidget
 import traitlets
+from IPython.core.getipython import get_ipython
+from IPython.display import display
 
 from rankbook.errors import RankbookError
-from rankbook.widgets import display
-from rankbook.widgets.daemon_threads import start_thread
-from rankbook.widgets.early_message_widget import TalkingWidget
-from rankbook.widgets.throttle import Pacer
 from rankbook.widgets.view_model import Part
+
+
+class TalkingWidget(anywidget.AnyWidget):
+    """`_handle` is called with each message, on a thread of its own; `arrived` numbers them, for they may overtake."""
+
+    def __init__(self, **traits: object) -> None:
+        self._arriving = Lock()  # held for moments only, by the kernel's thread
+        self._taken: set[str] = set()  # heard early, and not yet delivered: that may be hours later
+        self._arrivals = count()
+        self._late = False  # whether messages may be delivered only once the cell that runs has ended
+        super().__init__(**traits)
+        self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
+        self._take_messages_early()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _take_messages_early(self) -> None:
+        comm = self.comm
+        if not hasattr(comm, "_reply_subshell_for"):
+            self._late = hasattr(comm, "kernel")
+            return
+
+        def take(data: object, addressed: str | None) -> str | None:
+            if isinstance(data, Mapping) and data.get("method") == "custom":
+                self._arrived(data.get("content"), early=True)
+            return addressed
+
+        comm._reply_subshell_for = take  # the one place on the way in that is never busy
+
+    def _arrived(self, content: object, *, early: bool = False) -> None:
+        """A message. What was heard early comes once more, as ipywidgets delivers it."""
+        if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
+            return
+        with self._arriving:
+            if content["rankbook"] in self._taken:
+                if not early:
+                    self._taken.discard(content["rankbook"])
+                return
+            if early:
+                self._taken.add(content["rankbook"])
+            message = {**content, "arrived": next(self._arrivals)}
+        start_thread(Thread(target=self._handle, args=(message,), name="rankbook-click"))
+
 
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
@@ -72,15 +124,15 @@ class LiveView(TalkingWidget):
         Of a view that was closed there is the HTML.
         """
         if self.comm is None:
-            display.show({"text/html": self.html(), "text/plain": self.text()})
+            show({"text/html": self.html(), "text/plain": self.text()})
             return
         data, _ = self._repr_mimebundle_()
-        if not display.has_front_end():
-            display.show({"text/plain": data["text/plain"]})
+        if not has_front_end():
+            show({"text/plain": data["text/plain"]})
             return
         still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
-        display.show({**data, "text/plain": self.summary()}, still=self.still)
-        display.show(still, display_id=self.still)
+        show({**data, "text/plain": self.summary()}, still=self.still)
+        show(still, display_id=self.still)
         self._shown, self._remembered = True, time.monotonic()
 
     def text(self) -> str:
@@ -122,7 +174,7 @@ class LiveView(TalkingWidget):
         self._shown, shown = False, self._shown
         self.close()
         if shown:
-            display.show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
+            show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
 
     # ------------------------------------------------------------------ who looks
 
@@ -186,7 +238,7 @@ class LiveView(TalkingWidget):
         now = time.monotonic()
         if self._shown and (at_once or now - self._remembered > REMEMBER):
             self._remembered = now
-            display.show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
+            show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
 
     # ------------------------------------------------------------------ from the browser
 
@@ -219,3 +271,78 @@ def end_of(end: Callable[[], None] | None) -> None:
     """Call what ends a watch, if there is one."""
     if end is not None:
         end()
+
+
+def start_thread(thread: Thread) -> bool:
+    """Start `thread` as a daemon; return False if the interpreter shuts down.
+
+    From Python 3.12 on no thread can start from then on, while the threads that run already still get what the end of
+    the ranks brings: an update of a view that nobody sees any more.
+    """
+    thread.daemon = True
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "interpreter shutdown" not in str(error):
+            raise
+        return False
+    return True
+
+
+def has_front_end() -> bool:
+    """Whether this is a Jupyter front end, and not a terminal."""
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def show(
+    bundle: Mapping[str, Any], display_id: str | None = None, *, update: bool = False, still: str | None = None
+) -> None:
+    """Show a mime bundle as an output, or as the new state of the one that has that id.
+
+    `still`: the id of the output below, which says all of it where nothing is live; `rankbook run` shows that alone.
+    """
+    if display_id is None:
+        display(dict(bundle), raw=True, metadata={"rankbook_still": still} if still else None)
+    else:
+        display(dict(bundle), raw=True, display_id=display_id, update=update)
+
+
+INTERVAL = 0.1  # seconds: past a thousand messages a second Jupyter drops the rest, and nobody reads faster
+
+
+class Pacer:
+    """Calls `send` after each `note`, on a thread of its own, at most once per `interval` seconds.
+
+    Notes that come in between are one. Nothing runs while there is nothing to send.
+    """
+
+    def __init__(self, send: Callable[[], None], interval: float = INTERVAL) -> None:
+        self._send, self._interval = send, interval
+        self._lock, self._sending = Lock(), Lock()
+        self._timer: Timer | None = None
+        self._due = 0.0
+        self._closed = False
+
+    def note(self) -> None:
+        """There is something new."""
+        with self._lock:
+            if self._timer is None and not self._closed:
+                self._timer = Timer(max(0.0, self._due - time.monotonic()), self._fire)
+                self._timer.name = "rankbook-view"
+                self._closed = not start_thread(self._timer)
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        with self._lock:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _fire(self) -> None:
+        with self._lock:
+            self._timer = None
+            # A late one does not push the next one back, so that ten a second are ten, and never more than eleven.
+            self._due = max(self._due + self._interval, time.monotonic() + self._interval / 2)
+        with self._sending:
+            if not self._closed:
+                self._send()

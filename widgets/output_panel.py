@@ -5,24 +5,160 @@ Owns: what is sent, so that what comes late misses nothing and all of it is line
 
 Changes go out as messages, numbered. A browser that has not been there from the first asks for everything. One that
 can be heard only once the cell has ended gets everything now and then: after times that double, and at sizes that do.
+
+A cell's output by rank, as HTML and text that need nothing installed.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from threading import RLock
 from typing import Any
 
 import traitlets
 
 from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Put
-from rankbook.ranks import name_ranks
-from rankbook.widgets.early_message_widget import TalkingWidget
-from rankbook.widgets.live_view import STATIC
-from rankbook.widgets.render.ansi import to_html
-from rankbook.widgets.render.output_panel import choice_of, choices, piece_html, skeleton, text_of
+from rankbook.ranks import format_ranks, name_ranks
+from rankbook.widgets.live_view import STATIC, TalkingWidget
+from rankbook.widgets.render.svg import rank_colour, to_html
+
+VIEWS = ("merged", "tabs", "grid")
+_MARKUP = ("text/html", "image/svg+xml")
+_LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_COLOURS = {
+    "black": "#5b616e", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
+    "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
+}  # fmt: skip
+_OF_COLOUR = 60
+"""Percent of each of them in the text; the rest is the theme's own ink, so that it can be read on dark paper too."""
+
+_STYLE = """
+#ID{--rb-faint:var(--vscode-descriptionForeground,var(--jp-ui-font-color1,#57606a));
+--rb-line:var(--vscode-panel-border,var(--jp-border-color1,#bdbdbd));
+--rb-focus:var(--vscode-focusBorder,var(--jp-brand-color1,#0b6bcb));
+color:var(--vscode-editor-foreground,var(--jp-ui-font-color0,inherit));
+background:var(--vscode-editor-background,var(--jp-layout-color0,transparent));font-size:13px}
+#ID fieldset{border:0;border-bottom:1px solid var(--rb-line);margin:0 0 4px;padding:0;
+display:flex;flex-wrap:wrap;gap:2px}
+#ID legend{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+#ID input{position:absolute;opacity:0;width:1px;height:1px;margin:0}
+#ID label{cursor:pointer;padding:2px 10px;min-height:20px;border-bottom:3px solid transparent}
+#ID input:checked+label{font-weight:600;border-bottom-color:var(--rb-focus)}
+#ID input:focus-visible+label{outline:2px solid var(--rb-focus);outline-offset:-2px}
+#ID .rb-pieces{max-height:36em;overflow:auto}
+#ID .rb-piece{border-left:3px solid var(--rb-colour,var(--rb-line));padding-left:6px;margin:1px 0;min-width:0;
+content-visibility:auto;contain-intrinsic-size:auto 1.4em}
+#ID .rb-of{color:var(--rb-faint);font-size:11px;margin:0;font-weight:400}
+#ID pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;background:none;color:inherit;
+font:var(--vscode-editor-font-size,var(--jp-code-font-size,13px))/1.35
+var(--vscode-editor-font-family,var(--jp-code-font-family,monospace))}
+#ID .rb-stderr{background:color-mix(in srgb,#c4302b 12%,transparent)}
+#ID img,#ID svg{max-width:100%}
+#ID .rb-bold{font-weight:700}#ID .rb-italic{font-style:italic}#ID .rb-under{text-decoration:underline}
+#ID:has(.rb-to-grid:checked) .rb-pieces{display:grid;grid-template-columns:repeat(COUNT,minmax(14em,1fr));gap:0 8px;
+grid-auto-flow:dense;align-items:start}
+#ID:has(.rb-to-grid:checked) .rb-piece{grid-column:var(--rb-columns)}
+"""
+
+
+def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", head: str = "") -> str:
+    """The panel of a cell called `title` on `ranks`; `name` is its id, and `view` what `choices` names."""
+    style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
+    style += "".join(
+        f"#{name} .rb-{each}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
+        for each, colour in _COLOURS.items()
+    )
+    style += "".join(
+        f'#{name}:has(.rb-to-{rank}:checked) .rb-piece:not([data-ranks~="{rank}"]){{display:none}}'
+        f"#{name}:has(.rb-to-{rank}:checked) .rb-of{{display:none}}"
+        for rank in ranks
+    )
+    # JupyterLab folds headings at the arrow keys, unless the focused element itself says that it wants them
+    radios = "".join(
+        f'<input type="radio" name="{name}" id="{name}-{choice}" value="{choice}" class="rb-to-{choice}"'
+        f'{" checked" if choice == view else ""} data-lm-suppress-shortcuts="true">'
+        f'<label for="{name}-{choice}">{words}</label>'
+        for choice, words in choices(ranks).items()
+    )
+    return (
+        f'<div class="rankbook-panel" id="{name}"><style>{style}</style>'
+        f"<fieldset><legend>{escape(title)}, by rank</legend>{radios}</fieldset>"
+        f'<div class="rb-head">{head}</div>'
+        f'<div class="rb-pieces" role="region" tabindex="0" aria-label="Output of {escape(title)}">{pieces}</div></div>'
+    )
+
+
+def choices(ranks: Sequence[int]) -> dict[str, str]:
+    """What a reader can choose: names, with their labels."""
+    return {"merged": "merged", "grid": "grid", **{str(rank): f"rank {rank}" for rank in ranks}}
+
+
+def choice_of(view: str, ranks: Sequence[int]) -> str:
+    """What is chosen first where `view` is one of `VIEWS`."""
+    return str(ranks[0]) if view == "tabs" else view
+
+
+def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
+    """One piece; `ranks` are those of the cell."""
+    columns = [ranks.index(rank) for rank in piece.ranks]
+    together = columns == list(range(columns[0], columns[-1] + 1))
+    place = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
+    colour = f"--rb-colour:{rank_colour(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
+    label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
+    if piece.data is not None:
+        inner = bundle_html(piece.data, piece.metadata)
+    else:
+        inner = f'<pre class="rb-{piece.stream}">{to_html(piece.text)}</pre>'
+    return (
+        f'<div class="rb-piece" data-key="{piece.key}" data-ranks="{" ".join(map(str, piece.ranks))}" '
+        f'style="{colour}--rb-columns:{place}">{label}{inner}</div>'
+    )
+
+
+def is_live(data: Mapping[str, Any]) -> bool:
+    """Whether only a front end can show what it is: a widget, a chart that a script draws.
+
+    A script in HTML runs neither while the cell does nor, where it counts on what a front end once had, later: Plotly
+    sends its chart in both ways.
+    """
+    if not any(kind.startswith("application/") for kind in data):
+        return False
+    if not any(kind in data for kind in (*_MARKUP, *_IMAGES)):
+        return True
+    return any(kind in data for kind in _LIVE) or "<script" in str(data.get("text/html", ""))
+
+
+def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> str:
+    """The richest part of a mime bundle that HTML can show by itself; a picture as wide as its metadata says."""
+    for kind in () if is_live(data) else _MARKUP:
+        if isinstance(text := data.get(kind), str):
+            return text
+    for kind in _IMAGES:
+        if isinstance(text := data.get(kind), str):
+            words = escape(str(data.get("text/plain", "a picture")))
+            wide = (metadata or {}).get(kind)
+            width = wide.get("width") if isinstance(wide, Mapping) else None
+            size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
+            return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{words}"{size}>'
+    for kind in ("text/plain", "text/markdown", "text/latex"):
+        if isinstance(text := data.get(kind), str):
+            return f"<pre>{to_html(text)}</pre>"
+    return f"<p>({escape(', '.join(data) or 'nothing')})</p>"
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    """All of it as text, behind the ranks that it is of."""
+    lines = []
+    for piece in pieces:
+        text = piece.text if piece.data is None else str(piece.data.get("text/plain", f"({', '.join(piece.data)})"))
+        label = f"[{format_ranks(piece.ranks)}]"
+        lines += [f"{label} {line}" if line else label for line in text.removesuffix("\n").split("\n")]
+    return "\n".join(lines)
+
 
 _FIRST_WHOLE = 0.3
 """Seconds after the opening until everything is sent again; after that each time is twice as long, up to `_LAST`."""
@@ -34,7 +170,7 @@ _FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p
 class CellPanel(TalkingWidget):
     """The output of a cell called `title` on `ranks`; `name` is its own in the page.
 
-    `view` is one of `rankbook.widgets.render.output_panel.VIEWS`.
+    `view` is one of `rankbook.widgets.output_panel.VIEWS`.
     """
 
     _esm = STATIC / "panel.js"

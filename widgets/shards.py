@@ -1,24 +1,27 @@
 """Where the parts of every tensor of a variable are.
 
 Owns: the list for the browser, one tensor's chunks when it is asked for. Refuses: to know where they come from.
+
+Where the parts of every tensor are, as HTML, text and SVG.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from html import escape
 from threading import Lock, Thread
 from typing import Any
 
 import traitlets
 
 from rankbook.errors import BadRequest, RankbookError
+from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
-from rankbook.widgets.daemon_threads import start_thread
-from rankbook.widgets.live_view import LiveView, script
-from rankbook.widgets.render import shards as picture
-from rankbook.widgets.sources import Feed
-from rankbook.widgets.view_model import Message, Part, compact
+from rankbook.ranks import name_ranks
+from rankbook.widgets.live_view import LiveView, script, start_thread
+from rankbook.widgets.render.svg import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, table, words
+from rankbook.widgets.view_model import Feed, Message, Part, compact
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
 
@@ -83,7 +86,7 @@ class ShardsPart(Part):
         if op == "statistic":
             found = self._feed.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
             assert isinstance(found, Statistic)
-            return picture.statistic_words(found)
+            return statistic_words(found)
         raise BadRequest(f"the shards view knows no {op!r}")
 
     def _ask(self, name: str) -> str:
@@ -108,19 +111,19 @@ class ShardsPart(Part):
 
     def summary(self) -> str:
         """See `Part`."""
-        return picture.summary(self._found, self._variable)
+        return summary(self._found, self._variable)
 
     def text(self) -> str:
         """See `Part`."""
-        return picture.text(self._found, self._variable, self._search)
+        return text(self._found, self._variable, self._search)
 
     def html(self) -> str:
         """See `Part`."""
-        return picture.html(self._found, self._variable, self._search)
+        return html(self._found, self._variable, self._search)
 
     def svg(self) -> str:
         """See `Part`."""
-        return picture.svg(self._found, self._variable, self._chosen)
+        return svg(self._found, self._variable, self._chosen)
 
 
 class ShardsView(LiveView):
@@ -141,7 +144,7 @@ def fixed_of(found: ShardMap) -> dict[str, Any]:
         "kind": found.kind,
         "trouble": found.trouble,
         "tensors": [[tensor.key, tensor.dtype, list(tensor.shape)] for tensor in found.tensors],
-        "totals": list(picture.totals(found).items()),
+        "totals": list(totals(found).items()),
     }
 
 
@@ -170,3 +173,149 @@ def chunks_of(shards: Sequence[Shard]) -> list[list[Shard]]:
     for shard in shards:
         found[shard.offset, shard.shape].append(shard)
     return [sorted(found[place], key=lambda each: (each.replica, each.rank)) for place in sorted(found)]
+
+
+MOST_ROWS = 200  # tensors listed where nobody can scroll
+HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")
+
+
+def statistic_words(found: Statistic) -> str:
+    """The statistic in one line: "min -0.5, mean 0.25, max 1.5, 2 NaN"."""
+    numbers = [("min", found.minimum), ("mean", found.mean), ("max", found.maximum)]
+    said = [f"{name} {number:.4g}" for name, number in numbers if number is not None]
+    said += [f"{found.nans} NaN", *([f"{found.infinities} infinite"] if found.infinities else [])]
+    return ", ".join(said)
+
+
+def totals(found: ShardMap) -> dict[int, int]:
+    """Bytes that each rank holds, replicas included."""
+    amounts: Counter[int] = Counter()
+    for tensor in found.tensors:
+        for shard in tensor.shards:
+            amounts[shard.rank] += shard.bytes
+    return dict(sorted(amounts.items()))
+
+
+def imbalance(amounts: dict[int, int]) -> str:
+    """How uneven the ranks' bytes are, in words."""
+    if not amounts or not max(amounts.values()):
+        return ""
+    most, mean = max(amounts.values()), sum(amounts.values()) / len(amounts)
+    if most <= 1.005 * mean:
+        return f"{format_bytes(mean)} on each rank"
+    rank = max(amounts, key=lambda each: amounts[each])
+    above = 100 * most / mean - 100
+    return f"rank {rank} holds {format_bytes(most)}, {above:.0f} % above the mean of {format_bytes(mean)}"
+
+
+def summary(found: ShardMap | None, name: str) -> str:
+    """One line: "model (model): 6 tensors; 1.2 MB on each rank"."""
+    if found is None:
+        return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
+    if found.trouble:
+        return f"shards of {found.name}: {found.trouble}"
+    held = imbalance(totals(found))
+    return f"{found.name} ({found.kind}): {plural(len(found.tensors), 'tensor')}{f'; {held}' if held else ''}"
+
+
+def _row(tensor: ShardedTensorMap) -> list[str]:
+    parts = {(shard.offset, shard.shape) for shard in tensor.shards}
+    copies = max((shard.replica for shard in tensor.shards), default=0) + 1
+    ranks = sorted({shard.rank for shard in tensor.shards})
+    return [
+        tensor.key,
+        tensor.dtype,
+        format_shape(tensor.shape),
+        f"{len(parts)}{f' × {copies} replicas' if copies > 1 else ''}",
+        name_ranks(ranks) if ranks else "",
+    ]
+
+
+def _rows(found: ShardMap, search: str) -> tuple[list[list[str]], int]:
+    """A row for each tensor with `search` in its name, and how many more there are than are shown."""
+    wanted = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
+    return [_row(tensor) for tensor in wanted[:MOST_ROWS]], max(0, len(wanted) - MOST_ROWS)
+
+
+def text(found: ShardMap | None, name: str, search: str = "") -> str:
+    """A line for each tensor with `search` in its name, then the bytes of each rank."""
+    lines = [summary(found, name)]
+    if found is not None and found.tensors:
+        rows, more = _rows(found, search)
+        lines.append(table(HEADINGS, rows)["text/plain"] if rows else f"no tensor has {search!r} in its name")
+        lines += [f"… and {more} more"] if more else []
+        lines += [f"rank {rank}: {format_bytes(amount)}" for rank, amount in totals(found).items()]
+    return "\n".join(lines)
+
+
+def html(found: ShardMap | None, name: str, search: str = "") -> str:
+    """A table of the tensors with `search` in their names, and one of what each rank holds."""
+    said = f"<p>{escape(summary(found, name))}</p>"
+    if found is None or not found.tensors:
+        return said
+    shown, more = _rows(found, search)
+    said += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
+    said += f"<p>… and {more} more</p>" if more else ""
+    rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(found).items()]
+    return said + table(("rank", "holds"), rows)["text/html"]
+
+
+def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
+    """The chosen tensor, or the largest one, as a grid of its parts, and the bytes of each rank."""
+    if found is None or not found.tensors:
+        return picture(720, 40, "shards", [words(12, 25, summary(found, name))])
+    tensor = chosen or max(found.tensors, key=lambda each: sum(shard.bytes for shard in each.shards))
+    shapes = [
+        words(12, 22, summary(found, name), size=14),
+        words(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
+    ]
+    shapes += _grid(tensor, 12, 56, 400, 280)
+    amounts = totals(found)
+    most = max([*amounts.values(), 1])
+    row = min(22.0, 280 / max(1, len(amounts)))
+    for index, (rank, amount) in enumerate(amounts.items()):
+        y = 56 + index * row
+        shapes.append(rect(480, y, 130 * amount / most, row - 2, BLUE, title=f"rank {rank}: {format_bytes(amount)}"))
+        if row >= 10:
+            shapes += [
+                words(470, y + row - 6, str(rank), anchor="end", size=11),
+                words(620, y + row - 6, format_bytes(amount)),
+            ]
+    return picture(720, 350, summary(found, name), shapes)
+
+
+def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: float) -> list[str]:
+    """The parts in the tensor's two largest dims, at index 0 of the others."""
+    across, down = _two_dims(tensor.shape)
+    shapes, drawn = [], set()
+    for shard in sorted(tensor.shards, key=lambda each: (each.replica, each.rank)):
+        here = all(begin == 0 for dim, begin in enumerate(shard.offset) if dim not in (across, down))
+        if (shard.offset, shard.shape) in drawn or not here:
+            continue
+        drawn.add((shard.offset, shard.shape))
+        left, wide = _extent(tensor, shard.offset, shard.shape, across, width)
+        top, high = _extent(tensor, shard.offset, shard.shape, down, height)
+        colour = rank_colour(shard.rank)
+        copies = [each for each in tensor.shards if (each.offset, each.shape) == (shard.offset, shard.shape)]
+        title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
+        shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
+        label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"
+        if wide > 8 * len(label) and high > 14:
+            shapes.append(words(x + left + 4, y + top + 14, label, fill=ink_on(colour)))
+    return shapes
+
+
+def _two_dims(shape: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """The dim drawn across and the one drawn down: the two largest, the first of them down."""
+    dims = sorted(sorted(range(len(shape)), key=lambda dim: -shape[dim])[:2])
+    if len(dims) == 2:
+        return dims[1], dims[0]
+    return None, dims[0] if dims else None
+
+
+def _extent(
+    tensor: ShardedTensorMap, offset: tuple[int, ...], shape: tuple[int, ...], dim: int | None, pixels: float
+) -> tuple[float, float]:
+    if dim is None or not tensor.shape[dim]:
+        return 0.0, pixels
+    return pixels * offset[dim] / tensor.shape[dim], pixels * shape[dim] / tensor.shape[dim]

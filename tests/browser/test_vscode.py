@@ -9,8 +9,8 @@ import pytest
 
 from rankbook.output.by_rank import Piece
 from rankbook.widgets.live_view import STATIC
+from rankbook.widgets.output_panel import piece_html, skeleton
 from rankbook.widgets.placement import PlacementView, state_of
-from rankbook.widgets.render.output_panel import piece_html, skeleton
 from rankbook.widgets.view_model import compact
 from tests.browser.test_looks import GRAVE
 from tests.widgets import fakes

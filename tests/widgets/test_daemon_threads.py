@@ -8,10 +8,9 @@ import threading
 
 import pytest
 
-from rankbook.widgets.daemon_threads import start_thread
-from rankbook.widgets.throttle import Pacer
+from rankbook.widgets.live_view import Pacer, start_thread
 
-SHUTDOWN = "import atexit\nfrom rankbook.widgets.throttle import Pacer\natexit.register(Pacer(lambda: None).note)\n"
+SHUTDOWN = "import atexit\nfrom rankbook.widgets.live_view import Pacer\natexit.register(Pacer(lambda: None).note)\n"
 
 
 def refuse(_thread: threading.Thread) -> None:

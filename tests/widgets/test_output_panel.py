@@ -10,9 +10,8 @@ import pytest
 
 from rankbook.output.by_rank import Drop, Head, More, Piece, Put
 from rankbook.widgets import output_panel
-from rankbook.widgets.output_panel import CellPanel
-from rankbook.widgets.render.ansi import to_html
-from rankbook.widgets.render.output_panel import bundle_html, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.output_panel import CellPanel, bundle_html, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.render.svg import to_html
 
 
 @pytest.fixture

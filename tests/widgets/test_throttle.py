@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rankbook.widgets.throttle import Pacer
+from rankbook.widgets.live_view import Pacer
 from tests.conftest import wait_until
 
 LAST = 1 << 60

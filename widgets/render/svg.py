@@ -4,12 +4,19 @@ Owns: the palette and SVG elements. Refuses: to know what they stand for.
 
 The palette is Okabe and Ito's, made to be told apart by people who see colours differently
 (https://jfly.uni-koeln.de/color/). The same one is in static/common.js; a test compares them.
+
+A small table.
+
+What a terminal colours, as HTML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import islice
+
+from rankbook.formatting import ANSI_ESCAPE
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILLION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#999999"
@@ -83,3 +90,72 @@ def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "
         f'<span aria-hidden="true" style="display:inline-flex;width:{width};height:0.8em;border:1px solid #8888">'
         f"{spans}</span>"
     )
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    """A small table as a mime bundle, in HTML and in aligned text. Columns with nothing in them are left out."""
+    filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    headings, *rows = [[row[column] for column in filled] for row in (headings, *rows)]
+    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (headings, *rows)
+    ]
+    head = "".join(f'<th scope="col" style="text-align:left">{escape(cell)}</th>' for cell in headings)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    return {
+        "text/plain": "\n".join(lines),
+        "text/html": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+    }
+
+
+_NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_STYLES = {1: "rb-bold", 3: "rb-italic", 4: "rb-under"}
+_PLAIN = {22: "rb-bold", 23: "rb-italic", 24: "rb-under"}
+
+
+def to_html(text: str) -> str:
+    """`text` as HTML; its colours are classes (`rb-red`), sequences that are none go."""
+    if "\x1b" not in text:
+        return escape(text, quote=False)
+    found, classes, at = [], dict[str, str](), 0
+
+    def add(part: str) -> None:
+        if part and classes:
+            found.append(f'<span class="{" ".join(classes.values())}">{escape(part, quote=False)}</span>')
+        elif part:
+            found.append(escape(part, quote=False))
+
+    for match in ANSI_ESCAPE.finditer(text):
+        add(text[at : match.start()])
+        at = match.end()
+        if match[1] is not None:
+            _change(classes, map(_code, match[1].split(";")))
+    add(text[at:])
+    return "".join(found)
+
+
+def _code(digits: str) -> int:
+    """Return the code that a part of a sequence means: 0 without a number, -1 for a number that is no code."""
+    return int(digits or 0) if len(digits) < 5 else -1
+
+
+def _change(classes: dict[str, str], codes: Iterator[int]) -> None:
+    """What one sequence does to the classes of what follows."""
+    for code in codes:
+        if code == 0:
+            classes.clear()
+        elif code in (38, 48):  # 256 colours (5, number), or three bytes (2, red, green, blue): no class of ours
+            rest = 1 if next(codes, None) == 5 else 3
+            for _ in islice(codes, rest):
+                pass
+        elif code in _STYLES:
+            classes[_STYLES[code]] = _STYLES[code]
+        elif code in _PLAIN:
+            classes.pop(_PLAIN[code], None)
+        elif code == 39:
+            classes.pop("colour", None)
+        elif code // 10 in (3, 9) and code % 10 < 8:
+            classes["colour"] = f"rb-{_NAMES[code % 10]}"
