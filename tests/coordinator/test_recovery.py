@@ -143,8 +143,8 @@ BROKEN = {
 @pytest.mark.parametrize(("code", "reason"), BROKEN.values(), ids=BROKEN)
 def test_a_value_whose_pickling_goes_wrong_costs_neither_donor_nor_heal(cluster, code, reason):
     cluster.run(
-        f"""from rankbook.rank import pickle_check
-pickle_check.check_pickling.__kwdefaults__["seconds"] = 1.0
+        f"""from rankbook.rank import recovery
+recovery.check_pickling.__kwdefaults__["seconds"] = 1.0
 class Broken:
     def __reduce__(self):
         {code}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.rank.cgroups import RecentKills, find_counter, read_counter
+from rankbook.rank.forkserver import RecentKills, find_counter, read_counter
 
 EVENTS = "low 0\nhigh 17\nmax 4031\noom 3\noom_kill {}\noom_group_kill 1\n"
 OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"

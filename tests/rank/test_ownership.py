@@ -17,7 +17,7 @@ from rankbook.protocol.forkserver import CloseCluster
 from rankbook.protocol.messages import FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
 from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import os_utils
-from rankbook.rank.ownership import Owner
+from rankbook.rank.forkserver import Owner
 from rankbook.transport.framed_socket import MessageStream
 
 TOKEN = "secret"

@@ -2,22 +2,29 @@
 
 Owns: the namespace, the order of a task's messages, what becomes of errors. Refuses: to end the rank for anything user
 code does.
+
+Turns the exception that ended a task into the report that is sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Collection
 from functools import partial
 from os import getpid
 from pathlib import Path
+from subprocess import CalledProcessError
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rankbook.errors import BadRequest, StartError
+from IPython.core.error import UsageError
+
+from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.formatting import suggest
 from rankbook.protocol.comm import DebugHeard
 from rankbook.protocol.messages import (
@@ -45,11 +52,18 @@ from rankbook.protocol.messages import (
 )
 from rankbook.protocol.profiling import Measure
 from rankbook.protocol.queries import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
-from rankbook.rank import failures, originals, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank import (
+    originals,
+    os_utils,
+    recovery,
+    shutdown,
+    tracebacks,
+)
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
+from rankbook.rank.inspect import oom
 from rankbook.rank.inspect.completion import Guide
-from rankbook.rank.inspect.query_threads import Inquiries, answer_apart
+from rankbook.rank.inspect.query_handlers import Inquiries, answer_apart
 from rankbook.rank.io.output_capture import Capture
 from rankbook.rank.io.output_widget import Target
 from rankbook.rank.process_groups.manager import GroupMember
@@ -59,9 +73,12 @@ from rankbook.transport.serialization import Packed, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from rankbook.rank.inspect.evaluate import Peeks
     from rankbook.rank.inspect.query_handlers import Lookout
     from rankbook.rank.profiling.measurement import Measurement
+
 
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
@@ -151,7 +168,7 @@ class Executor:
         self._capture.end()
         done = Done(
             cell=self.cell,
-            status=failures.status_of(error),
+            status=status_of(error),
             seconds=perf_counter() - began,
             error=report,
             payload=packed.payload if packed else None,
@@ -164,16 +181,16 @@ class Executor:
         with self._interrupts.shield():
             self._debuggee.end()
         error = self._group.translate(error)
-        if self._interrupts.delivered and failures.is_aftermath(error):
+        if self._interrupts.delivered and is_aftermath(error):
             return KeyboardInterrupt().with_traceback(tracebacks.traceback_of(error))
         return error
 
     def _explain(self, error: BaseException) -> ErrorReport:
         if issubclass(type(error), KeyboardInterrupt):
-            failures.cancel_leftovers()
+            cancel_leftovers()
         else:  # it may be just a flush that was interrupted
             self._capture.flush()
-        return failures.explain(self._shell, error, self._cell_files(), self._number)
+        return explain(self._shell, error, self._cell_files(), self._number)
 
     def _give_up(self, error: BaseException) -> Done:
         """Return the `Done` of a task whose end went wrong, once the rank can work again."""
@@ -186,7 +203,7 @@ class Executor:
             if replaced:
                 self._capture.tell(originals.describe(replaced))
             self._capture.end()
-        return Done(cell=self.cell, status=failures.status_of(error), seconds=0.0, error=report)
+        return Done(cell=self.cell, status=status_of(error), seconds=0.0, error=report)
 
     def _end_if_forked(self) -> None:
         """End a child that user code forked and that came out of the cell."""
@@ -401,3 +418,41 @@ class Executor:
 def _cell_of(message: ToRank) -> int:
     cell: int = getattr(message, "cell")  # noqa: B009 - every task has one; the union's other members are no tasks
     return cell
+
+
+def explain(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
+    """Return the report of an error; where memory ran out, say what held it and let go of it."""
+    kind = type(error)
+    if issubclass(kind, (RankbookError, UsageError, BdbQuit)) and not issubclass(kind, CollectiveAborted):
+        return tracebacks.in_one_line(error)
+    report = tracebacks.report(shell, error, cells, number)
+    if oom.is_out_of_memory(error):
+        report = oom.tell_and_free(shell, error, report)
+    elif oom.is_of_a_peer(error):
+        oom.free(shell, error)
+    return report
+
+
+def is_aftermath(error: BaseException) -> bool:
+    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it."""
+    of_workers = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+    return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
+
+
+def status_of(error: BaseException | None) -> Literal["ok", "error", "interrupted"]:
+    """Return how a task ended. `isinstance` would ask the error's own `__class__`."""
+    if error is None:
+        return "ok"
+    return "interrupted" if issubclass(type(error), KeyboardInterrupt) else "error"
+
+
+def cancel_leftovers() -> None:
+    """Cancel what an interrupted `await` left in the event loop, or the next one would run it on."""
+    from IPython.core.async_helpers import get_asyncio_loop
+
+    loop = get_asyncio_loop()
+    if loop.is_running() or not (tasks := asyncio.all_tasks(loop)):
+        return
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may do as it likes about it

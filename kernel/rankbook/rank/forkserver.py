@@ -5,14 +5,20 @@ Owns: the ranks' processes: fork, kill, reap. Refuses: CUDA, threads, and to out
 `python -m rankbook.rank.forkserver FD` speaks the forkserver's messages over the socket FD. When that closes, the
 notebook is gone: every rank's session is killed, the cluster's folders are removed, and the process ends. A cluster
 that is to be kept (`owner.py`) gets some time before that, in which another notebook may claim it.
+
+Which notebook the forkserver serves: the one that started it, or one that has claimed a kept cluster since.
+
+The kernel's OOM killer, as far as its counters tell.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hmac
 import importlib
 import importlib.util
+import mmap
 import os
 import secrets
 import select
@@ -21,13 +27,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import psutil
 
+from rankbook.errors import ProtocolError
 from rankbook.process_identity import hold_folder
 from rankbook.protocol.forkserver import (
     CloseCluster,
@@ -40,11 +48,9 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.messages import ToForkserver, decode_to_forkserver
-from rankbook.protocol.reattach import KeepCluster
+from rankbook.protocol.messages import Message, ToForkserver, decode_to_forkserver
+from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
 from rankbook.rank import os_utils
-from rankbook.rank.cgroups import RecentKills, find_counter
-from rankbook.rank.ownership import Owner
 from rankbook.transport.framed_socket import MessageStream
 
 PRELOAD_WHEN_IDLE = (
@@ -331,3 +337,218 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
 
 if __name__ == "__main__":
     main()
+
+
+_CLAIM_SECONDS = 5.0
+"""How long a process that has connected may take to say what it wants."""
+
+Stream = MessageStream[ToForkserver]
+
+
+class Owner:
+    """The owner, seen from the forkserver: first the process `notebook`, its parent, over `stream`."""
+
+    def __init__(self, stream: Stream, notebook: int) -> None:
+        self.stream = stream
+        self.lost = 0.0
+        self._gone: Callable[[], bool] = lambda: os.getppid() != notebook
+        self._pid = notebook
+        self._kept: KeepCluster | None = None
+        self._listener: socket.socket | None = None
+        self._callers: list[tuple[Stream, int, float]] = []
+        self._flag = mmap.mmap(-1, 1)  # shared with every process that is forked from here on
+        self._flag[0] = 1
+
+    def there(self) -> bool:
+        """Whether there is one. In the ranks too: this is how they know."""
+        return self._flag[0] == 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the cluster outlives its owner."""
+        return self._kept is not None
+
+    def files(self) -> list[int]:
+        """The descriptors to watch."""
+        files = [each.fileno() for each, _, _ in self._callers]
+        if self._listener is not None:
+            files.append(self._listener.fileno())
+        if self.there():
+            files.append(self.stream.fileno())
+        return files
+
+    def send(self, message: Message) -> None:
+        """Tell the owner, if there is one."""
+        if self.there():
+            self.stream.send(message)
+
+    def keep(self, message: KeepCluster) -> None:
+        """From now on the cluster outlives its owner."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(message.address)
+        self._listener.listen(8)
+        self._kept = message
+
+    def let_go(self) -> None:
+        """There is no cluster any more that could outlive anybody."""
+        self._kept = None
+        self._hang_up()
+
+    def forget(self) -> None:
+        """In a child of the forkserver: close what is not its own."""
+        self.stream.close()
+        self._hang_up()
+
+    def look(self) -> bool:
+        """Notice that the owner is gone; False when that ends the cluster."""
+        if self.there() and (self.stream.closed or self._gone()):
+            self.stream.close()
+            self._flag[0] = 0
+            self.lost = time.monotonic()
+        return self.there() or (self._kept is not None and time.monotonic() - self.lost < self._kept.seconds)
+
+    def hear_claims(self, ranks: int) -> bool:
+        """Answer whoever has connected; whether one of them is the owner now, and waits to hear of `ranks` ranks."""
+        if self._listener is not None:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self._welcome(self._listener.accept()[0])
+        claimed = False
+        for caller, pid, deadline in self._callers:
+            if caller.closed or time.monotonic() > deadline:
+                caller.close()
+                continue
+            with contextlib.suppress(ProtocolError):
+                for message in caller.read():
+                    claimed = self._answer(caller, pid, message, ranks) or claimed
+                continue
+            caller.close()
+        self._callers = [each for each in self._callers if each[0] is not self.stream and not each[0].closed]
+        return claimed
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        pid, user = os_utils.peer(connection)
+        if user not in (None, os.getuid()):
+            connection.close()
+            return
+        caller = MessageStream(connection, decode_to_forkserver)
+        self._callers.append((caller, pid or 0, time.monotonic() + _CLAIM_SECONDS))
+
+    def _answer(self, caller: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:
+        if not isinstance(message, Claim) or not self._knows(message.token):
+            caller.send(ClaimRefused(owner=0))
+            caller.close()
+            return False
+        if self.there():
+            caller.send(ClaimRefused(owner=self._pid))
+            caller.close()
+            return False
+        self._pid = pid or message.pid
+        self._gone = os_utils.end_of(self._pid)
+        self.stream = caller
+        self._flag[0] = 1
+        caller.send(Claimed(ranks=ranks, lost=self.lost))
+        return True
+
+    def _knows(self, token: str) -> bool:
+        return self._kept is not None and hmac.compare_digest(token.encode(), self._kept.token.encode())
+
+    def _hang_up(self) -> None:
+        for caller, _, _ in self._callers:
+            caller.close()
+        self._callers = []
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+_PROCESS = Path("/proc/self")
+_EVERY = 1.0
+_RECENT = 10.0
+"""Seconds that a victim with much memory may take to end."""
+
+
+def find_counter(process: Path = _PROCESS) -> Path | None:
+    """The file with our control group's count; None where there is none.
+
+    Whichever limit or lack of memory it was: the kernel counts where the victim was (cgroup-v2.rst, `oom_kill`; in
+    version 1 the same line stands in `memory.oom_control`).
+    """
+    return next((file for file in _counters(process) if read_counter(file) is not None), None)
+
+
+def read_counter(file: Path) -> int | None:
+    """How many processes were ended so far."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:  # no such controller here, or the root group, which counts nothing
+        return None
+    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else None
+
+
+class RecentKills:
+    """Counts the OOM killer's victims of the last seconds: one of last week did not end the rank that ends now."""
+
+    def __init__(self, counter: Path | None) -> None:
+        self._counter = counter
+        self._changes: deque[tuple[float, int]] = deque()
+        self._next = 0.0
+
+    def look(self, now: float) -> None:
+        """Look at the counter, at most once a second; `now` is on any clock."""
+        if now >= self._next:
+            self._read(now)
+
+    def recent(self, now: float) -> int:
+        """How many there were of late; 0 where it cannot be told."""
+        self._read(now)
+        return self._changes[-1][1] - self._changes[0][1] if self._changes else 0
+
+    def _read(self, now: float) -> None:
+        self._next = now + _EVERY
+        count = read_counter(self._counter) if self._counter is not None else None
+        if count is not None and (not self._changes or self._changes[-1][1] != count):
+            self._changes.append((now, count))
+        while len(self._changes) > 1 and self._changes[1][0] < now - _RECENT:
+            self._changes.popleft()
+
+
+def _counters(process: Path) -> Iterator[Path]:
+    """The files that may have the counter. A machine can have both versions; the memory is in one of them."""
+    try:
+        groups = (process / "cgroup").read_text().splitlines()
+        mounts = [_Mount(line) for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:  # no Linux
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind, name = ("cgroup", "memory.oom_control") if controllers else ("cgroup2", "memory.events")
+        for mount in mounts:
+            if mount.kind == kind and (not controllers or "memory" in mount.options):
+                yield mount.folder_of(path) / name
+
+
+class _Mount:
+    """One line of mountinfo (proc_pid_mountinfo(5))."""
+
+    def __init__(self, line: str) -> None:
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        self.root = PurePosixPath(_plain(fields[3]))
+        self.point = Path(_plain(fields[4]))
+        self.kind = kinds[0]
+        self.options = kinds[-1].split(",")
+
+    def folder_of(self, group: str) -> Path:
+        """Where the control group `group` lies. A container sees its own at the top, whatever its path outside."""
+        path = PurePosixPath(group)
+        return self.point / path.relative_to(self.root) if path.is_relative_to(self.root) else self.point
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")

@@ -28,7 +28,7 @@ from rankbook.rank.executor import Executor
 from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import Capture, Pace
 from rankbook.rank.io.output_widget import Office
-from rankbook.rank.process_groups import gloo_terminate
+from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.manager import GroupMember
 from rankbook.rank.replay_buffer import OFFER_SECONDS, KeptLink
 from rankbook.rank.shell import RankShell, make_shell
@@ -127,7 +127,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         device=device,
         folder=Path(request.segments),
     )
-    gloo_terminate.board(group.rescue)
+    gloo.board(group.rescue)
     shell = _shell
     assert shell is not None
     recovery.stand_for(shell.user_ns)

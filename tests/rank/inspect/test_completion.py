@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rankbook.protocol.queries import AskCompletions, AskInspection
-from rankbook.rank.inspect import cursor_context
+from rankbook.rank.inspect import completion
 from rankbook.rank.inspect.completion import MOST, Guide
 
 RUN: list[str] = []
@@ -339,13 +339,13 @@ def test_it_is_asked_about_what_is_under_the_cursor_or_called_there():
     ],
 )
 def test_the_expression_that_a_text_ends_with(text, expression):
-    assert cursor_context.expression_before(text) == expression
+    assert completion.expression_before(text) == expression
 
 
 def test_strings_brackets_and_comments_are_known():
-    assert cursor_context.place_of("f('a(', [1, ").brackets == (1, 8)
-    assert cursor_context.place_of("f('it\\'s").quote == 2
-    assert cursor_context.place_of("x = 'not closed\ny").quote is None
-    assert cursor_context.place_of('"""a\n"b"').quote == 0
-    assert cursor_context.place_of("x = 1  # 'what").comment
-    assert not cursor_context.place_of("# 'what\nx").comment
+    assert completion.place_of("f('a(', [1, ").brackets == (1, 8)
+    assert completion.place_of("f('it\\'s").quote == 2
+    assert completion.place_of("x = 'not closed\ny").quote is None
+    assert completion.place_of('"""a\n"b"').quote == 0
+    assert completion.place_of("x = 1  # 'what").comment
+    assert not completion.place_of("# 'what\nx").comment

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankbook.rank.inspect.memory_report import DEEPEST, find_holdings
+from rankbook.rank.inspect.oom import DEEPEST, find_holdings
 
 
 def names(namespace: dict[str, object], **options) -> list[str]:

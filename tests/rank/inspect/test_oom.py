@@ -7,8 +7,7 @@ import torch
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.inspect import oom
-from rankbook.rank.inspect.memory_report import Found, Holding, find_holdings
-from rankbook.rank.inspect.oom import describe_holdings, is_out_of_memory
+from rankbook.rank.inspect.oom import Found, Holding, describe_holdings, find_holdings, is_out_of_memory
 
 
 def from_(cause: BaseException) -> BaseException:

@@ -15,11 +15,9 @@ from rankbook.errors import BadRequest
 from rankbook.protocol import telemetry
 from rankbook.protocol.queries import AskLook, AskStatistic, NothingTold
 from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
-from rankbook.rank.inspect.device_memory import GradientCounter, Utilisation
-from rankbook.rank.inspect.query_handlers import Lookout
+from rankbook.rank.inspect.object_info import list_variables
+from rankbook.rank.inspect.query_handlers import GradientCounter, Lookout, Utilisation, statistic
 from rankbook.rank.inspect.tensor_introspection import Breath
-from rankbook.rank.inspect.tensor_stats import statistic
-from rankbook.rank.inspect.variables import list_variables
 
 
 def inventory(namespace):
@@ -56,7 +54,7 @@ def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
 
 
 def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr("rankbook.rank.inspect.tensor_stats.LONGEST", -1.0)
+    monkeypatch.setattr("rankbook.rank.inspect.query_handlers.LONGEST", -1.0)
     with pytest.raises(BadRequest, match="too many to look at"):
         statistic(0, torch.ones(10))
     with pytest.raises(BadRequest, match="no minimum"):

@@ -6,7 +6,7 @@ import queue
 import threading
 
 from rankbook.protocol.queries import AskLook, NothingTold
-from rankbook.rank.inspect.query_threads import Inquiries
+from rankbook.rank.inspect.query_handlers import Inquiries
 from tests.conftest import wait_until
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.rank.io.output_widget_model import (
+from rankbook.rank.io.output_widget import (
     CUT,
     MOST_TEXT,
     Captured,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankbook.rank.process_groups import fork_safety
+from rankbook.rank.process_groups import manager
 
 PR_SET_NAME = 15
 
@@ -39,18 +39,18 @@ def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
         thread.join()
 
 
-@pytest.mark.skipif(not fork_safety._TASKS.exists(), reason="threads are told by their names on Linux only")
+@pytest.mark.skipif(not manager._TASKS.exists(), reason="threads are told by their names on Linux only")
 @pytest.mark.parametrize(("name", "waits"), [(b"pt_gloo_runloop", True), (b"another", False)])
 def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, waits, monkeypatch):
-    monkeypatch.setattr(fork_safety, "_AT_MOST", 10.0)
+    monkeypatch.setattr(manager, "_AT_MOST", 10.0)
     with busy(name, 0.3 if waits else 60.0) as computed:
-        fork_safety._wait_for_rest()
+        manager._wait_for_rest()
         assert computed.is_set() == waits
 
 
-@pytest.mark.skipif(not fork_safety._TASKS.exists(), reason="as above")
+@pytest.mark.skipif(not manager._TASKS.exists(), reason="as above")
 def test_a_fork_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(fork_safety, "_AT_MOST", 0.02)
+    monkeypatch.setattr(manager, "_AT_MOST", 0.02)
     with busy(b"pt_gloo_runloop", 60.0) as computed:
-        fork_safety._wait_for_rest()
+        manager._wait_for_rest()
         assert not computed.is_set()

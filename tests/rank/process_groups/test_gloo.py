@@ -21,11 +21,11 @@ import json, os, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from rankbook.rank.process_groups import gloo, gloo_terminate
-from rankbook.rank.process_groups.gloo_sockets import tcp_sockets, duplicate
+from rankbook.rank.process_groups import gloo, gloo
+from rankbook.rank.process_groups.gloo import tcp_sockets, duplicate
 from rankbook.rank.process_groups.store import FolderStore
 
-gloo_terminate.board(lambda thread: True)  # as every rank
+gloo.board(lambda thread: True)  # as every rank
 folder, rank, size, awaited = Path(sys.argv[1]), *map(int, sys.argv[2:])
 store = FolderStore(folder / "store", threading.Event())
 make = gloo._Listeners.__init__

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.rank.process_groups import gloo_sockets
-from rankbook.rank.process_groups.gloo_sockets import (
+from rankbook.rank.process_groups import gloo
+from rankbook.rank.process_groups.gloo import (
     NOBODY,
     has_connections,
     shut_down,
@@ -161,7 +161,7 @@ def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells whose a connection is")
 def test_the_user_at_the_other_end_is_known(stack, monkeypatch, host, by):
     if by == "table":
-        monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
+        monkeypatch.setattr(gloo, "_diagnose", lambda *_: None)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = stack.enter_context(socket.create_server((host, 0), family=family))
@@ -183,7 +183,7 @@ def test_the_user_at_the_other_end_is_known(stack, monkeypatch, host, by):
 @pytest.mark.parametrize("by", ["sock_diag", "table"])
 def test_another_user_at_the_other_end_is_known(stack, monkeypatch, by):
     if by == "table":
-        monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
+        monkeypatch.setattr(gloo, "_diagnose", lambda *_: None)
     listener = listening(stack)
     code = (
         "import os, socket, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -197,7 +197,7 @@ def test_another_user_at_the_other_end_is_known(stack, monkeypatch, by):
 
 
 def test_who_does_not_tell_is_told_from_nobody(stack, monkeypatch):
-    monkeypatch.setattr(gloo_sockets, "_diagnose", lambda *_: None)
-    monkeypatch.setattr(gloo_sockets, "_TABLES", dict.fromkeys(gloo_sockets._TABLES, Path("/nowhere")))
+    monkeypatch.setattr(gloo, "_diagnose", lambda *_: None)
+    monkeypatch.setattr(gloo, "_TABLES", dict.fromkeys(gloo._TABLES, Path("/nowhere")))
     one, other = connected(stack, listening(stack))
     assert user_of_peer(other.getsockname(), one.getsockname()) is None

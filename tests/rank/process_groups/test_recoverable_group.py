@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.process_groups.collective_log import OPS, Ledger
-from rankbook.rank.process_groups.gloo_sockets import Opened
+from rankbook.rank.process_groups.gloo import Opened
 from rankbook.rank.process_groups.recoverable_group import Inner, RecoverableGroup
 
 TENSORS = [torch.ones(2)]

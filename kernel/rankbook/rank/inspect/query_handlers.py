@@ -2,42 +2,60 @@
 
 Owns: what is looked at how often, and what is remembered between two looks. Refuses: the main thread; it is called on
 a thread of its own, and only while somebody looks.
+
+The threads that look: a rank's third and fourth, each made by the first question of its kind; a peek has its own.
+
+The numbers of one tensor, a little at a time.
+
+Device memory of a rank: total, free, and what its parameters, gradients and optimizer states hold.
+
+CUDA is not initialised here, and no tensors are searched for.
 """
 
 from __future__ import annotations
 
+import _thread
+import queue
+import re
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
+import psutil
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rankbook.errors import RankbookError
+from rankbook.errors import BadRequest, ProtocolError, RankbookError
 from rankbook.protocol import telemetry
 from rankbook.protocol.messages import Frame
 from rankbook.protocol.queries import (
     Answer,
     AskDetail,
     AskLook,
+    AskPeek,
     AskShards,
     AskStatistic,
     DetailTold,
+    Hint,
     Look,
     Looked,
     NothingTold,
     Sample,
     StatisticTold,
 )
-from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Struct
+from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.device_memory import GradientCounter, Utilisation, device_name, memory_use
 from rankbook.rank.inspect.object_discovery import Inventory
+from rankbook.rank.inspect.object_info import list_variables
 from rankbook.rank.inspect.tensor_introspection import Breath
-from rankbook.rank.inspect.tensor_stats import statistic
-from rankbook.rank.inspect.variables import list_variables
-from rankbook.rank.tracebacks import is_users
+from rankbook.rank.tracebacks import is_users, name_of
 
 _AT_MOST = {True: 1 / 200, False: 1 / 50}
 """The share of a processor that the search for what lives here may take while a cell runs, and while none does."""
@@ -242,3 +260,283 @@ class Lookout:
         )
         variables = list_variables(self._work.namespace(), self._work.hidden(), Breath())
         return RankDetail(self._rank, stack, (), variables)
+
+
+_Q = TypeVar("_Q", bound=Look | Hint | AskPeek)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | AskPeek, contravariant=True)
+
+
+class Answers(Protocol[_Q_contra]):
+    """What looks."""
+
+    def answer(self, question: _Q_contra) -> Answer:
+        """The answer, or why there is none."""
+
+
+class Looks(Answers[_Q_contra], Protocol[_Q_contra]):
+    """What is asked again and again."""
+
+    def at_once(self, question: _Q_contra) -> Answer | None:
+        """The answer, if it takes next to nothing; else None."""
+
+
+class Inquiries(Generic[_Q]):
+    """Answers with `send`. `make` makes what looks, once; it imports what a rank needs for nothing else."""
+
+    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Looks[_Q]]) -> None:
+        self._send = send
+        self._make = make
+        self._questions: queue.SimpleQueue[_Q] = queue.SimpleQueue()
+        self._started = _thread.allocate_lock()
+        self._looks: Looks[_Q] | None = None
+        self._asked = self._answered = 0
+
+    def put(self, question: _Q) -> None:
+        """Answer `question`, soon, on another thread. The control thread."""
+        looks = self._looks
+        if looks is not None and self._asked == self._answered:
+            answer = self._try(looks.at_once, question)  # a thread less that wakes up beside a cell that computes
+            if answer is not None:
+                _send(self._send, "look", question, answer)
+                return
+        self._asked += 1
+        self._questions.put(question)
+        if self._started.acquire(blocking=False):
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        while True:
+            question = self._questions.get()
+            answer = self._try(self._answer, question)
+            assert answer is not None
+            _send(self._send, "look", question, answer)
+            self._answered += 1
+
+    def _answer(self, question: _Q) -> Answer:
+        self._looks = self._looks or self._make()
+        return self._looks.answer(question)
+
+    def _try(self, answer: Callable[[_Q], Answer | None], question: _Q) -> Answer | None:
+        try:
+            return answer(question)
+        except BaseException as error:  # noqa: BLE001 - the notebook is told all of it, and the next one may go well
+            return _failed("look", question, error)
+
+
+def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskPeek]], question: AskPeek) -> None:
+    """Have it answered on a thread of its own: it may take its time, and other questions would wait. Any thread."""
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            answer = make().answer(question)
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer = _failed("peek", question, error)
+        _send(send, "peek", question, answer)
+
+    _thread.start_new_thread(run, ())
+
+
+def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | AskPeek, answer: Answer) -> None:
+    """Send an answer, or why it cannot be sent: user code may have given an object odd names."""
+    try:
+        send(answer)
+    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+        send(_failed(what, question, error))
+
+
+def _failed(what: str, question: Look | Hint | AskPeek, error: BaseException) -> Answer:
+    """The answer that says so. In the handler of `error`."""
+    try:
+        told = f"{error}\n{traceback.format_exc()}"
+    except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
+        told = name_of(error)
+    return NothingTold(question.token, f"a {what} at the rank failed: {told}")
+
+
+LONGEST = 1.5
+"""Seconds."""
+_PIECE = {"cpu": 30_000, "cuda": 1 << 24}
+"""Elements. torch shares out work among threads from 32768 on."""
+
+
+def statistic(rank: int, tensor: torch.Tensor) -> Statistic:
+    """Of all elements that are here; of values that the main thread changes meanwhile some are old and some new.
+
+    Raises `BadRequest` for what has no order, and for more than can be read in `LONGEST` seconds.
+    """
+    if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
+        raise BadRequest(f"a tensor of {tensor.dtype}, {tensor.layout} has no minimum and maximum here")
+    if tensor.device.type == "meta":
+        raise BadRequest("the tensor is on the meta device and has no values")
+    began, read = time.monotonic(), 0
+    low, high, total, finite, nans, infinities = float("inf"), float("-inf"), 0.0, 0, 0, 0
+    with torch.no_grad():
+        for piece in _pieces(tensor.detach(), _PIECE.get(tensor.device.type, 1 << 20)):
+            if time.monotonic() - began > LONGEST:
+                raise BadRequest(
+                    f"{tensor.numel():,} elements are too many to look at while the rank works: {read:,} of them took "
+                    f"{LONGEST} s"
+                )
+            values = piece.to(torch.float64) if tensor.device.type == "cpu" else piece.to(torch.float32)
+            kept = values[values.isfinite()] if tensor.is_floating_point() else values
+            if tensor.is_floating_point() and kept.numel() < values.numel():
+                nans += int(values.isnan().sum())
+                infinities += int(values.isinf().sum())
+            if kept.numel():
+                low, high = min(low, float(kept.min())), max(high, float(kept.max()))
+                total += float(kept.sum(dtype=torch.float64))
+                finite += kept.numel()
+            read += piece.numel()
+    if not finite:
+        return Statistic(rank, None, None, None, nans, infinities)
+    return Statistic(rank, low, total / finite, high, nans, infinities)
+
+
+def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """The tensor in pieces of at most `most` elements, without a copy of the whole."""
+    if tensor.numel() <= most:
+        if tensor.numel():
+            yield tensor.reshape(-1)
+    elif tensor.is_contiguous():
+        flat = tensor.view(-1)
+        for start in range(0, flat.numel(), most):
+            yield flat[start : start + most]
+    else:
+        rows = max(1, most // (tensor.numel() // tensor.shape[0]))
+        for start in range(0, tensor.shape[0], rows):
+            block = tensor[start : start + rows]
+            yield from _pieces(block if rows > 1 else block[0], most)
+
+
+def memory_use(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
+    """The split, in bytes; None for a CUDA device that this rank has not touched yet."""
+    if device.type == "cuda":
+        if not torch.cuda.is_initialized():
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        shared = 0
+    else:
+        resident = psutil.Process().memory_info()
+        free, shared = psutil.virtual_memory().available, getattr(resident, "shared", 0)
+        total = free + resident.rss
+    held = parameters + gradients + optimizer
+    return MemoryUse(
+        total=max(total, free + held),  # pages that nobody has written are nowhere yet
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        other=max(0, total - free - held),
+        free=free,
+        shared=shared,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it; empty where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if torch.cuda.is_initialized() else ""
+    if sys.platform != "linux":
+        return ""
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+class GradientCounter:
+    """Counts the bytes of gradients, on the thread that writes them.
+
+    A backward pass writes gradients without holding the interpreter lock, so another thread that reads `.grad` may find
+    a tensor that is just being freed. A view therefore only requests a count. It is made by the thread that has called
+    `optimizer.step()`, at the end of that step and for the parameters of that optimizer, and by the main thread between
+    two cells for the rest, except for parameters that an optimizer on another thread steps.
+
+    Without a view this costs nothing: the first request registers the hook, which counts once for each request.
+    """
+
+    def __init__(self, run_when_idle: Callable[[Callable[[], None]], None]) -> None:
+        self._run_when_idle = run_when_idle
+        self._pending: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bytes: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self._main = threading.main_thread().ident
+        self._elsewhere: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self._counted = threading.Event()
+        self._waits_for_idle = False
+        self._hook: object = None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all gradients of the requested parameters, as of their last counts."""
+        return sum(tuple(self._bytes.values()))
+
+    def request(self, parameters: Iterable[weakref.ref[torch.Tensor]], *, timeout: float) -> None:
+        """Have the gradients of `parameters` counted, and wait for it for at most `timeout` seconds."""
+        self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
+        pending = {id(tensor): parameter for parameter in parameters if (tensor := parameter()) is not None}
+        self._bytes = {key: size for key, size in self._bytes.items() if key in pending}
+        self._counted.clear()
+        self._pending, self._stepped = pending, set()
+        if pending and not self._waits_for_idle:
+            self._waits_for_idle = True
+            self._run_when_idle(self._when_idle)
+        if pending:
+            self._counted.wait(timeout)
+
+    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if (thread := threading.get_ident()) != self._main:
+            self._elsewhere[id(optimizer)] = weakref.ref(optimizer), thread
+        else:
+            self._elsewhere.pop(id(optimizer), None)
+        if self._pending and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            self._count(tensor_introspection.parameters_of_optimizer(optimizer))
+
+    def _when_idle(self) -> None:
+        self._waits_for_idle = False
+        alive = {thread.ident for thread in threading.enumerate()}
+        elsewhere = {
+            id(parameter)
+            for reference, thread in tuple(self._elsewhere.values())
+            if thread in alive and (optimizer := reference()) is not None
+            for parameter in tensor_introspection.parameters_of_optimizer(optimizer)
+        }
+        tensors = [parameter() for key, parameter in tuple(self._pending.items()) if key not in elsewhere]
+        self._count([tensor for tensor in tensors if tensor is not None])
+
+    def _count(self, parameters: Iterable[torch.Tensor]) -> None:
+        pending, sizes = self._pending, self._bytes
+        with torch._C.DisableTorchFunctionSubclass():  # no user code
+            for parameter in parameters:
+                if pending.pop(id(parameter), None) is not None:
+                    gradient = parameter.grad if parameter.is_leaf else None
+                    sizes[id(parameter)] = 0 if gradient is None else tensor_introspection.nbytes(gradient)
+        if not pending:
+            self._counted.set()
+
+
+class Utilisation:
+    """The share of time in which a CUDA device computed, where NVML is there to say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._silent = device.type != "cuda"
+
+    def now(self) -> float | None:
+        """From 0 to 1."""
+        if self._silent or not torch.cuda.is_initialized():
+            return None
+        try:
+            return torch.cuda.utilization(self._device) / 100
+        except Exception as error:
+            # No NVML, or none that tells this of the device (a part of a GPU, say); it will not come either. NVML's
+            # errors are of a module that only torch imports.
+            if not (isinstance(error, ImportError | RuntimeError | OSError) or type(error).__module__ == "pynvml"):
+                raise
+            self._silent = True
+            return None

@@ -8,24 +8,33 @@ torch makes each group through one function of its own. Here that is wrapped, so
 
 The ranks meet in a store that lies in a folder (`store.py`): torch's own listens on a port and answers every user of
 the machine. `init_method="env://"` leads there too.
+
+torch's backends for a group.
+
+Children of a rank: loaders' workers, and whatever else a cell starts with multiprocessing.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import json
 import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -35,11 +44,11 @@ from rankbook.errors import CollectiveAborted
 from rankbook.protocol.messages import Abort
 from rankbook.protocol.telemetry import GroupReport
 from rankbook.rank import model_reset
-from rankbook.rank.process_groups import fork_safety, gloo_terminate
-from rankbook.rank.process_groups.backends import backends_of, make_backend
+from rankbook.rank.process_groups import (
+    gloo,
+)
 from rankbook.rank.process_groups.collective_log import Launched, Ledger, Op, Promised
-from rankbook.rank.process_groups.gloo import make_unconnected
-from rankbook.rank.process_groups.gloo_sockets import watch_opened
+from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, watch_opened
 from rankbook.rank.process_groups.recoverable_group import Inner, RecoverableGroup
 from rankbook.rank.process_groups.store import FolderStore, generation_prefix
 
@@ -206,7 +215,7 @@ class GroupMember:
 
     def rescue(self, thread: str) -> bool:
         """A thread of torch's has given up. Whether this rank can go on without it."""
-        if not thread.startswith(gloo_terminate.GLOO):  # one that carries out collectives
+        if not thread.startswith(gloo.GLOO):  # one that carries out collectives
             return Promised.any_forsaken
         members = self._members.copy().values()
         if not all(each.group.waits_in_steps for each in members):
@@ -259,7 +268,7 @@ class GroupMember:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
-            fork_safety.make_safe()
+            make_safe()
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             model_reset.remember_models()
@@ -411,3 +420,75 @@ def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
         return _member().new_group(original, signature.bind(*args, **kwargs))
 
     return new_process_group
+
+
+def backends_of(backend: str) -> dict[str, str]:
+    """The backend of each kind of device."""
+    if backend == "undefined":
+        return {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
+    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
+
+
+def make_backend(
+    backend: str,
+    store: dist.Store,
+    name: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout: timedelta,
+    wait: Callable[[dist.Store, list[str]], None],
+) -> Any:  # noqa: ANN401 - torch has no type for it
+    """Return a gloo or nccl backend for the group `name` of the world's `ranks`, in which this one is number `rank`.
+
+    `wait` waits for keys of a store.
+    """
+    if backend == "gloo":
+        made: Any = make_gloo(store, rank, len(ranks), timeout, wait)
+        made.options.global_ranks_in_group = list(ranks)
+        made.options.group_name = c10d.GroupName(name)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = c10d.GroupName(name)
+        made = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+_TASKS = Path("/proc/self/task")
+_TORCH = "pt_gloo"
+"""How the names of torch's threads begin that carry out collectives."""
+_AT_MOST = 0.1
+"""Seconds that a fork waits for them; one of them may be at work for long."""
+
+
+def make_safe() -> None:
+    """Do so for every child of this process from here on."""
+    if sys.platform == "linux":
+        os.register_at_fork(before=_wait_for_rest)
+    os.register_at_fork(after_in_child=gc.freeze)
+    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing knows no other way in
+
+
+def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
+    """What cells have defined goes to a spawned child by value: its `__main__` is another one, and empty."""
+    if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+        return cloudpickle.loads, (cloudpickle.dumps(value),)
+    return NotImplemented
+
+
+def _wait_for_rest() -> None:
+    deadline = time.monotonic() + _AT_MOST
+    while any(map(_runs, _TASKS.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.0005)  # they need the interpreter
+
+
+def _runs(task: Path) -> bool:
+    """Whether it is one of torch's threads, and not asleep."""
+    try:
+        identity = (task / "stat").read_text()
+    except OSError:  # it has ended
+        return False
+    name, _, rest = identity.partition("(")[2].rpartition(")")
+    return name.startswith(_TORCH) and rest.split()[0] != "S"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.rank.process_groups.collective_log import OPS, Launched, Ledger, Op, Promised
-from rankbook.rank.process_groups.gloo_sockets import Opened, shut_down
+from rankbook.rank.process_groups.gloo import Opened, shut_down
 from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, Wait, here, watching
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")

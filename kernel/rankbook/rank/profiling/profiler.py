@@ -1,6 +1,8 @@
 """torch's profiler around one cell.
 
 Owns: its start and its end, and what of its trace is told. Refuses: to read a trace that would hold up the rank.
+
+torch's trace of one rank, as a piece of one trace of all ranks.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rankbook.formatting import format_bytes
-from rankbook.protocol.profiling import Profile
-from rankbook.rank.profiling.trace import RankTrace
+from rankbook.protocol.profiling import OpTime, Profile
 
 _MOST = 400_000_000
 """Bytes of a trace: reading it keeps the interpreter for some seconds, in which the rank answers nobody."""
@@ -92,3 +96,100 @@ def _quiet() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[_LOG_LEVEL]
+
+
+Event = dict[str, Any]
+
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_NO_OPS = frozenset({"gpu_user_annotation", "Trace"})
+"""What only spans other events."""
+_FLOWS = frozenset({"s", "t", "f"})
+
+
+class RankTrace:
+    """The trace that torch's profiler wrote in process `pid` of `rank`, which computes on `device`.
+
+    `epoch` is the new zero, in unix nanoseconds. Raises ValueError where `trace` does not say what its own one is.
+    """
+
+    def __init__(self, trace: Mapping[str, Any], *, rank: int, device: str, pid: int, epoch: int) -> None:
+        base = trace.get("baseTimeNanoseconds")
+        if not isinstance(base, int):
+            raise ValueError("this torch writes no baseTimeNanoseconds into its traces")  # noqa: TRY004 - see above
+        self._rank = rank
+        self._device = device
+        self._pid = pid
+        self._shift = (base - epoch) / 1000
+        self._events: list[Event] = [each for each in trace["traceEvents"] if isinstance(each.get("pid"), int)]
+
+    def events(self) -> list[Event]:
+        """As in torch's trace, but in process `rank`, whose name says so; its main thread first."""
+        names = {(each["pid"], each["tid"]): each["args"]["name"] for each in self._events if _names_thread(each)}
+        threads = {(self._pid, self._pid): 1}
+        found = []
+        for event in self._events:
+            if event["ph"] == "M":
+                continue
+            thread = threads.setdefault((event["pid"], event["tid"]), len(threads) + 1)
+            moved = {**event, "pid": self._rank, "tid": thread, "ts": round(event["ts"] + self._shift, 3)}
+            if event["ph"] in _FLOWS:
+                moved["id"] = (self._rank << 40) + int(event["id"])  # the ranks count alike
+            found.append(moved)
+        told = {key: self._name(key, names) for key in threads}
+        head = [
+            self._tell("process_name", 0, name=f"rank {self._rank} ({self._device}, process {self._pid})"),
+            self._tell("process_sort_index", 0, sort_index=self._rank),
+        ]
+        for key, thread in threads.items():
+            head += [
+                self._tell("thread_name", thread, name=told[key]),
+                self._tell("thread_sort_index", thread, sort_index=thread),
+            ]
+        return head + found
+
+    def ops(self) -> tuple[OpTime, ...]:
+        """The time of each op, without the ops that it called."""
+        return add_up(each for each in self._events if each["ph"] == "X" and each.get("cat") not in _NO_OPS)
+
+    def _name(self, key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> str:
+        if key == (self._pid, self._pid):
+            return "main thread"
+        return f"cuda:{key[0]} stream {key[1]}" if key[0] != self._pid else names.get(key, f"thread {key[1]}")
+
+    def _tell(self, what: str, thread: int, **args: object) -> Event:
+        return {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "args": args}
+
+
+def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
+    """Complete events (with `ts` and `dur`, in microseconds) by name, the longest first.
+
+    One that starts within another one of its thread was called by it, unless it goes on for longer: then it runs beside
+    it, as gloo's collectives do.
+    """
+    threads: dict[tuple[object, object], list[Event]] = defaultdict(list)
+    for event in events:
+        threads[event["pid"], event["tid"]].append(event)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    micros: dict[tuple[str, str], float] = defaultdict(float)
+    for one in threads.values():
+        one.sort(key=lambda each: (each["ts"], -each["dur"]))
+        open_: list[tuple[float, tuple[str, str]]] = []
+        for event in one:
+            start, long = event["ts"], event["dur"]
+            on_device = event.get("cat") in _ON_DEVICE
+            key = (event["name"], f"cuda:{event['pid']}" if on_device else "cpu")
+            calls[key] += 1
+            micros[key] += long
+            while open_ and open_[-1][0] <= start:
+                open_.pop()
+            if open_ and start + long > open_[-1][0] + 0.001:  # the times are rounded to nanoseconds
+                continue
+            if open_:
+                micros[open_[-1][1]] -= long
+            open_.append((start + long, key))
+    ordered = sorted(micros.items(), key=itemgetter(1), reverse=True)
+    return tuple(OpTime(name, where, calls[name, where], us / 1e6) for (name, where), us in ordered)
+
+
+def _names_thread(event: Event) -> bool:
+    return bool(event["ph"] == "M" and event["name"] == "thread_name")
