@@ -24,7 +24,7 @@ from rankbook.runtime import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from rankbook.runtime.gradient_accumulation import window
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.state import AcceleratorState, GradientState

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rankbook.runtime.gradient_accumulation import Window
+from rankbook.runtime.gradient_state import Window
 
 STEPS = 3
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from rankbook.errors import BadRequest
+from rankbook.runtime.logging import tqdm
 from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.progress import tqdm
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.runtime import prepare_data_loader, set_seed
-from rankbook.runtime.data import seeding
+from rankbook.runtime.data import rng
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered = None
+    rng._remembered = None
 
 
 class Draws(Dataset):

@@ -17,7 +17,7 @@ import copy, gc
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from rankbook.runtime import *
-from rankbook.runtime.gradient_accumulation import window
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import registry
 torch.set_num_threads(1)
 
@@ -172,7 +172,7 @@ for name in loaders:
 assert PartialState().process_index == state.process_index == shared.process_index == accelerator.process_index == rank
 assert state.__dict__ is PartialState().__dict__ and gradients.__dict__ is GradientState().__dict__
 assert shared.__dict__ is accelerator.state.__dict__ and gradients.num_steps == 2
-assert window is sys.modules['rankbook.runtime.gradient_accumulation'].window
+assert window is sys.modules['rankbook.runtime.gradient_state'].window
 assert turns.rank == rank
 """
 

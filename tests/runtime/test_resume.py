@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.errors import BadRequest
 from rankbook.runtime import PartialState, prepare_data_loader, set_seed, synchronize_rng_states
-from rankbook.runtime.data import seeding
-from rankbook.runtime.data.loader_state import Position
+from rankbook.runtime.data import rng
+from rankbook.runtime.data.stateful import Position
 from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered = None
+    rng._remembered = None
 
 
 class Augmented(Dataset):
@@ -41,7 +41,7 @@ class AugmentedStream(IterableDataset):
 
 def fresh(data, ranks, rank, size=2, own=False, **options):
     """A loader as a fresh process makes it, that knows no seed of ours."""
-    seeding._remembered = None
+    rng._remembered = None
     torch.seed()
     shuffle = {} if isinstance(data, IterableDataset) else {"shuffle": True}
     if own:
@@ -171,12 +171,12 @@ def test_set_seed_seeds_everything_and_each_rank_apart_where_asked():
     set_seed(5)
     same = draws()
     set_seed(5)
-    assert draws() == same and seeding.run_seed() == 5
+    assert draws() == same and rng.run_seed() == 5
     set_seed(5, device_specific=True)
     first = draws()
     PartialState().process_index = 1
     set_seed(5, device_specific=True)
-    assert len({same, first, draws()}) == 3 and seeding.run_seed() == 5
+    assert len({same, first, draws()}) == 3 and rng.run_seed() == 5
     set_seed(5, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)

@@ -22,7 +22,7 @@ from rankbook.runtime import (
     precision,
     settings,
 )
-from rankbook.runtime.gradient_accumulation import window
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import GradientState
 
 METHODS = {  # what a script that was written for Accelerate may give by position or by name

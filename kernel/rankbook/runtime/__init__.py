@@ -70,8 +70,8 @@ if TYPE_CHECKING:
         gather_object,
         pad_across_processes,
         reduce,
+        trim,
     )
-    from rankbook.runtime.comm.gather_for_metrics import trim
     from rankbook.runtime.comm.tree import (
         concatenate,
         convert_to_fp32,
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     )
     from rankbook.runtime.config import (
         AutocastKwargs,
+        DataLoaderConfiguration,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DynamoBackend,
@@ -91,29 +92,26 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
         KwargsHandler,
+        ParallelismConfig,
         ProfileKwargs,
         ProjectConfiguration,
         TorchDynamoPlugin,
+        TorchTensorParallelConfig,
     )
     from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
-    from rankbook.runtime.data.loader_options import DataLoaderConfiguration
-    from rankbook.runtime.data.loaders import DataLoaderShard, prepare_data_loader
+    from rankbook.runtime.data.loaders import DataLoaderShard, SkipDataLoader, prepare_data_loader, skip_first_batches
+    from rankbook.runtime.data.rng import set_seed, synchronize_rng_states
     from rankbook.runtime.data.samplers import (
         BatchSamplerShard,
         IterableDatasetShard,
         SeedableRandomSampler,
         SkipBatchSampler,
     )
-    from rankbook.runtime.data.seeding import set_seed, synchronize_rng_states
-    from rankbook.runtime.data.skipping import SkipDataLoader, skip_first_batches
     from rankbook.runtime.gradient_state import GradientState
-    from rankbook.runtime.logging import get_logger
+    from rankbook.runtime.logging import get_logger, tqdm
     from rankbook.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
-    from rankbook.runtime.optimizer import AcceleratedOptimizer
-    from rankbook.runtime.parallelism import ParallelismConfig, TorchTensorParallelConfig
+    from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
     from rankbook.runtime.process_state import DistributedType, PartialState
-    from rankbook.runtime.progress import tqdm
-    from rankbook.runtime.scheduler import AcceleratedScheduler
     from rankbook.runtime.state import AcceleratorState
     from rankbook.runtime.trackers import (
         GeneralTracker,
@@ -187,11 +185,14 @@ __getattr__, __dir__ = lazy_imports(
     __name__,
     {
         "rankbook.runtime.accelerator": ("Accelerator",),
-        "rankbook.runtime.optimizer": ("AcceleratedOptimizer",),
-        "rankbook.runtime.scheduler": ("AcceleratedScheduler",),
+        "rankbook.runtime.optimizer": (
+            "AcceleratedOptimizer",
+            "AcceleratedScheduler",
+        ),
         "rankbook.runtime.config": (
             "AutocastKwargs",
             "DDPCommunicationHookType",
+            "DataLoaderConfiguration",
             "DistributedDataParallelKwargs",
             "DynamoBackend",
             "FullyShardedDataParallelPlugin",
@@ -199,23 +200,29 @@ __getattr__, __dir__ = lazy_imports(
             "GradientAccumulationPlugin",
             "InitProcessGroupKwargs",
             "KwargsHandler",
+            "ParallelismConfig",
             "ProfileKwargs",
             "ProjectConfiguration",
             "TorchDynamoPlugin",
+            "TorchTensorParallelConfig",
         ),
-        "rankbook.runtime.parallelism": ("ParallelismConfig", "TorchTensorParallelConfig"),
         "rankbook.runtime.data.dispatcher": ("DataLoaderDispatcher",),
-        "rankbook.runtime.data.loader_options": ("DataLoaderConfiguration",),
-        "rankbook.runtime.data.loaders": ("DataLoaderShard", "prepare_data_loader"),
+        "rankbook.runtime.data.loaders": (
+            "DataLoaderShard",
+            "SkipDataLoader",
+            "prepare_data_loader",
+            "skip_first_batches",
+        ),
         "rankbook.runtime.data.samplers": (
             "BatchSamplerShard",
             "IterableDatasetShard",
             "SeedableRandomSampler",
             "SkipBatchSampler",
         ),
-        "rankbook.runtime.data.seeding": ("set_seed", "synchronize_rng_states"),
-        "rankbook.runtime.data.skipping": ("SkipDataLoader", "skip_first_batches"),
-        "rankbook.runtime.comm.gather_for_metrics": ("trim",),
+        "rankbook.runtime.data.rng": (
+            "set_seed",
+            "synchronize_rng_states",
+        ),
         "rankbook.runtime.comm.collectives": (
             "broadcast",
             "broadcast_object_list",
@@ -223,12 +230,22 @@ __getattr__, __dir__ = lazy_imports(
             "gather_object",
             "pad_across_processes",
             "reduce",
+            "trim",
         ),
         "rankbook.runtime.gradient_state": ("GradientState",),
-        "rankbook.runtime.logging": ("get_logger",),
-        "rankbook.runtime.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
-        "rankbook.runtime.process_state": ("DistributedType", "PartialState"),
-        "rankbook.runtime.progress": ("tqdm",),
+        "rankbook.runtime.logging": (
+            "get_logger",
+            "tqdm",
+        ),
+        "rankbook.runtime.memory": (
+            "clear_device_cache",
+            "find_executable_batch_size",
+            "release_memory",
+        ),
+        "rankbook.runtime.process_state": (
+            "DistributedType",
+            "PartialState",
+        ),
         "rankbook.runtime.state": ("AcceleratorState",),
         "rankbook.runtime.trackers": (
             "GeneralTracker",

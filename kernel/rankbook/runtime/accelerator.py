@@ -1,6 +1,8 @@
 """The `Accelerator`: one object that makes a training script for one device run on many.
 
 Owns: `prepare` and its kin, and what a person lets go. Refuses: everything the classes it is made of do.
+
+Metrics sent to trackers, as methods of the `Accelerator`.
 """
 
 from __future__ import annotations
@@ -11,23 +13,76 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankbook.errors import BadRequest
 from rankbook.runtime import recovery
 from rankbook.runtime.comm.methods import Communication
-from rankbook.runtime.gradient_accumulation import window
-from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
-from rankbook.runtime.optimizer import AcceleratedOptimizer
+from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepare import dispatch
-from rankbook.runtime.prepare.context import Context
-from rankbook.runtime.prepare.loaders import prepare_loader
-from rankbook.runtime.prepare.models import adopt_model, prepare_model, release_model
-from rankbook.runtime.prepare.optimizers import prepare_optimizer
-from rankbook.runtime.prepare.schedulers import prepare_scheduler
+from rankbook.runtime.prepare.dispatch import (
+    adopt_model,
+    prepare_loader,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+    release_model,
+)
+from rankbook.runtime.prepare.registry import Context
 from rankbook.runtime.saving.methods import Saving
-from rankbook.runtime.scheduler import AcceleratedScheduler
+from rankbook.runtime.settings import Core
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.tracking import Tracking
+from rankbook.runtime.trackers import GeneralTracker, make_tracker
 from rankbook.runtime.training import Training
+
+
+class Tracking(Core):
+    """See `Accelerator`."""
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Start every tracker of `log_with` for a run called `project_name`; earlier ones end first.
+
+        `config` are the run's settings. `init_kwargs` maps a tracker's name to what it is made with.
+        """
+        self.end_training()
+        for each in self.log_with:
+            options = (init_kwargs or {}).get(each if isinstance(each, str) else each.name, {})
+            tracker = make_tracker(each, project_name, self.logging_dir, **options)
+            tracker.start()
+            self.trackers.append(tracker)
+            if config is not None:
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ANN401 - a tracker, or its own object
+        """The tracker that is called `name`; on ranks without one, a tracker that does nothing.
+
+        Raises `BadRequest` for a name that none of `log_with` has.
+        """
+        for each in self.trackers:
+            if each.name == name:
+                return each.tracker if unwrap else each
+        known = [each if isinstance(each, str) else each.name for each in self.log_with]
+        if name in known and not self.is_main_process:
+            return GeneralTracker(_blank=True)
+        raise BadRequest(f"no tracker {name!r} runs; init_trackers starts {known or 'those that log_with names'}")
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Send `values` to every tracker. `log_kwargs` maps a tracker's name to further arguments."""
+        for each in self.trackers:
+            each.log(values, step=step, **(log_kwargs or {}).get(each.name, {}))
+
+    def end_training(self) -> None:
+        """End every tracker."""
+        while self.trackers:
+            self.trackers.pop().finish()
+
 
 _HERE_ONLY = {"state", "gradient_state", "_references", "trackers"}
 
@@ -100,7 +155,7 @@ class Accelerator(Training, Communication, Saving, Tracking):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # noqa: ANN401 - a loader
         """A loader that begins `num_batches` later."""
-        from rankbook.runtime.data.skipping import skip_first_batches
+        from rankbook.runtime.data.loaders import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
 

@@ -2,12 +2,16 @@
 
 Owns: the plugins and handlers, their fields and defaults, and what of them makes no sense. Refuses: to apply any of it,
 and to import torch's distributed parts before they are needed.
+
+What one may ask of prepared loaders.
+
+How the ranks are divided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -334,3 +338,143 @@ class Handlers:
                 raise BadRequest(f"kwargs_handlers has two {type(each).__name__}; it takes one of a class")
             found[place] = each
         return cls(**found)
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How `Accelerator.prepare` treats loaders.
+
+    `split_batches`: a loader's batch is that of all ranks together, and is cut.
+    `dispatch_batches`: rank 0 reads and sends; False: every rank reads its own part; None: as True for iterable
+    datasets whose batches go to a device, as False for all others.
+    `even_batches`: the last round is filled up, so that every rank has as many batches.
+    `use_seedable_sampler`: a shuffle is drawn by a `SeedableRandomSampler`, which can be looked at; prepared loaders
+    draw theirs from (seed, epoch) in any case.
+    `data_seed`: the loaders' own seed, instead of that of `set_seed`.
+    `non_blocking`: copies to the device do not wait, which needs pinned memory.
+    `use_stateful_dataloader`: batches come from torchdata's StatefulDataLoader. A dataset with a `state_dict` and a
+    `load_state_dict` is resumed with its own state, in each worker: a map-style one on as many ranks with as many
+    workers; an iterable one, or its iterators, on any, within a pass, and no sample before is read again but a round's.
+    What such a state leaves out is lost, a shuffle buffer for instance; without the option a stream is read again up to
+    there, which takes longer and loses nothing. One that rank 0 reads for all is not resumed so. Raises `BadRequest`
+    where torchdata is not installed.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_stateful_dataloader:
+            require_stateful_dataloader()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options by name."""
+        return asdict(self)
+
+
+def require_stateful_dataloader() -> type[Any]:
+    """Torchdata's StatefulDataLoader. Raises `BadRequest` where torchdata is not installed."""
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise BadRequest(
+            "use_stateful_dataloader needs torchdata's StatefulDataLoader, and torchdata is not installed: "
+            "pip install torchdata, or leave the option out; prepared loaders resume exactly without it"
+        ) from error
+    found: type[Any] = StatefulDataLoader
+    return found
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """The tensor-parallel plan: names of modules (with `*`) to "colwise", "rowwise", or a ParallelStyle of torch's.
+
+    Without a plan the model's own `tp_plan` is used.
+    """
+
+    plan: dict[str, Any] | None = None
+
+
+@dataclass
+class ParallelismConfig:
+    """How the ranks are divided: `dp_replicate_size * dp_shard_size * tp_size` must be the world size.
+
+    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`. Raises
+    `BadRequest` for a size that is no whole number from 1 on, and for a `cp_size` or `sp_size` that is not 1.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            size = 1 if getattr(self, name) is None else getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise BadRequest(f"{name}={size!r}: the size of a mesh axis is a whole number from 1 on")
+            setattr(self, name, size)
+        for name in ("cp_size", "sp_size"):
+            if getattr(self, name) != 1:
+                raise BadRequest(
+                    f"{name}={getattr(self, name)}: this axis is not offered; dp_replicate, dp_shard, tp are"
+                )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh's axes, outermost first."""
+        return {
+            "dp_replicate": self.dp_replicate_size or 1,
+            "dp_shard": self.dp_shard_size or 1,
+            "tp": self.tp_size or 1,
+        }
+
+    @property
+    def total_size(self) -> int:
+        """How many ranks it is for."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many ranks the batches are divided."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many ranks get the same batches."""
+        return self.tp_size or 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies of the model."""
+        return self.sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded over several ranks."""
+        return self.sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.sizes["tp"] > 1
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """The rank's number on each axis."""
+        place = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def check(self, world_size: int) -> None:
+        """Raise `BadRequest` with the arithmetic unless the axes multiply to `world_size`."""
+        if self.total_size != world_size:
+            product = " * ".join(f"{name}({size})" for name, size in self.sizes.items())
+            raise BadRequest(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")

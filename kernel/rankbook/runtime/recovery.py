@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rankbook.protocol import telemetry
-from rankbook.runtime.gradient_accumulation import window
-from rankbook.runtime.gradient_state import GradientState
-from rankbook.runtime.prepare import optimizers, registry
+from rankbook.runtime.gradient_state import GradientState, window
+from rankbook.runtime.prepare import dispatch, registry
 from rankbook.runtime.strategies.ddp import DataParallel
 
 _log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def known() -> tuple[list[Any], list[Any]]:
     models = [wrapped for strategy, wrapped in registry.living() if not strategy.shards]
     wrappers = [
         each
-        for each in optimizers.living()
+        for each in dispatch.living()
         if not any(isinstance(one, DTensor) for group in each.param_groups for one in group["params"])
     ]
     return models, wrappers
@@ -49,11 +48,11 @@ def start_over() -> None:
 
 
 def _parameters() -> list[torch.Tensor]:
-    return [each for wrapper in optimizers.living() for group in wrapper.param_groups for each in group["params"]]
+    return [each for wrapper in dispatch.living() for group in wrapper.param_groups for each in group["params"]]
 
 
 def _drop() -> None:
-    for wrapper in optimizers.living():
+    for wrapper in dispatch.living():
         wrapper.optimizer.zero_grad()
     for strategy, wrapped in registry.living():
         strategy.drop_gradients(wrapped)
@@ -62,7 +61,7 @@ def _drop() -> None:
 def _agree() -> None:
     """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
     copies = [wrapped for strategy, wrapped in registry.living() if isinstance(strategy, DataParallel)]
-    wrappers = optimizers.living()
+    wrappers = dispatch.living()
     if not dist.is_initialized():
         return
     # Before anything is looked at: a rank that took a lost one's place may know fewer of them.
@@ -95,7 +94,7 @@ class _Rate:
 def _training() -> telemetry.TrainingStep:
     import time
 
-    steps, now = sum(each.steps for each in optimizers.living()), time.monotonic()
+    steps, now = sum(each.steps for each in dispatch.living()), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
     _Rate.steps, _Rate.seconds = steps, now
     return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

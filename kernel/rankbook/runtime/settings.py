@@ -2,6 +2,8 @@
 
 Owns: the constructor, which changes the shared state wholly or not at all, and what can be read. Refuses: to do
 anything with models, tensors or files; the classes that build on it do.
+
+Which way a setup asks for.
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ import torch
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import (
+    DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     Handlers,
     KwargsHandler,
+    ParallelismConfig,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from rankbook.runtime.data.loader_options import DataLoaderConfiguration
 from rankbook.runtime.gradient_state import GradientState
-from rankbook.runtime.parallelism import ParallelismConfig
 from rankbook.runtime.precision import check_precision, make_scaler
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.base import Setup, Strategy
-from rankbook.runtime.strategies.factory import choose
+from rankbook.runtime.strategies.base import Setup, SingleDevice, Strategy
+from rankbook.runtime.strategies.ddp import DataParallel
+from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
+from rankbook.runtime.strategies.tensor_parallel import TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
 
 _RNG_TYPES = {"torch", "cuda", "generator", "xpu", "mps", "npu", "mlu", "musa", "xla", "hpu", "sdaa", "neuron"}
@@ -343,3 +347,16 @@ def _check_types(fsdp: object, parallelism: object) -> None:
         raise BadRequest(f"fsdp_plugin is a {type(fsdp).__name__}; give a FullyShardedDataParallelPlugin")
     if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
         raise BadRequest(f"parallelism_config is a {type(parallelism).__name__}; give a ParallelismConfig")
+
+
+STRATEGIES: list[type[Strategy]] = [SingleDevice, DataParallel, FullyShardedDataParallel, TensorParallel]
+
+
+def choose(setup: Setup) -> Strategy:
+    """The way that fits. Raises `BadRequest` with the arithmetic where the mesh does not fit the world."""
+    if setup.parallelism is not None:
+        setup.parallelism.check(setup.num_processes)
+    for kind in STRATEGIES:
+        if kind.fits(setup):
+            return kind(setup)
+    raise BadRequest(f"no strategy fits {setup}")

@@ -2,6 +2,8 @@
 
 Owns: backward, accumulation, clipping, autocast, uneven inputs, triggers and profiles, as methods of the `Accelerator`.
 Refuses: to know how a model is spread; its strategy does.
+
+Gradients brought within bounds, over shards too.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from rankbook.runtime.clipping import clip_norm, clip_values
 from rankbook.runtime.comm.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
-from rankbook.runtime.gradient_accumulation import Accumulating, window
+from rankbook.runtime.gradient_state import Accumulating, window
 from rankbook.runtime.precision import autocast
-from rankbook.runtime.prepare.optimizers import wrapper_of
+from rankbook.runtime.prepare.dispatch import wrapper_of
 from rankbook.runtime.prepare.registry import strategy_of
 from rankbook.runtime.settings import Core
+from rankbook.runtime.strategies.base import full
 
 
 class Training(Core):
@@ -177,3 +181,39 @@ class Training(Core):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
         self.state.wait_for_everyone()
+
+
+def clip_norm(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Scale the gradients of `parameters` to a norm of at most `max_norm`. Returns the norm before, whole on each rank.
+
+    torch's own refuses shards and whole tensors together, as a tensor-parallel model has them, and returns a share of
+    the norm for shards.
+    """
+    groups: dict[object, list[torch.Tensor]] = {}
+    for each in parameters:
+        if each.grad is not None:
+            layout = (each.grad.device_mesh, each.grad.placements) if isinstance(each.grad, DTensor) else None
+            groups.setdefault(layout, []).append(each)
+    if not groups:
+        return torch.zeros((), device=device)
+    norms = [
+        full(get_total_norm([each.grad for each in group if each.grad is not None], norm_type))
+        for group in groups.values()
+    ]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if max_norm != float("inf"):
+        for group in groups.values():
+            clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
+    """Bring each element of the gradients between `-bound` and `bound`."""
+    whole = [each for each in parameters if each.grad is not None and not isinstance(each.grad, DTensor)]
+    if whole:  # torch's raises for none
+        clip_grad_value_(whole, bound)
+    clip_local = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
+    for each in clip_local:
+        each.clamp_(-bound, bound)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.comm.gather_for_metrics import trim
+from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.data.samplers import WHOLE, Share
 
 UNEVEN = Share((2, 1, 0), 2, (0, 1))

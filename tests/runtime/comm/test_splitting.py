@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.comm.splitting import share_of
+from rankbook.runtime.process_state import share_of
 
 
 @given(st.integers(0, 12), st.integers(1, 5))

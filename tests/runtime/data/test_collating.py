@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from rankbook.runtime.comm.tree import leaves
 from rankbook.runtime.data.batch_reader import MapFetch
-from rankbook.runtime.data.collating import Collate, placing
+from rankbook.runtime.data.dispatcher import Collate, placing
 from rankbook.runtime.data.frames import LARGE
 
 Pair = namedtuple("Pair", "x y")  # noqa: PYI024 - as people write them

@@ -339,7 +339,7 @@ def test_large_tensors_go_through_shared_memory_and_what_was_given_stays_as_it_w
 
 
 def where_memory_cannot_be_opened():
-    from rankbook.runtime.data import channel, frames, slots
+    from rankbook.runtime.data import dispatcher, frames, slots
 
     made = []
 
@@ -356,11 +356,11 @@ def where_memory_cannot_be_opened():
     def none_left(_):
         raise OSError("no memory")
 
-    channel.Slots = none_left
+    dispatcher.Slots = none_left
     other = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     good = good and all((batch["large"] == batch["id"][:, None]).all() for batch in other)
     slots.host_key.cache_clear()
-    channel.host_key = lambda: bytes([dist.get_rank()] * 16)  # as on two hosts
+    dispatcher.host_key = lambda: bytes([dist.get_rank()] * 16)  # as on two hosts
     apart = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     return good and all((batch["large"] == batch["id"][:, None]).all() for batch in apart), len(made)
 
@@ -421,8 +421,7 @@ def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
 @pytest.mark.parametrize(("deal", "rooms"), [((0, 1, 2), {1, 2}), ((0, 1, 0, 1), set()), ((0, 0, 1), {1})])
 def test_only_what_one_rank_alone_gets_is_put_together_in_its_memory(deal, rooms):
     """A slot is free again once its rank has emptied it, however long the same travels to another one."""
-    from rankbook.runtime.data.channel import Outbound
-    from rankbook.runtime.data.dispatcher import _Reading
+    from rankbook.runtime.data.dispatcher import Outbound, _Reading
 
     options = {"num_processes": len(set(deal)), "process_index": 0, "dispatch_batches": True}
     parts = prepare_data_loader(DataLoader(Words(8), 2), **options).parts

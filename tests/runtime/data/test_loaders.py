@@ -26,16 +26,16 @@ from torch.utils.data import (
 
 from rankbook.errors import BadRequest
 from rankbook.runtime import GradientState, prepare_data_loader, skip_first_batches
-from rankbook.runtime.comm.gather_for_metrics import trim
-from rankbook.runtime.data import seeding
-from rankbook.runtime.data.loader_options import DataLoaderConfiguration
+from rankbook.runtime.comm.collectives import trim
+from rankbook.runtime.config import DataLoaderConfiguration
+from rankbook.runtime.data import rng
 from rankbook.runtime.data.loaders import DataLoaderShard, data_ranks, mesh_deal
 from rankbook.runtime.data.samplers import Share
 
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    seeding._remembered = None
+    rng._remembered = None
 
 
 class Numbers(Dataset):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rankbook.runtime.data import slots
-from rankbook.runtime.data.lent import Lent
+from rankbook.runtime.data.frames import Lent
 from rankbook.runtime.data.slots import COUNT, NO_OFFER, Opened, Slots, host_key
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")

@@ -10,8 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.runtime import Accelerator, DataLoaderConfiguration, prepare_data_loader
-from rankbook.runtime.data.loader_state import Position
-from rankbook.runtime.data.stateful import put_back
+from rankbook.runtime.data.stateful import Position, put_back
 from tests.rank_processes import run_ranks
 
 pytest.importorskip("torchdata", reason="it is the person's to install")

@@ -17,7 +17,7 @@ from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
 from rankbook.checkpoint.storage.local import LocalStorage
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
-from rankbook.runtime.gradient_accumulation import window
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.saving import model_files
 from rankbook.runtime.state import AcceleratorState
 

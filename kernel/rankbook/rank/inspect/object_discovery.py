@@ -113,7 +113,7 @@ def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
 def _prepared() -> Iterator[tuple[str, object]]:
     """What the runtime has prepared: a function's variables, too, are found so."""
     generations = sys.modules.get("rankbook.runtime.prepare.registry")
-    optimizers = sys.modules.get("rankbook.runtime.prepare.optimizers")
+    optimizers = sys.modules.get("rankbook.runtime.prepare.dispatch")
     if generations is None or optimizers is None:
         return
     for number, (_, model) in enumerate(generations.living()):

@@ -6,12 +6,16 @@ With one process each gives what it would give with more: a 0-d tensor gathered 
 sent the ranks compare what they bring (`agreement.same`), if the group can do that over the CPU, or if `debug` is set;
 a rank with other shapes, or with a leaf that is no tensor, makes it an error on every rank that shows all of them. It
 costs one collective of 16 bytes; `RANKBOOK_DEBUG=0` leaves it out.
+
+Small tensors travel together: one collective for all leaves of a container, not one for each.
+
+From what all ranks gathered to the dataset's own samples.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +23,8 @@ import torch.distributed as dist
 
 from rankbook.errors import BadRequest, TransferError
 from rankbook.runtime.comm import consistency
-from rankbook.runtime.comm.coalescing import as_bytes, parcels, rows_from_bytes, split_like
-from rankbook.runtime.comm.tree import describe, is_container, leaves, map_leaves
+from rankbook.runtime.comm.tree import children, describe, is_container, leaves, map_leaves, rebuild
+from rankbook.runtime.data.samplers import WHOLE, Share
 from rankbook.runtime.process_state import PartialState
 
 _T = TypeVar("_T")
@@ -271,3 +275,74 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     if group is None or not group._device_types or tensor.device.type in {each.type for each in group._device_types}:
         return tensor
     return tensor.to(consistency.control_device())
+
+
+MOST_BYTES = 1 << 20
+"""Above this a copy costs more than a collective's latency, so that larger tensors go alone."""
+
+
+def parcels(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """The indices of tensors that go together: of one kind, in order, and of `MOST_BYTES` at most."""
+    open_parcels: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        size = tensor.nbytes
+        if size > MOST_BYTES:
+            closed.append([index])
+            continue
+        indices, filled = open_parcels.get(kind, ([], 0))
+        if filled + size > MOST_BYTES:
+            closed.append(indices)
+            indices, filled = [], 0
+        open_parcels[kind] = ([*indices, index], filled + size)
+    return closed + [indices for indices, _ in open_parcels.values()]
+
+
+def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of contiguous tensors, one after the other: uint8[sum of their bytes]."""
+    return torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+
+
+def rows_from_bytes(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What all ranks' `as_bytes(like)` hold, uint8[ranks, bytes]: each tensor with every rank's rows, in rank order."""
+    found, start = [], 0
+    for each in like:
+        piece = gathered[:, start : start + each.nbytes].flatten().clone()  # a copy starts where its type may
+        found.append(piece.view(each.dtype).view(gathered.shape[0] * each.shape[0], *each.shape[1:]))
+        start += each.nbytes
+    return found
+
+
+def split_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The pieces of a 1-d tensor in the shapes of `like`, as tensors of their own."""
+    pieces = flat.split([each.numel() for each in like])
+    return [piece.clone().view(each.shape) for piece, each in zip(pieces, like, strict=True)]
+
+
+def trim(gathered: Any, share: Share | None) -> Any:  # noqa: ANN401 - of the type of `gathered`
+    """`gathered` without the rows that only fill up the round.
+
+    `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, each rank's padded to the same
+    number of rows; or it is a list of as many objects. `share` is the loader's (`loader.share`) of the batch that the
+    rows were computed from; None: all are real. Raises `BadRequest` if the rows cannot be divided among the ranks.
+    """
+    if share is None:
+        return gathered
+    if isinstance(gathered, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(gathered)):
+        return [gathered[row] for row in _rows(len(gathered), share)]
+    if isinstance(gathered, torch.Tensor):
+        wanted = _rows(gathered.shape[0], share)
+        if wanted == list(range(len(wanted))):
+            return gathered[: len(wanted)]
+        return gathered[torch.tensor(wanted, dtype=torch.long, device=gathered.device)]
+    if is_container(gathered):
+        return rebuild(gathered, {key: trim(each, share) for key, each in children(gathered)})
+    return gathered
+
+
+def _rows(total: int, share: Share) -> list[int]:
+    rows, rest = divmod(total, len(share.real))
+    if rest:
+        raise BadRequest(f"{total} gathered rows are not the same number for each of {len(share.real)} ranks")
+    counts = [rows if count == WHOLE else min(count, rows) for count in share.real]
+    return [rank * rows + row for rank, count in enumerate(counts) for row in range(count)]

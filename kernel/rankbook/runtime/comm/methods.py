@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.comm import collectives
-from rankbook.runtime.comm.gather_for_metrics import trim
+from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.comm.tree import concatenate, leaves, map_leaves, send_to_device
 from rankbook.runtime.data.samplers import WHOLE, Share
 from rankbook.runtime.settings import Core
-from rankbook.runtime.strategies.mesh import mesh_for
+from rankbook.runtime.strategies.base import mesh_for
 
 _T = TypeVar("_T")
 

@@ -2,6 +2,10 @@
 
 Owns: `DataLoaderDispatcher`: what rank 0 sends each rank, and that an error of its reading is raised by all. Refuses:
 to deal or to read differently than `DataLoaderShard` does: each rank gets the very batches it would have read itself.
+
+The ways between rank 0, which reads, and the others.
+
+Puts a batch together where it is to lie.
 """
 
 from __future__ import annotations
@@ -9,21 +13,23 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from rankbook.errors import PeerFailed
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import concatenate, find_batch_size
 from rankbook.runtime.data.batch_reader import NOTHING, Arrived
-from rankbook.runtime.data.channel import Inbound, Outbound
-from rankbook.runtime.data.collating import placing
-from rankbook.runtime.data.frames import Parcel, pack
+from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, Parcel, Unpacking, pack
 from rankbook.runtime.data.loader_base import Parts, PreparedLoader, read_locally
 from rankbook.runtime.data.samplers import WHOLE, BatchSamplerShard, Share
+from rankbook.runtime.data.slots import MOST_BYTES, NO_OFFER, Slots, host_key
 
 _MOST_ROUNDS = 32
 _MOST_BYTES = 1 << 18
@@ -269,3 +275,145 @@ class _Reading:
             cut.append(each._replace(batch=batch))
             at = end
         return cut + arrived[len(present) :]
+
+
+_TAG = 7411  # nobody else's messages between the same ranks
+_KEY = 16
+_NOWHERE = bytes(_KEY)
+
+
+class Outbound:
+    """Rank 0's end of the way to one other rank."""
+
+    def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
+        self._rank, self._group = rank, group
+        self._capacity = FIRST_CAPACITY
+        self._slots: Slots | None = None
+        self._shares_host = False
+
+    def begin(self) -> Callable[[], None]:
+        """A pass begins. What is returned waits until the other side has begun it too."""
+        greeting = torch.empty(2 * _KEY, dtype=torch.uint8)
+        work = dist.irecv(greeting, src=self._rank, group=self._group, tag=_TAG)
+        self._capacity = FIRST_CAPACITY
+        return partial(self._greeted, work, greeting)
+
+    def _greeted(self, work: Any, told: torch.Tensor) -> None:  # noqa: ANN401 - c10d's
+        work.wait()
+        greeting = told.numpy().tobytes()
+        key, token = greeting[:_KEY], greeting[_KEY:]
+        self._shares_host = key == host_key() != _NOWHERE
+        if self._slots is not None and self._slots.offer.token == token:
+            self._slots.all_free()
+        else:
+            self._slots = None
+
+    def begin_parcel(self) -> None:
+        """What comes now belongs to another parcel."""
+        if self._slots is not None:
+            self._slots.begin()
+
+    def room(self, size: int) -> torch.Tensor | None:
+        """Shared memory for a large tensor that this rank alone is to get; None: it may lie anywhere."""
+        return None if self._slots is None else self._slots.room(size)
+
+    def load(self, parcel: Parcel) -> None:
+        """Put the large buffers of `parcel` into shared memory where that can be, so that they need not be kept."""
+        needed = sum(each.numel() for each in parcel.large)
+        if not needed or not self._shares_host or needed > MOST_BYTES:
+            return
+        if self._slots is None or needed > self._slots.capacity:
+            try:
+                self._slots = Slots(needed)
+            except OSError:  # no such memory here
+                self._shares_host = False
+                return
+            parcel.say(None, self._slots.offer)
+        elif self._slots.opened():
+            slot = self._slots.fill(parcel.large)
+            if slot is None:
+                parcel.large = self._slots.outside(parcel.large)
+            else:
+                parcel.say(slot)
+        elif self._slots.hopeless():
+            self._shares_host, self._slots = False, None
+
+    def post(self, parcel: Parcel) -> list[Any]:
+        """Begin to send; what is returned is to be waited for."""
+        send = partial(dist.isend, dst=self._rank, group=self._group, tag=_TAG)
+        posted, self._capacity = parcel.post(send, self._capacity)
+        return posted
+
+
+class Inbound:
+    """Another rank's end of the way from rank 0."""
+
+    def __init__(self, group: Any) -> None:  # noqa: ANN401 - a process group
+        self._group = group
+        self._unpacking = Unpacking()
+        self._capacity = FIRST_CAPACITY
+
+    def begin(self) -> None:
+        """A pass begins; waits until rank 0 has begun it too."""
+        token = (self._unpacking.opened or NO_OFFER).token
+        greeting = torch.frombuffer(bytearray(host_key() + token), dtype=torch.uint8)
+        dist.send(greeting, dst=0, group=self._group, tag=_TAG)
+        self._capacity = FIRST_CAPACITY
+
+    def receive(self) -> Any:  # noqa: ANN401 - what was packed
+        """The content of the next parcel."""
+        take = partial(dist.recv, src=0, group=self._group, tag=_TAG)
+        content, self._capacity = self._unpacking.unpack(take, self._capacity)
+        return content
+
+
+Room = Callable[[int], torch.Tensor | None]
+"""Memory of so many bytes, or None where torch is to find some."""
+
+
+class Collate:
+    """What `default_collate` makes of a batch, with its large tensors in `room` while there is one."""
+
+    def __init__(self) -> None:
+        self.room: Room | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"room": None}  # this process's
+
+    def __call__(self, batch: Any) -> Any:  # noqa: ANN401 - any items
+        """The items, stacked."""
+        kinds = default_collate_fn_map
+        if self.room is None or kinds.get(torch.Tensor) is not collate_tensor_fn or get_worker_info() is not None:
+            return default_collate(batch)
+        return collate(batch, collate_fn_map={**kinds, torch.Tensor: self._stack})
+
+    def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ANN401
+        first = tensors[0]
+        size = first.nbytes * len(tensors)
+        if size >= LARGE and self.room is not None and all(_is_like(each, first) for each in tensors):
+            memory = self.room(size)
+            if memory is not None:
+                out = memory.view(first.dtype).view(len(tensors), *first.shape)
+                return torch.stack(list(tensors), 0, out=out)
+        stacked: torch.Tensor = collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return stacked
+
+
+def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether both are plain: dense, on the CPU, without gradients, and of one type and shape."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and tensor.dtype is first.dtype
+        and tensor.shape == first.shape
+    )
+
+
+def placing(fetch: Any) -> Collate | None:  # noqa: ANN401 - what reads a batch
+    """Have `fetch` collate where it is told to, if torch's own function is what it collates with; None if not."""
+    if fetch._collate is default_collate:
+        fetch._collate = Collate()
+    return fetch._collate if type(fetch._collate) is Collate else None

@@ -6,6 +6,8 @@ A parcel is a frame and perhaps large buffers. The frame has the pickle and all 
 how long it is, so both sides begin with a short one and then go by the size of the frame before: in the steady state a
 small batch is one message. What does not fit follows in a second one. A large buffer is a message of its own, unless
 the frame says in which slot of a shared memory all of them are.
+
+Memory for what arrives, lent again once nobody has it any more.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from rankbook.runtime.data.lent import Lent
 from rankbook.runtime.data.slots import NO_OFFER, Offer, Opened
 
 LARGE = 1 << 16
@@ -190,3 +193,33 @@ class Unpacking:
                 self.opened = Opened(offer)
             except OSError:  # as in a container of its own: rank 0 sees that it was not opened, and goes on as it did
                 self.opened = None
+
+
+_MOST_KEPT = 16
+_ROUNDED = 1 << 16
+
+
+class Lent:
+    """Lends memory, and keeps some of what comes back."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def take(self, size: int) -> Any:  # noqa: ANN401 - a numpy array, uint8[size]
+        """Memory of `size` bytes; it is free once no tensor, array or view of it is left."""
+        fitting = [(each.nbytes, at) for at, each in enumerate(self._free) if size <= each.nbytes <= 2 * size]
+        if fitting:
+            piece = self._free.pop(min(fitting)[1])
+        else:
+            if len(self._free) >= _MOST_KEPT:  # of sizes that are not asked for any more
+                self._free.clear()
+            piece = np.empty(max(1, -(-size // _ROUNDED)) * _ROUNDED, dtype=np.uint8)
+        lease = np.frombuffer(piece.data, dtype=np.uint8)  # each view, however far, holds this one and not the piece
+        weakref.finalize(lease, _take_back, self._free, piece).atexit = False
+        return lease[:size]
+
+
+def _take_back(free: list[Any], piece: Any) -> None:  # noqa: ANN401 - a numpy array
+    """In whichever thread the last view ended: the list only grows here, and at its end."""
+    if len(free) < _MOST_KEPT:
+        free.append(piece)

@@ -22,9 +22,9 @@ from rankbook.runtime.comm.tree import send_to_device
 from rankbook.runtime.data import stateful as reader_state
 from rankbook.runtime.data.batch_reader import Arrived
 from rankbook.runtime.data.batch_requests import MapTickets, Pass, StreamTickets
-from rankbook.runtime.data.loader_state import Position
+from rankbook.runtime.data.rng import check_rng_types, remembered_seed, run_seed, synchronize_rng_states
 from rankbook.runtime.data.samplers import WHOLE, Share
-from rankbook.runtime.data.seeding import check_rng_types, remembered_seed, run_seed, synchronize_rng_states
+from rankbook.runtime.data.stateful import Position
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
 

@@ -24,7 +24,7 @@ from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.torch_blobs import raw
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.errors import BadRequest
-from rankbook.runtime.strategies.gather import full
+from rankbook.runtime.strategies.base import full
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

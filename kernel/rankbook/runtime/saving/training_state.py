@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import ProjectConfiguration
-from rankbook.runtime.strategies.gather import full
+from rankbook.runtime.strategies.base import full
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

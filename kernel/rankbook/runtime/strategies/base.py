@@ -1,19 +1,30 @@
 """What each way to spread a model over the ranks can do.
 
 Owns: `Setup`, the `Strategy` base, and what their defaults are. Refuses: any process group.
+
+Device meshes, made once and kept.
+
+One device: nothing to spread.
+
+Takes the shards of a model together again, so that it can be prepared another way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import contract
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from rankbook.runtime.config import FullyShardedDataParallelPlugin, Handlers
-from rankbook.runtime.parallelism import ParallelismConfig
+from rankbook.runtime.config import FullyShardedDataParallelPlugin, Handlers, ParallelismConfig
 
 
 @dataclass
@@ -71,3 +82,127 @@ class Strategy(ABC):
 
     def drop_gradients(self, wrapped: nn.Module) -> None:  # noqa: B027
         """Forget what backward has gathered on this rank and not put into a parameter's `grad` yet."""
+
+
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[object, DeviceMesh]] = {}
+
+
+def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these axes, outermost first. A collective, the first time.
+
+    One that was made over another default group is made anew.
+    """
+    if not dist.is_initialized():
+        _make_alone()
+    world = dist.group.WORLD
+    key = (device_type, tuple(sizes.items()))
+    found = _meshes.get(key)
+    if found is None or found[0] is not world:
+        for stale in [each for each, (group, _) in _meshes.items() if group is not world]:
+            del _meshes[stale]
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _meshes[key] = found = (world, mesh)
+    return found[1]
+
+
+def _make_alone() -> None:
+    """A group of this process alone: shards want a mesh, and a mesh a group, also where there is one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class SingleDevice(Strategy):
+    """The model as it is."""
+
+    name = "NO"
+    wrapper = ""
+
+    @classmethod
+    def fits(cls, setup: Setup) -> bool:
+        """One rank, and neither shards nor a mesh are asked for."""
+        return setup.num_processes == 1 and setup.fsdp is None
+
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def unshard_module(model: nn.Module) -> None:
+    """Have `model` hold whole, plain parameters on every rank, and no trace of the shards. A collective.
+
+    A parameter that two modules share is one again. Gradients are gathered as well.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    states = {id(state): state for each in model.modules() if (state := _state_of(each)) is not None}
+    gathered = [
+        (module, name, _whole(parameter, whole))
+        for module in model.modules()
+        for name, parameter in cast("dict[str, object]", module._parameters).items()  # mypy: no Parameter is a DTensor
+        if isinstance(parameter, DTensor)
+    ]
+    # Nothing has changed so far: a collective that is broken off leaves the model sharded, and whole.
+    for state in states.values():
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in _groups_of(state):
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+        for each in _parameters_of(state):
+            each._post_load_hook_handle.remove()
+    for module, name, parameter in gathered:
+        module._parameters[name] = parameter
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _forget(module)
+
+
+def _whole(parameter: Any, known: dict[Any, nn.Parameter]) -> nn.Parameter:  # noqa: ANN401 - a DTensor parameter
+    if parameter not in known:
+        made = nn.Parameter(full(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            made.grad = full(parameter.grad).clone()
+        known[parameter] = made
+    return known[parameter]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded. A collective, where it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def drop_unreduced(model: nn.Module) -> None:
+    """Forget the gradients that `model`'s shards have gathered on this rank and not reduced."""
+    for each in model.modules():
+        state = _state_of(each)
+        for parameter in _parameters_of(state) if state is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _state_of(module: nn.Module) -> Any:  # noqa: ANN401 - torch's FSDPState
+    return _get_module_state(module) if isinstance(module, FSDPModule) else None
+
+
+def _groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    if groups is not None:
+        return list(groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _parameters_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
+    return [each for group in _groups_of(state) for each in group.fsdp_params]
+
+
+def _forget(module: nn.Module) -> None:
+    _module_state_mapping.pop(module, None)
+    for mark in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *_MARKS):
+        module.__dict__.pop(mark, None)
+    module.__class__ = next(
+        each for each in type(module).__mro__[1:] if not issubclass(each, FSDPModule) and issubclass(each, nn.Module)
+    )

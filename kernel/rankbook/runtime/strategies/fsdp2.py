@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import FullyShardedDataParallelPlugin
-from rankbook.runtime.strategies.base import Setup, Strategy
-from rankbook.runtime.strategies.gather import drop_unreduced, unshard_module
-from rankbook.runtime.strategies.mesh import mesh_for
+from rankbook.runtime.strategies.base import Setup, Strategy, drop_unreduced, mesh_for, unshard_module
 
 _NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ENOUGH = 100_000_000

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.strategies.base import Setup
+from rankbook.runtime.strategies.base import Setup, mesh_for
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, copy_from_first, shard
-from rankbook.runtime.strategies.mesh import mesh_for
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
