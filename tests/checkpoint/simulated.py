@@ -7,12 +7,11 @@ from typing import Any
 
 from rankbook.checkpoint.consistency import RankGroup
 from rankbook.checkpoint.format.checksums import as_bytes
-from rankbook.checkpoint.loading import Loader, find
+from rankbook.checkpoint.loading import Loader, StrictHandling, find
 from rankbook.checkpoint.local_state import Wishes, contents_of
 from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.saving import PlanHistory, Writer
 from rankbook.checkpoint.storage.steps import Place
-from rankbook.checkpoint.strict import StrictHandling
-from rankbook.checkpoint.writer import PlanHistory, Writer
 
 
 class InMemory:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint import writer
+from rankbook.checkpoint import saving
 from rankbook.errors import BadRequest, CheckpointingException
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "opt": {"lr": 0.1, "steps": [1, 2]}}
@@ -115,7 +115,7 @@ def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
 
 
 def test_what_a_load_asks_about_is_told_as_it_is_saved_and_all_at_once(tmp_path, caplog, monkeypatch, no_safe_globals):
-    monkeypatch.setattr(writer, "_told_unsafe", set())
+    monkeypatch.setattr(saving, "_told_unsafe", set())
 
     def held(value):
         return {"o": rc.ShardedObject("o", value, (1,), (0,)), "common": value}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.checkpoint.loading import find
+from rankbook.checkpoint.loading import MOST_SAID, Fetch, find
 from rankbook.checkpoint.local_state import HeldTensor, Wishes
 from rankbook.checkpoint.planning.load_plan import plan_read
-from rankbook.checkpoint.reader import MOST_SAID, Fetch
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.simulated import InMemory, save_ranks

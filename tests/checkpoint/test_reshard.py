@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import PIECE
-from rankbook.checkpoint.loading import find
+from rankbook.checkpoint.loading import Fetch, find
 from rankbook.checkpoint.local_state import HeldTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
-from rankbook.checkpoint.reader import Fetch
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.boxes import cuts, shapes

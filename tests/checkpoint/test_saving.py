@@ -15,7 +15,7 @@ import rankbook.checkpoint as rc
 from rankbook.checkpoint import consistency, saving
 from rankbook.checkpoint.format.manifest import PIECE
 from rankbook.checkpoint.planning.save_plan import PlanCache
-from rankbook.checkpoint.writer import PlanHistory, Writer
+from rankbook.checkpoint.saving import PlanHistory, Writer
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 

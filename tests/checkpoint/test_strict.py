@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.strict import StrictHandling, decide
+from rankbook.checkpoint.loading import StrictHandling, decide
 from rankbook.errors import BadRequest
 
 KEYS = st.sets(st.sampled_from("abcdef"))

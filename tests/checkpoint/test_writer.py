@@ -10,8 +10,8 @@ import torch
 
 from rankbook.checkpoint.format.dcp_metadata import read_metadata
 from rankbook.checkpoint.format.manifest import PIECE, decode
+from rankbook.checkpoint.saving import MEGATRON
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
-from rankbook.checkpoint.writer import MEGATRON
 from tests.checkpoint.simulated import InMemory, save_ranks
 
 

@@ -54,7 +54,7 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
-    from rankbook.checkpoint.loading import load, load_metadata, load_plain
+    from rankbook.checkpoint.loading import StrictHandling, load, load_metadata, load_plain
     from rankbook.checkpoint.saving import Saved, save
     from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
     from rankbook.checkpoint.state_dict.sharded_tensor import (
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
         is_main_replica,
     )
     from rankbook.checkpoint.storage.steps import remove, steps
-    from rankbook.checkpoint.strict import StrictHandling
     from rankbook.checkpoint.tools.verify import Report, verify
     from rankbook.errors import CheckpointingException
 
@@ -99,8 +98,16 @@ __getattr__, __dir__ = lazy_imports(
     __name__,
     {
         "rankbook.checkpoint.async_save": ("SaveHandle",),
-        "rankbook.checkpoint.storage.steps": ("remove", "steps"),
-        "rankbook.checkpoint.loading": ("load", "load_metadata", "load_plain"),
+        "rankbook.checkpoint.storage.steps": (
+            "remove",
+            "steps",
+        ),
+        "rankbook.checkpoint.loading": (
+            "StrictHandling",
+            "load",
+            "load_metadata",
+            "load_plain",
+        ),
         "rankbook.checkpoint.state_dict.sharded_tensor": (
             "LocalNonpersistentObject",
             "ShardedObject",
@@ -110,10 +117,18 @@ __getattr__, __dir__ = lazy_imports(
             "apply_factory_merges",
             "is_main_replica",
         ),
-        "rankbook.checkpoint.state_dict.models": ("load_sharded_state_dict", "sharded_state_dict"),
-        "rankbook.checkpoint.saving": ("Saved", "save"),
-        "rankbook.checkpoint.strict": ("StrictHandling",),
-        "rankbook.checkpoint.tools.verify": ("Report", "verify"),
+        "rankbook.checkpoint.state_dict.models": (
+            "load_sharded_state_dict",
+            "sharded_state_dict",
+        ),
+        "rankbook.checkpoint.saving": (
+            "Saved",
+            "save",
+        ),
+        "rankbook.checkpoint.tools.verify": (
+            "Report",
+            "verify",
+        ),
         "rankbook.errors": ("CheckpointingException",),
     },
 )

@@ -19,7 +19,7 @@ import torch
 
 from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named
-from rankbook.checkpoint.format.torch_blobs import object_blob
+from rankbook.checkpoint.format.torch_zip import object_blob
 from rankbook.checkpoint.planning.load_plan import Wanted
 from rankbook.checkpoint.planning.local_plan import Declared, Shard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica

@@ -26,8 +26,6 @@ from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.launch_environment import Setup, flag, local_rank_of, read_setup, text
 
-_D = TypeVar("_D")
-
 
 def bounds(length: int, index: int, count: int) -> tuple[int, int]:
     """Start and end of the share `index` of `count`; the first `length % count` shares are one longer."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rankbook.checkpoint.format import verify_bytes
 from rankbook.checkpoint.format.checksums import PIECE, pieces
 from rankbook.checkpoint.format.manifest import Chunk, decode, encode
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
@@ -245,7 +244,7 @@ def test_a_disk_that_does_not_read_is_told_with_the_keys(run, monkeypatch):
 
 
 def test_large_chunks_are_read_in_windows_and_told_by_their_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify_bytes, "WINDOW", 4096)
+    monkeypatch.setattr(module, "WINDOW", 4096)
     write_checkpoint(tmp_path, 1, tensors=2, rows=4000)
     write_checkpoint(tmp_path, 2, tensors=40, rows=2)
     assert verify(tmp_path, 1).ok and verify(tmp_path, 2).ok

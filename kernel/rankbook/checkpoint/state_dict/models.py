@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.dtensor import copy_of, like, local_part
 from rankbook.checkpoint.state_dict.replicas import Copy, Gather, gather_objects, settle, this_rank
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored
+from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, copy_of, like, local_part
 from rankbook.errors import CheckpointingException
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}

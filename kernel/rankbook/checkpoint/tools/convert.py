@@ -153,9 +153,9 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     """
     from rankbook.checkpoint.local_state import Contents, HeldTensor
     from rankbook.checkpoint.progress import Telling
+    from rankbook.checkpoint.saving import PlanHistory, Writer
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
     from rankbook.checkpoint.storage.steps import Place
-    from rankbook.checkpoint.writer import PlanHistory, Writer
 
     given = os.fspath(source)
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
