@@ -20,10 +20,9 @@ from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
 from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
-from rankbook.magics import arguments, auto_mode, completion, reports
+from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, status_line_factory
 from rankbook.magics.comm_bridge import Bridge
-from rankbook.magics.debugger import hook
 from rankbook.magics.errors import raise_for
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
@@ -31,7 +30,7 @@ from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.transport.cell_sources import name_cells
-from rankbook.widgets.render.svg import table
+from rankbook.widgets.rendering import table
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -140,7 +139,7 @@ class DistributedMagics(Magics):
 
     def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
         """What a front end's debugger knows the cell as; while one debugs, it is on these ranks too by then."""
-        debugging = hook.of(self._shell)
+        debugging = debugger.of(self._shell)
         if debugging is None:
             return ""
         for rank, trouble in sorted(debugging.prepare(ranks).items()):
@@ -252,7 +251,7 @@ class DistributedMagics(Magics):
         self._say(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
-        debugging = hook.of(self._shell)
+        debugging = debugger.of(self._shell)
         if debugging is None:
             raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
         if command.moves is not None:
@@ -302,7 +301,7 @@ class DistributedMagics(Magics):
 
     def _command_auto(self, command: argparse.Namespace) -> None:
         auto_mode.set_auto(self._shell, on=command.state == "on")
-        if (debugging := hook.of(self._shell)) is not None:
+        if (debugging := debugger.of(self._shell)) is not None:
             debugging.move_in()
         self._say(
             "plain cells run on the ranks now; %%local keeps one in the notebook"
@@ -374,7 +373,7 @@ def install(shell: InteractiveShell) -> None:
     """Register the magics. A second time changes nothing."""
     DistributedMagics.distributed.__doc__ = arguments.help_text()
     auto_mode.install(shell)
-    hook.install(shell)
+    debugger.install(shell)
     completion.install(shell)
     set_ending(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
     shell.register_magics(DistributedMagics(shell))
@@ -388,7 +387,7 @@ def install(shell: InteractiveShell) -> None:
 def uninstall(shell: InteractiveShell) -> None:
     """Take the magics away."""
     auto_mode.uninstall(shell)
-    hook.uninstall(shell)
+    debugger.uninstall(shell)
     completion.uninstall(shell)
     manager = shell.magics_manager
     manager.magics["line"].pop("distributed", None)

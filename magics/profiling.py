@@ -25,7 +25,7 @@ from rankbook.output.merger import Emit, Rich, Stream
 from rankbook.protocol.profiling import Measure, Measured, OpTime, Times
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import start_thread
-from rankbook.widgets.render.svg import table
+from rankbook.widgets.rendering import table
 
 _MARK = b'{"rankbook": '
 """How a file of ours begins."""

@@ -65,13 +65,13 @@ MUTANTS = (
         "kernel/rankbook/coordinator/reattach/replay.py",
         "for task in tasks if not task.running and not task.internal",
         "for task in tasks if not task.internal",
-        "coordinator/reattach/test_replay.py",
+        "coordinator/test_reattach.py",
     ),
     Mutant(
         "kernel/rankbook/coordinator/reattach/replay.py",
         "return None if account.here.seen and not account.here.running else account.here.cell",
         "return account.here.cell",
-        "coordinator/reattach/test_replay.py",
+        "coordinator/test_reattach.py",
     ),
     Mutant(
         "kernel/rankbook/coordinator/state_machine.py",

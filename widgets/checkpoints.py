@@ -20,7 +20,7 @@ from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import format_bytes, format_duration, format_time, plural
 from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.live_view import LiveView, end_of, script, start_thread
-from rankbook.widgets.render.svg import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, table, words
+from rankbook.widgets.rendering import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, table, words
 from rankbook.widgets.view_model import Feed, Message, Part, Shelf, compact
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too

@@ -23,7 +23,7 @@ import traitlets
 from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Put
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.widgets.live_view import STATIC, TalkingWidget
-from rankbook.widgets.render.svg import rank_colour, to_html
+from rankbook.widgets.rendering import rank_colour, to_html
 
 VIEWS = ("merged", "tabs", "grid")
 _MARKUP = ("text/html", "image/svg+xml")

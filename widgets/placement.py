@@ -20,7 +20,7 @@ from rankbook.formatting import format_3g, format_bytes, format_count, format_sh
 from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import LiveView, end_of, script
-from rankbook.widgets.render.svg import (
+from rankbook.widgets.rendering import (
     FAINT,
     LINE,
     MEMORY_COLOURS,

@@ -20,7 +20,7 @@ from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import LiveView, script, start_thread
-from rankbook.widgets.render.svg import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, table, words
+from rankbook.widgets.rendering import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, table, words
 from rankbook.widgets.view_model import Feed, Message, Part, compact
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time

@@ -300,6 +300,6 @@ def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
-    names = "'rankbook.rank.profiling.profiler', 'rankbook.rank.profiling.measurement'"
+    names = "'rankbook.rank.profiler', 'rankbook.rank.measurement'"
     told = f"import sys\nprint(*(name in sys.modules for name in ({names})))"
     assert "False True" in fresh_notebook.ok(f"%%distributed\n{told}").stdout

@@ -33,14 +33,14 @@ def traces():
     import psutil
     from torch.distributed import distributed_c10d as c10d
 
-    from rankbook.runtime.prepare import registry
+    from rankbook.runtime import prepared
 
     gc.collect()
     gc.collect()
     return {
         "groups": len(c10d._world.pg_map),
-        "generations": registry.count(),
-        "successors": len(registry._successors),
+        "generations": prepared.count(),
+        "successors": len(prepared._successors),
         "modules": sum(isinstance(each, torch.nn.Module) for each in gc.get_objects()),
         "objects": len(gc.get_objects()),
         "memory": psutil.Process().memory_info().rss,

@@ -11,7 +11,7 @@ import pytest
 from rankbook.output.by_rank import Drop, Head, More, Piece, Put
 from rankbook.widgets import output_panel
 from rankbook.widgets.output_panel import CellPanel, bundle_html, is_live, piece_html, skeleton, text_of
-from rankbook.widgets.render.svg import to_html
+from rankbook.widgets.rendering import to_html
 
 
 @pytest.fixture

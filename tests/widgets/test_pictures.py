@@ -13,8 +13,8 @@ import pytest
 from rankbook.protocol.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
 from rankbook.widgets import checkpoints, output_panel
 from rankbook.widgets import placement as placement_picture
+from rankbook.widgets import rendering as drawing
 from rankbook.widgets import shards as shards_picture
-from rankbook.widgets.render import svg as drawing
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeShelf().look()

@@ -20,15 +20,15 @@ from typing import Any, Self
 
 from rankbook.coordinator import completion
 from rankbook.coordinator import events as ev
+from rankbook.coordinator.channels import Comms, Debugs
 from rankbook.coordinator.cluster_processes import Crew
-from rankbook.coordinator.comm_channels import Comms, Debugs
 from rankbook.coordinator.completion import Hints
 from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.evaluate import Peeked, peek
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_silence
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, Glance, Lookout
-from rankbook.coordinator.reattach.processes import AdoptedCrew
+from rankbook.coordinator.reattach import AdoptedCrew
 from rankbook.coordinator.recovery import Healed, hand_over, segments_of, summarize
 from rankbook.coordinator.running_cell import Cell, Head, Sink
 from rankbook.coordinator.states import RankState, choose_donor

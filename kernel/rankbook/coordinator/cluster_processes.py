@@ -21,7 +21,7 @@ from rankbook.coordinator.deferred_interrupts import describe_interrupt, held_in
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_silence
-from rankbook.coordinator.reattach.state import KeptDriver
+from rankbook.coordinator.recovered_state import KeptDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError

@@ -10,7 +10,7 @@ import threading
 
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.deferred_interrupts import held_interrupts
-from rankbook.coordinator.reattach.processes import choose
+from rankbook.coordinator.reattach import choose
 from rankbook.coordinator.running_cell import Sink
 from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rankbook.coordinator.comm_channels import Comms, Debugs
+from rankbook.coordinator.channels import Comms, Debugs
 from rankbook.coordinator.queries import Questions
 from rankbook.launch.process_info import Look, describe_look, look_at
 from rankbook.protocol.comm import CommSaid, DebugSaid

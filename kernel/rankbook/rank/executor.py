@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
     from rankbook.rank.inspect.evaluate import Peeks
     from rankbook.rank.inspect.query_handlers import Lookout
-    from rankbook.rank.profiling.measurement import Measurement
+    from rankbook.rank.measurement import Measurement
 
 
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
@@ -253,7 +253,7 @@ class Executor:
 
     def _run_measured(self, message: RunCell, asked: Measure) -> None:
         with self._interrupts.shield():
-            from rankbook.rank.profiling.measurement import Measurement
+            from rankbook.rank.measurement import Measurement
 
             self._measurement = measurement = Measurement(
                 asked, self._group.rank, self._group.device, self._group.launched

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from rankbook.errors import BadRequest
-from rankbook.runtime import recovery
+from rankbook.runtime import prepare, recovery
 from rankbook.runtime.comm.methods import Communication
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from rankbook.runtime.prepare import dispatch
-from rankbook.runtime.prepare.dispatch import (
+from rankbook.runtime.prepare import (
     adopt_model,
     prepare_loader,
     prepare_model,
@@ -28,7 +27,7 @@ from rankbook.runtime.prepare.dispatch import (
     prepare_scheduler,
     release_model,
 )
-from rankbook.runtime.prepare.registry import Context
+from rankbook.runtime.prepared import Context
 from rankbook.runtime.saving.methods import Saving
 from rankbook.runtime.settings import Core
 from rankbook.runtime.state import AcceleratorState
@@ -112,8 +111,8 @@ class Accelerator(Training, Communication, Saving, Tracking):
         anything is touched.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise dispatch.misplaced(len(device_placement), len(args))
-        return dispatch.prepare_all(self, self._context(), args, device_placement)
+            raise prepare.misplaced(len(device_placement), len(args))
+        return prepare.prepare_all(self, self._context(), args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rankbook.protocol import telemetry
+from rankbook.runtime import prepare, prepared
 from rankbook.runtime.gradient_state import GradientState, window
-from rankbook.runtime.prepare import dispatch, registry
 from rankbook.runtime.strategies.ddp import DataParallel
 
 _log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ def install() -> None:
 
 def known() -> tuple[list[Any], list[Any]]:
     """The models and optimizers that are prepared here, by any `Accelerator`, and whole on each rank."""
-    models = [wrapped for strategy, wrapped in registry.living() if not strategy.shards]
+    models = [wrapped for strategy, wrapped in prepared.living() if not strategy.shards]
     wrappers = [
         each
-        for each in dispatch.living()
+        for each in prepare.living()
         if not any(isinstance(one, DTensor) for group in each.param_groups for one in group["params"])
     ]
     return models, wrappers
@@ -48,20 +48,20 @@ def start_over() -> None:
 
 
 def _parameters() -> list[torch.Tensor]:
-    return [each for wrapper in dispatch.living() for group in wrapper.param_groups for each in group["params"]]
+    return [each for wrapper in prepare.living() for group in wrapper.param_groups for each in group["params"]]
 
 
 def _drop() -> None:
-    for wrapper in dispatch.living():
+    for wrapper in prepare.living():
         wrapper.optimizer.zero_grad()
-    for strategy, wrapped in registry.living():
+    for strategy, wrapped in prepared.living():
         strategy.drop_gradients(wrapped)
 
 
 def _agree() -> None:
     """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
-    copies = [wrapped for strategy, wrapped in registry.living() if isinstance(strategy, DataParallel)]
-    wrappers = dispatch.living()
+    copies = [wrapped for strategy, wrapped in prepared.living() if isinstance(strategy, DataParallel)]
+    wrappers = prepare.living()
     if not dist.is_initialized():
         return
     # Before anything is looked at: a rank that took a lost one's place may know fewer of them.
@@ -94,7 +94,7 @@ class _Rate:
 def _training() -> telemetry.TrainingStep:
     import time
 
-    steps, now = sum(each.steps for each in dispatch.living()), time.monotonic()
+    steps, now = sum(each.steps for each in prepare.living()), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
     _Rate.steps, _Rate.seconds = steps, now
     return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

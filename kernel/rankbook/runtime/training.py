@@ -24,8 +24,8 @@ from rankbook.runtime.comm.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import Accumulating, window
 from rankbook.runtime.precision import autocast
-from rankbook.runtime.prepare.dispatch import wrapper_of
-from rankbook.runtime.prepare.registry import strategy_of
+from rankbook.runtime.prepare import wrapper_of
+from rankbook.runtime.prepared import strategy_of
 from rankbook.runtime.settings import Core
 from rankbook.runtime.strategies.base import full
 

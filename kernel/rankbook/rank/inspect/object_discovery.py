@@ -112,8 +112,8 @@ def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _prepared() -> Iterator[tuple[str, object]]:
     """What the runtime has prepared: a function's variables, too, are found so."""
-    generations = sys.modules.get("rankbook.runtime.prepare.registry")
-    optimizers = sys.modules.get("rankbook.runtime.prepare.dispatch")
+    generations = sys.modules.get("rankbook.runtime.prepared")
+    optimizers = sys.modules.get("rankbook.runtime.prepare")
     if generations is None or optimizers is None:
         return
     for number, (_, model) in enumerate(generations.living()):

@@ -22,7 +22,7 @@ from rankbook.errors import BadRequest
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.collectives import gather_object
 from rankbook.runtime.gradient_state import window
-from rankbook.runtime.prepare.dispatch import unwrap
+from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import Core
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto_mode
-from rankbook.magics.debugger.multiplexer import Desk, Message
+from rankbook.magics.debug_multiplexer import Desk, Message
 from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:

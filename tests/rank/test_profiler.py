@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankbook.protocol.profiling import OpTime
-from rankbook.rank.profiling.profiler import Profiling, RankTrace, add_up
+from rankbook.rank.profiler import Profiling, RankTrace, add_up
 
 
 def span(name, ts, dur, *, pid=50, tid=50, cat="cpu_op"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.magics.debugger.multiplexer import REFERENCES, THREADS, ReferenceMap, StoppedThreads, rank_of_thread
+from rankbook.magics.debug_multiplexer import REFERENCES, THREADS, ReferenceMap, StoppedThreads, rank_of_thread
 
 
 def names(events):

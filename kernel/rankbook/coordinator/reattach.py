@@ -19,7 +19,7 @@ from typing import TypeGuard
 from rankbook.coordinator.cluster_processes import Crew, remember
 from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.exit_status import describe_exit, describe_failure
-from rankbook.coordinator.reattach.state import AdoptedState, FoundCell, FoundRank, Inventory, KeptDriver
+from rankbook.coordinator.recovered_state import AdoptedState, FoundCell, FoundRank, Inventory, KeptDriver
 from rankbook.coordinator.running_cell import Cell, Sink
 from rankbook.errors import BadRequest, NoCluster, StartError, UnreadableMessage
 from rankbook.launch.environment import Placement

@@ -10,8 +10,8 @@ import pytest
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import LOOK_AFTER_END
-from rankbook.coordinator.reattach.processes import Account, Adoption, Reunion, choose, take_stock, tasks_of
-from rankbook.coordinator.reattach.state import AdoptedState, KeptDriver
+from rankbook.coordinator.reattach import Account, Adoption, Reunion, choose, take_stock, tasks_of
+from rankbook.coordinator.recovered_state import AdoptedState, KeptDriver
 from rankbook.coordinator.state_machine import RankState
 from rankbook.errors import BadRequest, NoCluster
 from rankbook.launch.registry import Found, KeptRank, Record

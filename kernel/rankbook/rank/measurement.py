@@ -19,7 +19,7 @@ from rankbook.protocol.profiling import Measure, Measured, Profile, Times
 from rankbook.rank.process_groups import interruptible_work
 
 if TYPE_CHECKING:
-    from rankbook.rank.profiling.profiler import Profiling
+    from rankbook.rank.profiler import Profiling
 
 
 class Measurement:
@@ -34,7 +34,7 @@ class Measurement:
         self._times: Times | None = None
         self._trouble = ""
         if asked.profile:
-            from rankbook.rank.profiling.profiler import Profiling
+            from rankbook.rank.profiler import Profiling
 
             self._profiling = Profiling(asked.epoch, rank, device)
 

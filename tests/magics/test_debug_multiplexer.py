@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from rankbook.magics.debugger import multiplexer
-from rankbook.magics.debugger.multiplexer import REFERENCES, THREADS, Desk
+from rankbook.magics import debug_multiplexer
+from rankbook.magics.debug_multiplexer import REFERENCES, THREADS, Desk
 
 CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
 
@@ -369,7 +369,7 @@ def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_b
 
 
 def test_a_rank_without_a_debugger_is_told_of_and_asked_for_nothing(monkeypatch):
-    monkeypatch.setattr(multiplexer, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(debug_multiplexer, "_START_SECONDS", 0.05)
 
     async def play(desk, ranks, stock, ask):
         ranks.count = 4

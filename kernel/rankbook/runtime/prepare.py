@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from rankbook.errors import BadRequest
+from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.precision import install_forward, remove_forward
-from rankbook.runtime.prepare import registry
-from rankbook.runtime.prepare.registry import Context, Generation, report_loader, report_model, report_optimizer
+from rankbook.runtime.prepared import Context, Generation, report_loader, report_model, report_optimizer
 from rankbook.runtime.strategies.base import full, mesh_for
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [

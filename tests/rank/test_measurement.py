@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rankbook.rank.profiling.measurement import WaitClock, cpu_clock_of
+from rankbook.rank.measurement import WaitClock, cpu_clock_of
 
 
 class Future:

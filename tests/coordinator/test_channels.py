@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rankbook.coordinator.comm_channels import Debugs
+from rankbook.coordinator.channels import Debugs
 from rankbook.protocol.comm import DebugHeard, DebugSaid
 
 

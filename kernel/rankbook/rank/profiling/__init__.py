@@ -1,1 +1,0 @@
-"""Measure cells: wall time, time in collectives, and torch's profiler."""

@@ -1,1 +1,0 @@
-"""Connect a front end's debugger to the cells of the ranks."""

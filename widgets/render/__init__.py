@@ -1,1 +1,0 @@
-"""Render views as HTML, text and SVG."""
