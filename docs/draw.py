@@ -60,8 +60,8 @@ def states() -> str:
         STATES_INTRODUCTION,
     ]
     machines = [
-        ("A rank", tables.Rank, tables.RankStep, tables.RANK_TABLE),
-        ("A cell", tables.Cell, tables.CellStep, tables.CELL_TABLE),
+        ("A rank", tables.RankEntry, tables.RankStep, tables.RANK_TABLE),
+        ("A cell", tables.CellEntry, tables.CellStep, tables.CELL_TABLE),
     ]
     for title, holder, steps, rows in machines:
         start = next(each.default for each in dataclasses.fields(holder) if each.name == "state")

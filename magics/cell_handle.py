@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from IPython.display import display
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.running_cell import Cell, Head, Sink
+from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.wait import Ask
 from rankbook.formatting import format_3g, format_duration
 from rankbook.magics.errors import raise_for
 from rankbook.output.cell_result import CellResult, describe_errors
-from rankbook.output.merger import Rich, Stream
+from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.widgets.status_line import HandleView, line
@@ -29,7 +29,9 @@ from rankbook.widgets.status_line import HandleView, line
 class CellHandle:
     """A cell that runs in the background. Its display follows its state until it has ended."""
 
-    def __init__(self, cluster: Cluster, cell: Cell, sink: Sink, ask: Ask, keep: Callable[[CellResult], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, cell: RunningCell, sink: Sink, ask: Ask, keep: Callable[[CellResult], None]
+    ) -> None:
         self._cluster = cluster
         self._cell = cell
         self._sink = sink
@@ -85,7 +87,7 @@ class CellHandle:
         view = self._view()
         if self._shown and view.text() != self._shown:
             self._shown = view.text()
-            self._sink.emit([Rich(dict(view.bundle()), {}, self._display_id, update=True)])
+            self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id, update=True)])
 
     def _ipython_display_(self) -> None:
         """Every display of it is live: the cell's own, and one of the name that it was given."""
@@ -112,27 +114,27 @@ _STATES = {"unresponsive": "not answering", "starting": "starting", "dead": "dea
 
 
 class StatusLine:
-    """See `Head`."""
+    """See `StatusHeader`."""
 
-    def __init__(self, cluster: Cluster, cell: Cell) -> None:
+    def __init__(self, cluster: Cluster, cell: RunningCell) -> None:
         self._cell = cell
         self._paused = cluster.debugs.paused
         self._monitor = cluster.glance()
 
     def now(self) -> Mapping[str, str]:
-        """See `Head`."""
+        """See `StatusHeader`."""
         cell = self._cell
         seconds = time.monotonic() - (cell.started or 0.0)
         text = describe_running(cell.number, cell.ranks, seconds, self._monitor.placement().ranks, self._paused)
         return line(text, "running", role="none")  # a screen reader would read it out every second
 
     def end(self, result: CellResult) -> Mapping[str, str]:
-        """See `Head`."""
+        """See `StatusHeader`."""
         self._monitor.close()
         return HandleView(self._cell.number, self._cell.ranks, result.status, result.seconds).bundle()
 
 
-def status_line_factory(cluster: Cluster) -> Callable[[Cell], Head] | None:
+def status_line_factory(cluster: Cluster) -> Callable[[RunningCell], StatusHeader] | None:
     """Return a function that makes the status line of a cell; None if status lines are turned off."""
     if os.environ.get(_SWITCH) == "off":
         return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from comm.base_comm import BaseComm
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.protocol.comm import CommHeard, CommSaid
+from rankbook.protocol.comm import CommFromRank, CommToRank
 
 _WIDGET = "jupyter.widget"
 _CONTROL = "jupyter.widget.control"
@@ -98,7 +98,7 @@ class WidgetStateCache:
 class _Proxy(BaseComm):
     """Where the kernel looks for a comm whose other end is on a rank."""
 
-    def __init__(self, bridge: Bridge, name: str, target: str) -> None:
+    def __init__(self, bridge: CommBridge, name: str, target: str) -> None:
         self._bridge = bridge
         super().__init__(target_name=target, comm_id=name, primary=False)
 
@@ -160,7 +160,7 @@ def _finder_for(manager: Any) -> _Finder:  # noqa: ANN401 - a CommManager, whose
     return target
 
 
-class Bridge:
+class CommBridge:
     """Between the ranks of `cluster` and the front end of `kernel`, from now on. `parent` is the cell's message."""
 
     def __init__(self, cluster: Cluster, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
@@ -181,9 +181,9 @@ class Bridge:
         else:
             self._states.change(name, data, frames)
         content, metadata = json.dumps(data), json.dumps(message.get("metadata", {}), default=str)
-        self.cluster.comms.tell(CommHeard(kind, name, content, metadata), frames)
+        self.cluster.comms.tell(CommToRank(kind, name, content, metadata), frames)
 
-    def _said(self, _rank: int, message: CommSaid, frames: Sequence[memoryview]) -> None:
+    def _said(self, _rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
         manager, data = self._kernel.comm_manager, json.loads(message.content)
         content = {"comm_id": message.comm, "data": data}
         match message.kind:

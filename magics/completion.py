@@ -117,7 +117,7 @@ def keyword_completions(text: str, cursor: int) -> tuple[int, list[str]]:
     return start, sorted(name for name in names if name.startswith(begun) and (begun[0] == "_" or name[0] != "_"))
 
 
-class _Hints:
+class _Completion:
     """Complete code of the ranks and lines of the magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -162,7 +162,7 @@ class _Hints:
         )
 
 
-class KernelHints(_Hints):
+class KernelCompletion(_Completion):
     """Answers in the place of `kernel`'s own `do_complete` and `do_inspect`."""
 
     def __init__(self, shell: InteractiveShell, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel, loosely typed
@@ -205,7 +205,7 @@ class KernelHints(_Hints):
         return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}
 
 
-class TerminalHints(_Hints):
+class TerminalCompletion(_Completion):
     """Answers in the place of the `completions` of the shell's completer, which the terminal asks."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -263,7 +263,7 @@ def install(shell: InteractiveShell) -> None:
     """Answer for the ranks, to the shell's kernel or to its terminal. A second time changes nothing."""
     kernel: Any = getattr(shell, "kernel", None)
     if _installed(shell) is None:
-        (TerminalHints(shell) if kernel is None else KernelHints(shell, kernel)).attach()
+        (TerminalCompletion(shell) if kernel is None else KernelCompletion(shell, kernel)).attach()
 
 
 def uninstall(shell: InteractiveShell) -> None:
@@ -273,8 +273,8 @@ def uninstall(shell: InteractiveShell) -> None:
         hints.detach()
 
 
-def _installed(shell: InteractiveShell) -> KernelHints | TerminalHints | None:
+def _installed(shell: InteractiveShell) -> KernelCompletion | TerminalCompletion | None:
     kernel: Any = getattr(shell, "kernel", None)
     method = shell.Completer.completions if kernel is None else kernel.do_complete
     hints = getattr(method, "__self__", None)
-    return hints if isinstance(hints, (KernelHints, TerminalHints)) else None
+    return hints if isinstance(hints, (KernelCompletion, TerminalCompletion)) else None

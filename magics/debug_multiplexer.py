@@ -1,7 +1,7 @@
 """Debug adapter multiplexer: answers a front end's debugger from the notebook's own debugger, the ranks', or both.
 
 It keeps the breakpoints for ranks that start later, and merges the responses of several ranks. It has no sockets and
-no threads: it is given a `Stock` and an `Office`, and runs on one event loop.
+no threads: it is given a `KernelDebugger` and an `RankGateway`, and runs on one event loop.
 
 The ranks that a debugger has stopped, as a front end sees them through the Debug Adapter Protocol (DAP).
 
@@ -34,7 +34,7 @@ _EMPTY_BODIES: dict[str, Message] = {
 }
 
 
-class Stock(Protocol):
+class KernelDebugger(Protocol):
     """The notebook's own debugger."""
 
     async def process(self, request: Message) -> Message:
@@ -48,7 +48,7 @@ class Stock(Protocol):
         """Whether a variable of that name is shown."""
 
 
-class Office(Protocol):
+class RankGateway(Protocol):
     """The way to the ranks and to the front end."""
 
     def ranks(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Office(Protocol):
         """One of them, as a mime bundle with its metadata; None as above."""
 
 
-class _Line:
+class _RankDebugConnection:
     """The way to one rank's debugger."""
 
     def __init__(self) -> None:
@@ -85,15 +85,15 @@ class _Line:
         self.ready = False
 
 
-class Desk:
+class DebugMultiplexer:
     """One front end's. All of it runs on one loop; `hear` and `lose` are called there too."""
 
-    def __init__(self, stock: Stock, office: Office) -> None:
+    def __init__(self, stock: KernelDebugger, office: RankGateway) -> None:
         self.on = False
         self.stopped = StoppedThreads()
         self._stock = stock
         self._office = office
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _RankDebugConnection] = {}
         self._breakpoints: dict[str, list[Message]] = {}
         self._filters: Message | None = None
         self._starting = asyncio.Lock()
@@ -148,7 +148,7 @@ class Desk:
         return {rank: trouble for rank, trouble in zip(missing, troubles, strict=True) if trouble}
 
     async def _attach(self, rank: int) -> str:
-        line = self._lines[rank] = _Line()
+        line = self._lines[rank] = _RankDebugConnection()
         for command, arguments in self._opening(line):
             answer = await self._ask(rank, command, arguments, timeout=_START_SECONDS)
             if not answer.get("success"):
@@ -157,7 +157,7 @@ class Desk:
                 return str(answer.get("message") or f"{command} failed")
         return ""
 
-    def _opening(self, line: _Line) -> Iterator[tuple[str, Message]]:
+    def _opening(self, line: _RankDebugConnection) -> Iterator[tuple[str, Message]]:
         """What a rank's debugger is told first, each as it is by then: a person clicks into a gutter meanwhile."""
         yield "initialize", {"clientID": "rankbook", "adapterID": "rankbook", "supportsVariableType": True}
         yield "attach", {}

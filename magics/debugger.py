@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.magics import auto_mode
-from rankbook.magics.debug_multiplexer import Desk, Message
+from rankbook.magics.debug_multiplexer import DebugMultiplexer, Message
 from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _START_SECONDS = 60.0
 """For the debuggers of all ranks to start."""
 
 
-class _Stock:
+class _KernelDebugger:
     """The kernel's own debugger."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
@@ -40,7 +40,7 @@ class _Stock:
             kernel.debugger.kernel_modules = [*kernel.debugger.kernel_modules, *_OURS]
 
     async def process(self, request: Message) -> Message:
-        """See `debug_desk.Stock`."""
+        """See `debug_multiplexer.KernelDebugger`."""
         if request["command"] == "attach":
             rules = [{"path": folder, "include": False} for folder in _OURS]
             request = {**request, "arguments": {**(request.get("arguments") or {}), "rules": rules}}
@@ -48,11 +48,11 @@ class _Stock:
 
     @property
     def paused(self) -> bool:
-        """See `debug_desk.Stock`."""
+        """See `debug_multiplexer.KernelDebugger`."""
         return bool(self._kernel.debugger.stopped_threads)
 
     def accepts(self, name: str) -> bool:
-        """See `debug_desk.Stock`."""
+        """See `debug_multiplexer.KernelDebugger`."""
         return bool(self._kernel.debugger.accept_variable(name))
 
 
@@ -64,7 +64,7 @@ class Debugging:
         self._kernel = kernel
         self._cluster: Cluster | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.desk = Desk(_Stock(kernel), self)
+        self.desk = DebugMultiplexer(_KernelDebugger(kernel), self)
 
     def start(self) -> None:
         """From now on. A front end that debugs the kernel already, as after a restart, debugs the ranks too."""
@@ -142,7 +142,7 @@ class Debugging:
         if self.desk.on and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self.desk.move_in(), self._loop).result(_START_SECONDS)
 
-    # The loop: see `debug_desk.Office`
+    # The loop: see `debug_multiplexer.RankGateway`
 
     @property
     def _there(self) -> Cluster | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.running_cell import RunningCell
 from rankbook.errors import CellError, CellTimeout, RankbookError
 from rankbook.output.cell_result import CellResult, describe_errors
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
-def raise_for(cell: Cell, result: CellResult, own: Collection[str] = ()) -> None:
+def raise_for(cell: RunningCell, result: CellResult, own: Collection[str] = ()) -> None:
     """Raise what `result.raise_for_status` does, or `CellTimeout`, unless it went well.
 
     `own`: the notebook's variables. Of one that the ranks lack it is said how they get it.

@@ -17,12 +17,12 @@ from IPython.display import display
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster, RankStatus
 from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
-from rankbook.coordinator.running_cell import Cell, Sink
+from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, status_line_factory
-from rankbook.magics.comm_bridge import Bridge
+from rankbook.magics.comm_bridge import CommBridge
 from rankbook.magics.errors import raise_for
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
@@ -50,7 +50,7 @@ class DistributedMagics(Magics):
         self._shell = shell
         self._view = "merged"
         self._last: CellResult | None = None
-        self._bridge: Bridge | None = None
+        self._bridge: CommBridge | None = None
         self._knows_kept = False  # whether the person was told which kept ranks wait
 
     @no_var_expand
@@ -146,9 +146,9 @@ class DistributedMagics(Magics):
             self._say(f"rank {rank} runs without a debugger: {trouble}")
         return debugging.file_of(source)
 
-    def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> Bridge:
+    def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> CommBridge:
         if self._bridge is None or self._bridge.cluster is not cluster:
-            self._bridge = Bridge(cluster, sink.kernel)
+            self._bridge = CommBridge(cluster, sink.kernel)
         return self._bridge
 
     def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
@@ -318,9 +318,9 @@ class DistributedMagics(Magics):
             self._show(still(self._last, command.view))
 
     def _show(self, bundle: dict[str, str]) -> None:
-        from rankbook.output.merger import Rich
+        from rankbook.output.merger import RichOutput
 
-        sink_for(self._shell).emit([Rich(dict(bundle), {})])
+        sink_for(self._shell).emit([RichOutput(dict(bundle), {})])
 
 
 _VIEWS = {"merged": "as one stream", "tabs": "rank by rank, in tabs", "grid": "rank by rank, side by side"}
@@ -342,7 +342,7 @@ def _note_of(status: RankStatus) -> str:
     return status.loss or ""
 
 
-def _queued(cell: Cell, behind: Sequence[int]) -> str:
+def _queued(cell: RunningCell, behind: Sequence[int]) -> str:
     return f"{cell.label} is queued: it waits for {name_ranks(behind)} ({format_ranks(cell.ranks)} wanted)\n"
 
 

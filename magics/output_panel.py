@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from rankbook.coordinator.running_cell import Cell, Sink
+from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.coordinator.wait import Ask, ask_in_terminal
-from rankbook.output.by_rank import Change, Drop, More, Piece, Pieces, Put
+from rankbook.output.by_rank import BlockAdded, BlockRemoved, ByRankOutput, Change, OutputBlock, TextAppended
 from rankbook.output.cell_result import CellResult, RankOutcome
-from rankbook.output.merger import ClearOutput, Emit, Rich, Stream
+from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
 from rankbook.protocol.base import RESULT
 from rankbook.ranks import format_ranks
 from rankbook.widgets.output_panel import CellPanel, choice_of, is_live, piece_html, skeleton, text_of
@@ -39,9 +39,9 @@ class Panel:
         self._ended = False
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._below: dict[int, tuple[int, ...]] = {}
-        self.page = Pieces(self._told, key=self._name)
+        self.page = ByRankOutput(self._told, key=self._name)
 
-    def follow(self, cell: Cell) -> None:
+    def follow(self, cell: RunningCell) -> None:
         """Its output is the panel's, until it ends, which it may have done already."""
         cell.on_change.append(lambda: self._end() if cell.result is not None else None)
         if cell.result is not None:
@@ -57,12 +57,12 @@ class Panel:
             else:
                 self._widget = self._make()
                 self._widget.tell(changes)
-                self._sink.emit([Rich(self._widget.bundle(), {}, self._name)])
+                self._sink.emit([RichOutput(self._widget.bundle(), {}, self._name)])
             for change in changes:
                 match change:
-                    case Put(piece) if piece.data is not None and is_live(piece.data):
+                    case BlockAdded(piece) if piece.data is not None and is_live(piece.data):
                         self._show_below(piece.key, piece.ranks, piece.data)
-                    case Drop(key, forgotten=False) if key in self._below:
+                    case BlockRemoved(key, forgotten=False) if key in self._below:
                         self._show_below(key, (), {"text/plain": ""})
                         del self._below[key]
 
@@ -74,28 +74,28 @@ class Panel:
             pieces = self.page.pieces
             self._ranks_of = {piece.key: piece.ranks for piece in pieces}
             if self._widget is not None:
-                self._sink.emit([Rich(dict(self._widget.end(pieces)), {}, self._name, update=True)])
+                self._sink.emit([RichOutput(dict(self._widget.end(pieces)), {}, self._name, update=True)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
         """What HTML cannot show lives below the panel, behind its label; in the panel stands its text."""
         before = self._below.get(key)
         self._below[key] = ranks
         label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
-        found = [] if before == ranks else [Rich(label, {}, f"{self._name}-{key}-of", update=before is not None)]
-        self._sink.emit([*found, Rich(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
+        found = [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=before is not None)]
+        self._sink.emit([*found, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
 
     def _late(self, changes: Sequence[Change]) -> None:
         """What ranks that still run, or threads that they have left, print is shown below."""
         for change in changes:
             match change:
-                case Put(piece) if piece.data is not None:
+                case BlockAdded(piece) if piece.data is not None:
                     label = {"text/plain": f"[{format_ranks(piece.ranks)}]"}
-                    self._sink.emit([Rich(label, {}), Rich(dict(piece.data), {})])
-                case Put(piece):
+                    self._sink.emit([RichOutput(label, {}), RichOutput(dict(piece.data), {})])
+                case BlockAdded(piece):
                     self._ranks_of[piece.key] = piece.ranks
                     self._sink.emit([Stream(piece.stream, text_of([piece]) + "\n")])
-                case More(key, text):
-                    piece = Piece(key, self._ranks_of.get(key, ()), text=text)
+                case TextAppended(key, text):
+                    piece = OutputBlock(key, self._ranks_of.get(key, ()), text=text)
                     self._sink.emit([Stream("stdout", text_of([piece]) + "\n")])
                 case _:
                     pass  # what stands in the cell's panel stays
@@ -116,9 +116,9 @@ def _new_name() -> str:
     return f"rankbook-panel-{uuid.uuid4().hex[:12]}"
 
 
-def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[Piece]:
+def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
     """What all ranks have shown alike is one piece."""
-    found: list[Piece] = []
+    found: list[OutputBlock] = []
 
     def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of a Piece
         alike: list[tuple[Any, list[int]]] = []
@@ -131,7 +131,7 @@ def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[Piece]:
                 alike.append((value, [rank]))
         for value, ranks in alike:
             field = {"text": value} if isinstance(value, str) else {"data": value}
-            found.append(Piece(len(found), tuple(ranks), **field, **kind))
+            found.append(OutputBlock(len(found), tuple(ranks), **field, **kind))
 
     add({each.rank: each.stdout for each in outcomes if each.stdout})
     add({each.rank: each.stderr for each in outcomes if each.stderr}, stream="stderr")
@@ -166,7 +166,7 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
     match item:
         case Stream(name, text):
             return "stream", {"name": name, "text": text}
-        case Rich(data, metadata, display_id, update):
+        case RichOutput(data, metadata, display_id, update):
             shown = {key: value for key, value in metadata.items() if key != RESULT}
             if number is not None and RESULT in metadata and not update:
                 return "execute_result", {"data": data, "metadata": shown, "execution_count": number}
@@ -191,7 +191,7 @@ class TerminalSink:
             match item:
                 case Stream(name, text):
                     self._write(self._out if name == "stdout" else self._err, text)
-                case Rich(data, _, display_id, _):
+                case RichOutput(data, _, display_id, _):
                     text = str(data.get("text/plain", "")).rstrip("\n") + "\n"
                     if display_id is None or self._live.get(display_id) != text:
                         self._write(self._out, text)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.running_cell import Cell, Sink
+from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.errors import BadRequest
 from rankbook.output.cell_result import CellResult
-from rankbook.output.merger import Emit, Rich, Stream
+from rankbook.output.merger import Emit, RichOutput, Stream
 from rankbook.protocol.profiling import Measure, Measured, OpTime, Times
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import start_thread
@@ -188,7 +188,7 @@ class Measuring:
             self._file = check_file(Path(chosen.profile or f"rankbook-profile-{number}.json").expanduser().absolute())
         self.measure = Measure(profile=self._file is not None, epoch=time.time_ns())
 
-    def prepare(self, cluster: Cluster, ranks: Sequence[int]) -> Cell | None:
+    def prepare(self, cluster: Cluster, ranks: Sequence[int]) -> RunningCell | None:
         """Have the profiler run once, before the cell: its first start takes seconds, and not on all ranks as many.
 
         The cell begins only when that has ended on all, so that nobody seems to wait for who had more to load.
@@ -197,7 +197,7 @@ class Measuring:
             return None
         return cluster.submit_code("", number=0, ranks=ranks, sink=None, measure=self.measure)
 
-    def show_after(self, keep: Keep, cluster: Cluster, cell: Cell, sink: Sink, *, background: bool) -> Keep:
+    def show_after(self, keep: Keep, cluster: Cluster, cell: RunningCell, sink: Sink, *, background: bool) -> Keep:
         """`keep`, and then what was measured. In the background it is shown from a thread of its own."""
 
         def show() -> None:
@@ -212,11 +212,11 @@ class Measuring:
 
         return keep_and_show
 
-    def describe(self, told: Mapping[int, Measured], cell: Cell) -> list[Emit]:
+    def describe(self, told: Mapping[int, Measured], cell: RunningCell) -> list[Emit]:
         """What to show of what the ranks told."""
         items: list[Emit] = []
         if self._time and told:
-            items.append(Rich(dict(times_table({rank: each.times for rank, each in told.items()})), {}))
+            items.append(RichOutput(dict(times_table({rank: each.times for rank, each in told.items()})), {}))
         if self._file is not None:
             items += self._describe_profile(told, cell, self._file)
         for trouble in sorted({each.trouble for each in told.values()} - {""}):
@@ -226,7 +226,7 @@ class Measuring:
             items.append(Stream("stderr", f"{name_ranks(silent)} told nothing of what was measured\n"))
         return items
 
-    def _describe_profile(self, told: Mapping[int, Measured], cell: Cell, file: Path) -> list[Emit]:
+    def _describe_profile(self, told: Mapping[int, Measured], cell: RunningCell, file: Path) -> list[Emit]:
         profiles = {rank: each.profile for rank, each in told.items() if each.profile is not None}
         if not profiles:
             return []
@@ -236,10 +236,10 @@ class Measuring:
         try:
             Trace(cell.label, self.measure.epoch, {rank: each.events for rank, each in profiles.items()}).write(file)
         except OSError as error:
-            return [Rich(dict(bundle), {}), Stream("stderr", f"the trace could not be written: {error}\n")]
+            return [RichOutput(dict(bundle), {}), Stream("stderr", f"the trace could not be written: {error}\n")]
         where = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
         told_where = f"{words}\ntrace of all ranks, for https://ui.perfetto.dev: {where}\n"
-        return [Rich(dict(bundle), {}), Stream("stdout", told_where)]
+        return [RichOutput(dict(bundle), {}), Stream("stdout", told_where)]
 
 
 def times_table(times: Mapping[int, Times]) -> dict[str, str]:

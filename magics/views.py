@@ -68,12 +68,12 @@ def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
     return Dashboard.reopen(_feed(), None if folder is None else _shelf(folder), variable=variable)
 
 
-def _feed() -> ClusterFeed:
-    return ClusterFeed(default_cluster.current())
+def _feed() -> ClusterViewSource:
+    return ClusterViewSource(default_cluster.current())
 
 
-def _shelf(folder: Folder) -> FolderShelf:
-    return FolderShelf(folder, _load)
+def _shelf(folder: Folder) -> CheckpointBrowser:
+    return CheckpointBrowser(folder, _load)
 
 
 def _load(where: str, manifest: Manifest) -> str | None:
@@ -84,7 +84,7 @@ def _load(where: str, manifest: Manifest) -> str | None:
     return f"{where} is loaded into what the ranks' accelerator has prepared"
 
 
-class ClusterFeed:
+class ClusterViewSource:
     """A feed of `cluster`. Any thread, also while cells run."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -135,8 +135,8 @@ _SEAL = 64
 """Bytes at a manifest's end, the line with its checksum among them: a step that is saved again may be as large."""
 
 
-class FolderShelf:
-    """See `rankbook.widgets.view_model.Shelf`. `load` is what its button does; without one it says how to."""
+class CheckpointBrowser:
+    """See `widgets.view_model.CheckpointSource`. `load` is what its button does; without one it says how to."""
 
     def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
         self._folder = os.fspath(folder)
@@ -147,7 +147,7 @@ class FolderShelf:
         self._checked: dict[str, tuple[Signature, str, str]] = {}
 
     def look(self) -> CheckpointFolder:
-        """See `Shelf`. A checkpoint whose files are the same as before is not read again."""
+        """See `CheckpointSource`. A checkpoint whose files are the same as before is not read again."""
         with self._lock:
             try:
                 names = self._storage.list()
@@ -171,7 +171,7 @@ class FolderShelf:
             return CheckpointFolder(self._folder, tuple(found), trouble)
 
     def verify(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         signature = self._signature(self._path(name))
         report = verify(self._folder if self._is_whole_folder(name) else self._whole_path(name))
         detail = "; ".join(map(str, report.damages[:3]))
@@ -180,7 +180,7 @@ class FolderShelf:
         return str(report)
 
     def load(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         step, where = self._step(name), self._folder if self._is_whole_folder(name) else self._whole_path(name)
         said = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
         if said is not None:
@@ -189,7 +189,7 @@ class FolderShelf:
         return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
     def delete(self, name: str) -> str:
-        """See `Shelf`. A step that is being saved stays."""
+        """See `CheckpointSource`. A step that is being saved stays."""
         if name in steps.partials(self._storage):
             if (owner := steps.owner_of(self._storage, name)) is not None:
                 raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")

@@ -38,15 +38,15 @@ DELIBERATE: dict[tuple[str, str], str] = {
         "_action_max_length",
     ): "argparse has no public way to set where help begins",
     (
-        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "rankbook.rank.process_groups.recoverable_group.RecoverableProcessGroup",
         "_end_coalescing",
     ): "torch calls it on a process group",
     (
-        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "rankbook.rank.process_groups.recoverable_group.RecoverableProcessGroup",
         "_get_backend",
     ): "torch calls it on a process group",
     (
-        "rankbook.rank.process_groups.recoverable_group.RecoverableGroup",
+        "rankbook.rank.process_groups.recoverable_group.RecoverableProcessGroup",
         "_start_coalescing",
     ): "torch calls it on a process group",
     ("rankbook.rank.shell.RankShell", "_showtraceback"): "IPython's hook for a shell that shows errors elsewhere",

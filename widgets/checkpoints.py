@@ -21,19 +21,19 @@ from rankbook.formatting import format_bytes, format_duration, format_time, plur
 from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
 from rankbook.widgets.live_view import LiveView, end_of, script, start_thread
 from rankbook.widgets.rendering import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, table, words
-from rankbook.widgets.view_model import Feed, Message, Part, Shelf, compact
+from rankbook.widgets.view_model import CheckpointSource, ClusterSource, Message, ViewModel, compact
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
 ENDS = {"done", "failed"}
 _DONE = {"verify": "verified", "load": "loaded", "delete": "deleted"}
 
 
-class CheckpointsPart(Part):
+class CheckpointsModel(ViewModel):
     """The feed's "saves", and a shelf that is looked at every few seconds for as long as somebody looks."""
 
     name = "checkpoints"
 
-    def __init__(self, feed: Feed, shelf: Shelf | None) -> None:
+    def __init__(self, feed: ClusterSource, shelf: CheckpointSource | None) -> None:
         self._feed, self._shelf = feed, shelf
         self._lock = Lock()
         self._saves: Saves | None = None
@@ -45,7 +45,7 @@ class CheckpointsPart(Part):
         self._doing: set[tuple[str, str]] = set()  # checkpoints, each with what is done to it now
 
     def open(self, changed: Callable[[], None]) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
         self._changed = changed
 
         def arrived(state: object) -> None:
@@ -63,22 +63,22 @@ class CheckpointsPart(Part):
         changed()
 
     def close(self) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
         end, self._end = self._end, None
         end_of(end)
         self._stop.set()
         self._again.set()
 
     def ready(self) -> bool:
-        """See `Part`."""
+        """See `ViewModel`."""
         return self._folder is not None or self._shelf is None
 
     def fixed(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return compact(folder_of(self._folder))
 
     def state(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return compact(saves_of(self._saves))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
@@ -125,19 +125,19 @@ class CheckpointsPart(Part):
             self._changed()
 
     def summary(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return summary(self._saves, self._folder)
 
     def text(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return text(self._saves, self._folder)
 
     def html(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return html(self._saves, self._folder)
 
     def svg(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return svg(self._saves, self._folder)
 
 
@@ -148,8 +148,8 @@ class CheckpointsView(LiveView):
     checkpoints_fixed = traitlets.Unicode("{}").tag(sync=True)
     checkpoints_state = traitlets.Unicode("{}").tag(sync=True)
 
-    def __init__(self, feed: Feed, shelf: Shelf | None) -> None:
-        super().__init__([CheckpointsPart(feed, shelf)])
+    def __init__(self, feed: ClusterSource, shelf: CheckpointSource | None) -> None:
+        super().__init__([CheckpointsModel(feed, shelf)])
 
 
 def _ended(saves: Saves | None) -> set[tuple[int, str, str]]:

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import traitlets
 
-from rankbook.widgets.checkpoints import CheckpointsPart
+from rankbook.widgets.checkpoints import CheckpointsModel
 from rankbook.widgets.live_view import LiveView, script
-from rankbook.widgets.placement import PlacementPart
-from rankbook.widgets.shards import ShardsPart
-from rankbook.widgets.view_model import Feed, Shelf
+from rankbook.widgets.placement import PlacementModel
+from rankbook.widgets.shards import ShardsModel
+from rankbook.widgets.view_model import CheckpointSource, ClusterSource
 
 
 class Dashboard(LiveView):
@@ -36,11 +36,11 @@ class Dashboard(LiveView):
 
     _open: ClassVar[Dashboard | None] = None
 
-    def __init__(self, feed: Feed, shelf: Shelf | None = None, *, variable: str = "") -> None:
-        super().__init__([PlacementPart(feed), ShardsPart(feed, variable), CheckpointsPart(feed, shelf)])
+    def __init__(self, feed: ClusterSource, shelf: CheckpointSource | None = None, *, variable: str = "") -> None:
+        super().__init__([PlacementModel(feed), ShardsModel(feed, variable), CheckpointsModel(feed, shelf)])
 
     @classmethod
-    def reopen(cls, feed: Feed, shelf: Shelf | None = None, *, variable: str = "") -> Dashboard:
+    def reopen(cls, feed: ClusterSource, shelf: CheckpointSource | None = None, *, variable: str = "") -> Dashboard:
         """The dashboard, opened here; the one that was open elsewhere in the notebook goes."""
         if cls._open is not None:
             cls._open.move_away("The dashboard was opened again in another cell.")

@@ -28,10 +28,10 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from rankbook.errors import RankbookError
-from rankbook.widgets.view_model import Part
+from rankbook.widgets.view_model import ViewModel
 
 
-class TalkingWidget(anywidget.AnyWidget):
+class EarlyMessageWidget(anywidget.AnyWidget):
     """`_handle` is called with each message, on a thread of its own; `arrived` numbers them, for they may overtake."""
 
     def __init__(self, **traits: object) -> None:
@@ -85,13 +85,13 @@ def script(*names: str, last: str) -> str:
     return "\n".join([*((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in ("common", *names)), last])
 
 
-class LiveView(TalkingWidget):
+class LiveView(EarlyMessageWidget):
     """Shows its parts for as long as somebody looks. Each part has two traits, `NAME_fixed` and `NAME_state`."""
 
     _css = STATIC / "view.css"
     still = traitlets.Unicode("").tag(sync=True)  # the class of the HTML that stands in for the view
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ViewModel]) -> None:
         self._parts = {part.name: part for part in parts}
         self._opened: set[str] = set()
         self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
@@ -102,7 +102,7 @@ class LiveView(TalkingWidget):
         self._lease: Timer | None = None
         self._shown = False
         self._remembered = 0.0
-        self._pacer = Pacer(self._send_state)
+        self._pacer = Throttle(self._send_state)
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
         self._patience = 40 if self._late else 1
 
@@ -310,7 +310,7 @@ def show(
 INTERVAL = 0.1  # seconds: past a thousand messages a second Jupyter drops the rest, and nobody reads faster
 
 
-class Pacer:
+class Throttle:
     """Calls `send` after each `note`, on a thread of its own, at most once per `interval` seconds.
 
     Notes that come in between are one. Nothing runs while there is nothing to send.

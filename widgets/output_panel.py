@@ -20,9 +20,9 @@ from typing import Any
 
 import traitlets
 
-from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Put
+from rankbook.output.by_rank import BlockAdded, BlockRemoved, Change, OutputBlock, OutputHeader, TextAppended
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.widgets.live_view import STATIC, TalkingWidget
+from rankbook.widgets.live_view import STATIC, EarlyMessageWidget
 from rankbook.widgets.rendering import rank_colour, to_html
 
 VIEWS = ("merged", "tabs", "grid")
@@ -102,7 +102,7 @@ def choice_of(view: str, ranks: Sequence[int]) -> str:
     return str(ranks[0]) if view == "tabs" else view
 
 
-def piece_html(piece: Piece, ranks: Sequence[int]) -> str:
+def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
     """One piece; `ranks` are those of the cell."""
     columns = [ranks.index(rank) for rank in piece.ranks]
     together = columns == list(range(columns[0], columns[-1] + 1))
@@ -150,7 +150,7 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
     return f"<p>({escape(', '.join(data) or 'nothing')})</p>"
 
 
-def text_of(pieces: Iterable[Piece]) -> str:
+def text_of(pieces: Iterable[OutputBlock]) -> str:
     """All of it as text, behind the ranks that it is of."""
     lines = []
     for piece in pieces:
@@ -167,7 +167,7 @@ _END = "</pre></div>"
 _FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p>'
 
 
-class CellPanel(TalkingWidget):
+class CellPanel(EarlyMessageWidget):
     """The output of a cell called `title` on `ranks`; `name` is its own in the page.
 
     `view` is one of `rankbook.widgets.output_panel.VIEWS`.
@@ -212,7 +212,7 @@ class CellPanel(TalkingWidget):
         data = found[0] if isinstance(found, tuple) else {}
         return {**data, "text/plain": f"{self._title} on {name_ranks(self._ranks)}"}
 
-    def end(self, pieces: Sequence[Piece]) -> dict[str, str]:
+    def end(self, pieces: Sequence[OutputBlock]) -> dict[str, str]:
         """The mime bundle that stays: it needs neither the widget nor the kernel. The widget is closed."""
         with self._lock:
             html = skeleton(
@@ -223,22 +223,22 @@ class CellPanel(TalkingWidget):
 
     def _apply(self, change: Change) -> list[object]:
         match change:
-            case Put(piece):
+            case BlockAdded(piece):
                 html = piece_html(piece, self._ranks)
                 text = piece.data is None
                 self._htmls[piece.key] = [html.removesuffix(_END), _END] if text else [html]
                 self._size += len(html)
                 return ["put", piece.key, html]
-            case More(key, text):
+            case TextAppended(key, text):
                 html = to_html(text)
                 self._htmls[key].insert(-1, html)
                 self._size += len(html)
                 return ["more", key, html]
-            case Drop(key, forgotten):
+            case BlockRemoved(key, forgotten):
                 self._htmls.pop(key, None)
                 self._forgot |= forgotten
                 return ["drop", key, _FORGOTTEN if forgotten else ""]
-            case Head(bundle):
+            case OutputHeader(bundle):
                 self._head = bundle["text/html"]
                 return ["head", 0, self._head]
 

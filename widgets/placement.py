@@ -32,21 +32,21 @@ from rankbook.widgets.rendering import (
     table,
     words,
 )
-from rankbook.widgets.view_model import Feed, Message, Part, compact
+from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, compact
 
 
-class PlacementPart(Part):
+class PlacementModel(ViewModel):
     """The ranks of a cluster, from the feed's "placement"."""
 
     name = "placement"
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: ClusterSource) -> None:
         self._feed = feed
         self._last: Placement | None = None
         self._end: Callable[[], None] | None = None
 
     def open(self, changed: Callable[[], None]) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
 
         def arrived(state: object) -> None:
             if isinstance(state, Placement):
@@ -56,20 +56,20 @@ class PlacementPart(Part):
         self._end = self._feed.watch("placement", arrived)
 
     def close(self) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
         end, self._end = self._end, None
         end_of(end)
 
     def ready(self) -> bool:
-        """See `Part`."""
+        """See `ViewModel`."""
         return self._last is not None
 
     def fixed(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return compact(fixed_of(self._last))
 
     def state(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return compact(state_of(self._last))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
@@ -86,19 +86,19 @@ class PlacementPart(Part):
         raise BadRequest(f"the placement view knows no {op!r}")
 
     def summary(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return summary(self._last)
 
     def text(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return text(self._last)
 
     def html(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return html(self._last)
 
     def svg(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return svg(self._last)
 
 
@@ -109,8 +109,8 @@ class PlacementView(LiveView):
     placement_fixed = traitlets.Unicode("{}").tag(sync=True)
     placement_state = traitlets.Unicode("{}").tag(sync=True)
 
-    def __init__(self, feed: Feed) -> None:
-        super().__init__([PlacementPart(feed)])
+    def __init__(self, feed: ClusterSource) -> None:
+        super().__init__([PlacementModel(feed)])
 
 
 def fixed_of(placement: Placement | None) -> dict[str, Any]:

@@ -21,17 +21,17 @@ from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Stati
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import LiveView, script, start_thread
 from rankbook.widgets.rendering import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, table, words
-from rankbook.widgets.view_model import Feed, Message, Part, compact
+from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, compact
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
 
 
-class ShardsPart(Part):
+class ShardsModel(ViewModel):
     """The tensors of one variable, asked for once as it is opened, and again when the reader wants so."""
 
     name = "shards"
 
-    def __init__(self, feed: Feed, variable: str = "", search: str = "") -> None:
+    def __init__(self, feed: ClusterSource, variable: str = "", search: str = "") -> None:
         self._feed, self._variable, self._search = feed, variable, search
         self._lock = Lock()
         self._asked = 0
@@ -42,7 +42,7 @@ class ShardsPart(Part):
         self._changed: Callable[[], None] | None = None
 
     def open(self, changed: Callable[[], None]) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
         self._changed = changed
         if self._found is None and self._variable:
             start_thread(Thread(target=self._begin, name="rankbook-shards"))
@@ -54,19 +54,19 @@ class ShardsPart(Part):
             self._changed()
 
     def close(self) -> None:
-        """See `Part`."""
+        """See `ViewModel`."""
         self._changed = None
 
     def ready(self) -> bool:
-        """See `Part`."""
+        """See `ViewModel`."""
         return self._found is not None or not self._variable
 
     def fixed(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return self._fixed
 
     def state(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return "{}"
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
@@ -110,19 +110,19 @@ class ShardsPart(Part):
         return found.trouble
 
     def summary(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return summary(self._found, self._variable)
 
     def text(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return text(self._found, self._variable, self._search)
 
     def html(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return html(self._found, self._variable, self._search)
 
     def svg(self) -> str:
-        """See `Part`."""
+        """See `ViewModel`."""
         return svg(self._found, self._variable, self._chosen)
 
 
@@ -133,8 +133,8 @@ class ShardsView(LiveView):
     shards_fixed = traitlets.Unicode("{}").tag(sync=True)
     shards_state = traitlets.Unicode("{}").tag(sync=True)
 
-    def __init__(self, feed: Feed, name: str, *, search: str = "") -> None:
-        super().__init__([ShardsPart(feed, name, search)])
+    def __init__(self, feed: ClusterSource, name: str, *, search: str = "") -> None:
+        super().__init__([ShardsModel(feed, name, search)])
 
 
 def fixed_of(found: ShardMap) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-class Part(ABC):
+class ViewModel(ABC):
     """A picture: what it watches, its state for the browser, what it answers, and itself in HTML, text and SVG.
 
     `fixed` is what hardly ever changes and `state` what may ten times a second, both JSON. `open` and `close` are
@@ -74,7 +74,7 @@ class Part(ABC):
         """The state as a picture for a paper."""
 
 
-class Feed(Protocol):
+class ClusterSource(Protocol):
     """What the ranks tell. Every method may be called on any thread."""
 
     def watch(self, kind: str, callback: Callable[[Struct], None], **options: object) -> Callable[[], None]:
@@ -98,7 +98,7 @@ class Feed(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class CheckpointSource(Protocol):
     """A folder of checkpoints. Every method may be called on any thread, and raises `RankbookError`."""
 
     def look(self) -> CheckpointFolder:

@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from rankbook.checkpoint.planning.local_plan import Declared, Shard, Table
+from rankbook.checkpoint.planning.local_plan import ChunkTable, LocalPlan, LocalShard
 from rankbook.checkpoint.planning.save_plan import PlanCache, plan_save
 
 LIMITS = {"plan": 3.0, "again": 0.3}
@@ -39,7 +39,7 @@ def shards(rank, ways, tensors):
     """A rank's shards: three matrices of four cut along rows or columns, and a vector."""
     part, main = rank % ways, rank < ways
     return [
-        Shard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, ways), "bfloat16", main)
+        LocalShard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, ways), "bfloat16", main)
         for n in range(tensors)
     ]
 
@@ -54,12 +54,12 @@ def _cut(number, part, ways):
 
 def declare_all(ranks, ways, tensors):
     """All ranks' declarations, of which those after the first `ways` are made from these: the same chunks, not main."""
-    first = [Declared.of(shards(rank, ways, tensors), (), "the same") for rank in range(min(ways, ranks))]
+    first = [LocalPlan.of(shards(rank, ways, tensors), (), "the same") for rank in range(min(ways, ranks))]
     made = list(first)
     for rank in range(ways, ranks):
         table = first[rank % ways].tensors
         copy = dataclasses.replace(table, main=np.zeros_like(table.main), head=b"", layout=b"")
-        made.append(Declared(copy, Table.of([]), {"": "the same"}))
+        made.append(LocalPlan(copy, ChunkTable.of([]), {"": "the same"}))
     return made
 
 
@@ -74,7 +74,7 @@ def timed(work, *arguments, **options):
 
 
 def declare(mine):
-    return Declared.of(mine, (), "the same").signature()
+    return LocalPlan.of(mine, (), "the same").signature()
 
 
 def again(cache, signatures, mine, fully_parallel):
@@ -110,7 +110,7 @@ def main() -> int:
             verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
             print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
         packed = [each.packed() for each in declared]
-        unpacking, _ = timed(lambda packed=packed: [Declared.unpacked(each) for each in packed])
+        unpacking, _ = timed(lambda packed=packed: [LocalPlan.unpacked(each) for each in packed])
         own, size = statistics.median(seconds["own"]), sum(map(len, packed)) / ranks / 1e3
         print(f"         a rank's own declaration: {own:.3f} s, {size:.0f} kB; all unpacked in {unpacking:.2f} s")
         print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)

@@ -49,8 +49,8 @@ def model(group):
     return DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
 
 plain = plain_gloo()
-assert not isinstance(plain, recoverable_group.RecoverableGroup)
-assert isinstance(dist.group.WORLD, recoverable_group.RecoverableGroup)
+assert not isinstance(plain, recoverable_group.RecoverableProcessGroup)
+assert isinstance(dist.group.WORLD, recoverable_group.RecoverableProcessGroup)
 names = ['plain', 'rankbook'] if FIRST else ['rankbook', 'plain']
 models = {name: model(plain if name == 'plain' else None) for name in names}
 assert type(models['plain'].process_group) is dist.ProcessGroup

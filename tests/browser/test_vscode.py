@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rankbook.output.by_rank import Piece
+from rankbook.output.by_rank import OutputBlock
 from rankbook.widgets.live_view import STATIC
 from rankbook.widgets.output_panel import piece_html, skeleton
 from rankbook.widgets.placement import PlacementView, state_of
@@ -90,7 +90,7 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
 def test_a_dark_theme_of_vs_code_is_the_views_own(browser, placement, axe):
     page = browser.new_page()
     coloured = "".join(f"\x1b[{code}mcolour {code}\x1b[0m\n" for code in range(30, 38))
-    panel = skeleton("p", "cell [3]", (0, 1), "merged", pieces=piece_html(Piece(0, (0,), text=coloured), (0, 1)))
+    panel = skeleton("p", "cell [3]", (0, 1), "merged", pieces=piece_html(OutputBlock(0, (0,), text=coloured), (0, 1)))
     page.set_content(PAGE % ((STATIC / "view.css").read_text(), panel))
     state = {name: getattr(placement, name) for name in ("placement_fixed", "placement_state", "still")}
     page.evaluate(CAME, placement.html())

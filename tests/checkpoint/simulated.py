@@ -8,10 +8,10 @@ from typing import Any
 from rankbook.checkpoint.consistency import RankGroup
 from rankbook.checkpoint.format.checksums import as_bytes
 from rankbook.checkpoint.loading import Loader, StrictHandling, find
-from rankbook.checkpoint.local_state import Wishes, contents_of
-from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.local_state import LoadRequest, contents_of
+from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.saving import PlanHistory, Writer
-from rankbook.checkpoint.storage.steps import Place
+from rankbook.checkpoint.storage.steps import CheckpointLocation
 
 
 class InMemory:
@@ -54,13 +54,13 @@ class InMemory:
 
 def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_parallel: bool = False) -> None:
     """What each rank holds, saved as these many ranks would."""
-    place = Place(storage, "memory", step)
+    place = CheckpointLocation(storage, "memory", step)
     writers = [
         Writer(
             rank,
             contents_of(held),
             place,
-            Telling("memory"),
+            SaveProgress("memory"),
             PlanHistory(),
             metadata={},
             fully_parallel=fully_parallel,
@@ -81,7 +81,7 @@ def load_ranks(ranks: Sequence[Any], storage: Any, *, verify: bool = True, cast:
     loaders = [
         Loader(
             found,
-            lambda asked=asked: Wishes(asked, found.manifest),
+            lambda asked=asked: LoadRequest(asked, found.manifest),
             mode=StrictHandling.RAISE_ALL,
             verify=verify,
             cast=cast,

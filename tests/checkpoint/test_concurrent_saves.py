@@ -107,10 +107,10 @@ def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
 
 
 def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
-    from rankbook.checkpoint.storage.steps import Place
+    from rankbook.checkpoint.storage.steps import CheckpointLocation
 
     storage = storage_of(tmp_path)
-    one, other = Place(storage, "f", name="best"), Place(storage, "f", name="best")
+    one, other = CheckpointLocation(storage, "f", name="best"), CheckpointLocation(storage, "f", name="best")
     one.begin()
     with pytest.raises(CheckpointingException, match="best is being saved by process"):
         other.begin()
@@ -158,7 +158,7 @@ def save_own_steps(place, count):
 
     from rankbook.checkpoint import load_metadata, save
     from rankbook.cli import main as cli
-    from rankbook.magics.views import FolderShelf
+    from rankbook.magics.views import CheckpointBrowser
 
     process = int(os.environ["RANK"])
     run = Path(place, "run")
@@ -170,7 +170,7 @@ def save_own_steps(place, count):
         finally:
             Path(place, f"done-{process}").touch()
         return 0
-    looks, shelf = 0, FolderShelf(run)
+    looks, shelf = 0, CheckpointBrowser(run)
     while not all(Path(place, f"done-{each}").exists() for each in range(PROCESSES)):
         if not (run / "latest").exists():
             os.sched_yield()

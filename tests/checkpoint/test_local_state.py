@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 from rankbook.checkpoint.format.manifest import Manifest, StoredObject, StoredTensor
-from rankbook.checkpoint.local_state import HeldObject, HeldTensor, Wishes, contents_of, digests, everything
+from rankbook.checkpoint.local_state import LoadRequest, LocalObject, LocalTensor, contents_of, digests, everything
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
 
 
 def test_a_shard_is_seen_with_all_axes_of_its_global_tensor():
-    held = HeldTensor.of(
+    held = LocalTensor.of(
         ShardedTensor.from_rank_offsets("k", torch.zeros(3, 5).half(), (0, 1, 4), replica_id=(0, 1), prepend_axis_num=1)
     )
     assert (held.global_shape, held.global_offset, held.local_shape) == ((4, 3, 5), (1, 0, 0), (1, 3, 5))
     assert (held.dtype_name, held.nbytes, held.is_main) == ("float16", 30, False)
     assert held.wanted().shape == (1, 3, 5)
-    assert HeldTensor.of(ShardedTensor.from_rank_offsets("k", torch.zeros(2)).without_data()).data.is_meta
-    each = HeldObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
+    assert LocalTensor.of(ShardedTensor.from_rank_offsets("k", torch.zeros(2)).without_data()).data.is_meta
+    each = LocalObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
     assert (each.unique_key, each.is_main) == ("o/shard_1_2", True)
 
 
@@ -56,11 +56,11 @@ def test_everything_is_asked_for_whole():
     assert wanted.keys() == {"w", "a/b/shard_1_2"}
     assert (wanted["w"].dtype, wanted["w"].local_shape) == (torch.bfloat16, (2, 3))
     assert (wanted["a/b/shard_1_2"].key, wanted["a/b/shard_1_2"].global_offset) == ("a/b", (1,))
-    assert Wishes(wanted, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
+    assert LoadRequest(wanted, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
 
 
 def test_of_plain_values_those_of_named_parts_are_wished_under_the_names_there():
-    wishes = Wishes({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
+    wishes = LoadRequest({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
     assert wishes.values(MANIFEST.values) == {"optim.0.lr": ("optim", 0, "lr")}
     assert wishes.nested([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
     made = wishes.assembled({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})

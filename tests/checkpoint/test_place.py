@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.steps import Place, Retention
+from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy
 from rankbook.errors import BadRequest, CheckpointingException
 from tests.checkpoint.simulated import InMemory
 
@@ -19,12 +19,12 @@ def completed(place):
 
 def test_the_next_step_is_one_above_the_highest():
     storage = InMemory()
-    first, second = Place(storage, "f"), Place(storage, "f")
+    first, second = CheckpointLocation(storage, "f"), CheckpointLocation(storage, "f")
     assert first.shown == ""
     assert [completed(first), completed(second)] == ["step-0.partial", "step-1.partial"]
     assert second.shown == "step-1"
-    completed(Place(storage, "f", 40))
-    third = Place(storage, "f")
+    completed(CheckpointLocation(storage, "f", 40))
+    third = CheckpointLocation(storage, "f")
     third.begin()
     assert third.step == 41
     third.abandon()
@@ -34,13 +34,13 @@ def test_the_next_step_is_one_above_the_highest():
 def test_what_a_killed_save_left_is_swept_when_the_next_begins():
     storage = InMemory()
     storage.write("step-3.partial/__0_0.distcp", [b"half"])
-    completed(Place(storage, "f", 4))
+    completed(CheckpointLocation(storage, "f", 4))
     assert not any(name.startswith("step-3") for name in storage.files)
 
 
 def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
     storage = InMemory()
-    one, other = Place(storage, "f", 5), Place(storage, "f", 5)
+    one, other = CheckpointLocation(storage, "f", 5), CheckpointLocation(storage, "f", 5)
     one.begin()
     with pytest.raises(CheckpointingException, match="step 5 is being saved by process"):
         other.begin()
@@ -54,7 +54,7 @@ def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
 def test_old_steps_go_after_the_new_one_is_there():
     storage = InMemory()
     for step in range(6):
-        completed(Place(storage, "f", step, retention=Retention(keep=2, keep_every=3)))
+        completed(CheckpointLocation(storage, "f", step, retention=RetentionPolicy(keep=2, keep_every=3)))
     assert steps.finished(storage) == [0, 3, 4, 5]
 
 
@@ -68,18 +68,18 @@ def test_a_step_is_safe_where_old_ones_cannot_be_removed():
             super().remove(path)
 
     storage = Stuck()
-    completed(Place(storage, "f", 0))
+    completed(CheckpointLocation(storage, "f", 0))
     storage.stuck = True
-    completed(Place(storage, "f", 1, retention=Retention(keep=1)))
+    completed(CheckpointLocation(storage, "f", 1, retention=RetentionPolicy(keep=1)))
     assert steps.read_latest(storage) == 1
     assert steps.finished(storage) == [0, 1]
 
 
 def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
     storage = InMemory()
-    place = Place(storage, "f", name="best")
+    place = CheckpointLocation(storage, "f", name="best")
     assert (completed(place), place.shown) == ("best.partial", "best")
-    again = Place(storage, "f", name="best")
+    again = CheckpointLocation(storage, "f", name="best")
     again.begin()
     storage.write("best.partial/manifest.json", [b"other"])
     again.abandon()
@@ -89,4 +89,4 @@ def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": -3}, {"keep_every": 0}])
 def test_retention_counts_from_one(wrong):
     with pytest.raises(BadRequest, match="from 1 on"):
-        Retention(**wrong)
+        RetentionPolicy(**wrong)

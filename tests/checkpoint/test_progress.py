@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.checkpoint import async_save, progress
-from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.progress import SaveProgress
 from rankbook.protocol import telemetry
 
 
@@ -13,7 +13,7 @@ def test_each_phase_is_told_and_bytes_now_and_then(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock) / 100)  # a hundredth for each look at it
     heard = []
-    told = Telling("runs", background=True, on_progress=heard.append)
+    told = SaveProgress("runs", background=True, on_progress=heard.append)
     told.name, told.step, told.total = "step-3", 3, 400
     told.enter("writing")
     for _ in range(40):
@@ -32,7 +32,7 @@ def test_each_phase_is_told_and_bytes_now_and_then(monkeypatch):
 
 def test_a_failure_is_the_last_word():
     heard = []
-    told = Telling("runs", on_progress=heard.append)
+    told = SaveProgress("runs", on_progress=heard.append)
     assert "planning" in {getattr(each, "phase", "") for each in telemetry.snapshot()}
     told.failed("no space")
     assert (heard[-1].phase, heard[-1].error) == ("failed", "no space")
@@ -45,7 +45,7 @@ def test_a_save_that_does_not_get_as_far_as_its_group_is_told_to_have_failed(mon
 
     monkeypatch.setattr(async_save, "_meet", refuse)
     heard = []
-    told = Telling("runs", background=True, on_progress=heard.append)
+    told = SaveProgress("runs", background=True, on_progress=heard.append)
     with pytest.raises(RuntimeError, match="no group"):
         async_save.start(None, told, None, everything=False)
     assert (heard[-1].phase, heard[-1].error) == ("failed", "RuntimeError: no group")
@@ -59,9 +59,9 @@ def test_what_a_listener_raises_waits_until_it_is_asked_for():
         calls.append(said)
         raise KeyboardInterrupt
 
-    told = Telling("runs", on_progress=broken)
+    told = SaveProgress("runs", on_progress=broken)
     told.enter("writing")
     assert len(calls) == 1  # it is not called again
     with pytest.raises(KeyboardInterrupt):
         told.check()
-    Telling("runs").check()
+    SaveProgress("runs").check()

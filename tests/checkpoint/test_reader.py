@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.checkpoint.loading import MOST_SAID, Fetch, find
-from rankbook.checkpoint.local_state import HeldTensor, Wishes
+from rankbook.checkpoint.loading import MOST_SAID, CheckpointRead, find
+from rankbook.checkpoint.local_state import LoadRequest, LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
 from rankbook.errors import CheckpointingException
@@ -31,8 +31,8 @@ def flip(storage, name, at):
 
 def fetched(storage, keys, **more):
     found = find(storage, "latest")
-    held = [HeldTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
-    fetch = Fetch(found, **{"verify": True} | more)
+    held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
+    fetch = CheckpointRead(found, **{"verify": True} | more)
     fetch.tensors(plan_read([each.wanted() for each in held], found.manifest), held, fresh=range(len(held)))
     return fetch, [each.data for each in held]
 
@@ -60,8 +60,8 @@ def test_all_damages_are_counted_and_the_first_ones_named(storage):
 
 def test_objects_and_the_common_part_are_checked_before_they_are_unpickled(storage):
     found = find(storage, "latest")
-    wishes = Wishes({"epoch": 0}, found.manifest)
-    fetch = Fetch(found, verify=True)
+    wishes = LoadRequest({"epoch": 0}, found.manifest)
+    fetch = CheckpointRead(found, verify=True)
     assert fetch.objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
     assert fetch.common(wishes) == {"epoch": 3}
     flip(storage, "__0_0.distcp", found.manifest.objects["o/shard_0_1"].start + 70)
@@ -76,7 +76,7 @@ def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(stora
     flip(storage, ".metadata", 9)
     storage.files["step-0/__0_0.distcp"] += b"more"
     for verify, count in ((True, 2), (False, 0)):
-        fetch = Fetch(find(storage, "latest"), verify=verify)
+        fetch = CheckpointRead(find(storage, "latest"), verify=verify)
         fetch.small_files()
         assert len(fetch.damages) == count
 
@@ -87,7 +87,7 @@ def test_a_chunk_that_is_not_filled_is_zero_in_every_dtype():
         save_ranks([{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2).to(dtype))}], storage)
         found = find(storage, "latest")
         entry = ShardedTensor.from_rank_offsets("w", torch.ones(4).to(dtype), allow_shape_mismatch=True)
-        fetch = Fetch(found, verify=True)
-        fetch.tensors(plan_read([HeldTensor.of(entry).wanted()], found.manifest), [HeldTensor.of(entry)])
+        fetch = CheckpointRead(found, verify=True)
+        fetch.tensors(plan_read([LocalTensor.of(entry).wanted()], found.manifest), [LocalTensor.of(entry)])
         fetch.conclude()
         assert entry.data.to(torch.complex64).tolist() == [1, 1, 0, 0]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import PIECE
-from rankbook.checkpoint.loading import Fetch, find
-from rankbook.checkpoint.local_state import HeldTensor
+from rankbook.checkpoint.loading import CheckpointRead, find
+from rankbook.checkpoint.local_state import LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.errors import CheckpointingException
@@ -258,8 +258,8 @@ def test_of_a_large_chunk_little_more_is_read_than_is_asked_for(verify):
     whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)  # 20 MB
     save_ranks([{"w": grid("w", whole, (1, 1))[0]}], storage)
     rows = shard("w", torch.zeros(500, 2000, dtype=torch.int32), whole, (1003, 0))  # 4 MB
-    asked, found = HeldTensor.of(rows), find(storage, "latest")
-    before, fetch = storage.read_bytes, Fetch(found, verify=verify)
+    asked, found = LocalTensor.of(rows), find(storage, "latest")
+    before, fetch = storage.read_bytes, CheckpointRead(found, verify=verify)
     fetch.tensors(plan_read([asked.wanted()], found.manifest), [asked])
     fetch.conclude()
     assert torch.equal(rows.data, whole[1003:1503])

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.deadlock import Disagreement, Doomed, Out, Told, deadlock, disagreements, doomed, warning
+from rankbook.coordinator.deadlock import (
+    BlockedRank,
+    CollectiveMismatch,
+    CollectiveReport,
+    InactiveRank,
+    deadlock,
+    disagreements,
+    doomed,
+    warning,
+)
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import GroupReport, Launch
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 
 NOW = 100.0
 
@@ -17,30 +26,34 @@ def launch(
     peer: int | None = None,
     seconds: float = 3.0,
     alike: bool = True,
-) -> Launch:
-    return Launch(number=number, op=op, data=data, alike=alike, peer=peer, seconds=seconds)
+) -> CollectiveLaunch:
+    return CollectiveLaunch(number=number, op=op, data=data, alike=alike, peer=peer, seconds=seconds)
 
 
 def group(
-    ranks: tuple[int, ...], count: int, *pending: Launch, name: str = "0", recent: tuple[Launch, ...] = ()
+    ranks: tuple[int, ...],
+    count: int,
+    *pending: CollectiveLaunch,
+    name: str = "0",
+    recent: tuple[CollectiveLaunch, ...] = (),
 ) -> GroupReport:
     return GroupReport(name=name, ranks=ranks, count=count, pending=pending, recent=(*recent, *pending))
 
 
-def told(*groups: GroupReport, at: float = NOW, line: int | None = 7) -> Told:
-    return Told(Collectives(token=0, cell=1, line=line, groups=groups), at)
+def told(*groups: GroupReport, at: float = NOW, line: int | None = 7) -> CollectiveReport:
+    return CollectiveReport(Collectives(token=0, cell=1, line=line, groups=groups), at)
 
 
-def failed(rank: int, since: float = NOW - 2) -> Out:
-    return Out("failed", f"rank {rank} raised ValueError", since)
+def failed(rank: int, since: float = NOW - 2) -> InactiveRank:
+    return InactiveRank("failed", f"rank {rank} raised ValueError", since)
 
 
-def dead(rank: int, since: float = NOW - 2) -> Out:
-    return Out("dead", f"rank {rank} was killed by signal 9", since)
+def dead(rank: int, since: float = NOW - 2) -> InactiveRank:
+    return InactiveRank("dead", f"rank {rank} was killed by signal 9", since)
 
 
-def finished(since: float = NOW - 2) -> Out:
-    return Out("finished", "has finished this cell", since)
+def finished(since: float = NOW - 2) -> InactiveRank:
+    return InactiveRank("finished", "has finished this cell", since)
 
 
 PAIR = (0, 1)
@@ -50,7 +63,7 @@ TRIO = (0, 1, 2)
 def test_a_rank_that_waits_for_one_that_failed_waits_in_vain_and_says_for_whom_and_where():
     waits = launch(5)
     (verdict,) = doomed({0: told(group(PAIR, 5, waits)), 1: told(group(PAIR, 4))}, {1: failed(1)}, NOW)
-    assert verdict == Doomed(0, "0", waits, 7, 1, "failed", "rank 1 raised ValueError", 2.0)
+    assert verdict == BlockedRank(0, "0", waits, 7, 1, "failed", "rank 1 raised ValueError", 2.0)
 
 
 def test_so_does_one_that_waits_for_the_dead_which_tell_nothing():
@@ -163,7 +176,7 @@ def test_ranks_in_different_collectives_disagree_and_each_is_told_with_its_line(
         2: told(group(TRIO, 5, launch(5)), line=3),
     }
     (found,) = disagreements(ranks, patience=0.5)
-    assert found == Disagreement(
+    assert found == CollectiveMismatch(
         "0",
         5,
         "the ranks disagree at collective #5 of the group of ranks 0-2, and none of them can go on:\n"
@@ -224,12 +237,12 @@ def test_each_disagreement_is_found_once_and_other_groups_have_their_own():
 
 
 def test_the_warning_says_who_waits_where_for_whom_and_what_to_do():
-    doom = Doomed(2, "0", launch(5), 7, 1, "finished", "has finished this cell", 6.0)
+    doom = BlockedRank(2, "0", launch(5), 7, 1, "finished", "has finished this cell", 6.0)
     assert warning(doom, [2]) == (
         "rank 2 waits in all_reduce #5 (float32[4]) at line 7 for rank 1, which has finished this cell; "
         "interrupt the cell (■, or %distributed interrupt) to end the wait\n"
     )
-    bare = Doomed(2, "0", launch(0, "recv", data=""), None, 1, "finished", "has not begun this cell", 6.0)
+    bare = BlockedRank(2, "0", launch(0, "recv", data=""), None, 1, "finished", "has not begun this cell", 6.0)
     assert warning(bare, [2]).startswith("rank 2 waits in recv for rank 1, which has not begun this cell; ")
     assert warning(bare, [0, 2, 3]).startswith("ranks 0,2-3 wait in recv for rank 1, which has not begun this cell; ")
 

@@ -17,28 +17,28 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.exit_status import describe_exit
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.running_cell import Cell, Ended, Question
+from rankbook.coordinator.running_cell import CellEnded, InputQuestion, RunningCell
 from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.output.merger import OutputMerger, Stream
-from rankbook.protocol.comm import CommSaid
+from rankbook.protocol.comm import CommFromRank
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
-    AskCollectives,
-    AskStack,
     Done,
     ErrorReport,
     Frame,
     FromForkserver,
-    Hello,
+    GetCollectives,
+    GetStack,
     InputReply,
     InputRequest,
     Interrupt,
-    Leave,
     Message,
+    RankReady,
     Regroup,
     RunCell,
+    Shutdown,
     Stack,
     Text,
 )
@@ -177,7 +177,9 @@ class Stage:
         fork = next(fork for fork in reversed(self.launcher.forked) if fork.rank == rank)
         self.ends[rank] = self.hub.rank_end(fork.downlink)
         number = fork.incarnation
-        self.say(rank, Hello(rank=rank, pid=100 + rank, incarnation=number, device="cpu", backend="gloo", threads=1))
+        self.say(
+            rank, RankReady(rank=rank, pid=100 + rank, incarnation=number, device="cpu", backend="gloo", threads=1)
+        )
 
     def next_task(self, rank: int) -> Message:
         """What the rank is sent next, but for what its control thread answers."""
@@ -188,7 +190,7 @@ class Stage:
         while (received := self.ends[rank].receive()) is not None:
             if isinstance(received[0], Abort):
                 self.aborts.append((rank, received[0]))
-            elif isinstance(received[0], AskCollectives):
+            elif isinstance(received[0], GetCollectives):
                 self.asked += 1
             else:
                 self.tasks.setdefault(rank, []).append(received[0])
@@ -200,7 +202,7 @@ class Stage:
     def launch(self) -> None:
         """All ranks there, idle and in one group."""
         ranks = tuple(self.state.ranks)
-        self.driver.post(ev.Launch(ranks))
+        self.driver.post(ev.LaunchRanks(ranks))
         for rank in ranks:
             self.dial(rank)
         for rank in ranks:
@@ -214,15 +216,15 @@ class Stage:
             lambda: tuple(rank.state for rank in self.state.ranks.values()) == states, timeout=SOON, what=f"{states}"
         )
 
-    def submit(self, *ranks: int, sink: Keeper | None = None) -> Cell:
+    def submit(self, *ranks: int, sink: Keeper | None = None) -> RunningCell:
         number = self.state.new_cell()
         tasks = {rank: (RunCell(cell=number, source="x", number=7), ()) for rank in ranks}
-        cell = Cell(number, 7, tasks, cluster_key="", sink=sink)
+        cell = RunningCell(number, 7, tasks, cluster_key="", sink=sink)
         self.driver.submit(cell)
         return cell
 
-    def wait_end(self, cell: Cell) -> None:
-        assert isinstance(cell.inbox.get(timeout=SOON), Ended)
+    def wait_end(self, cell: RunningCell) -> None:
+        assert isinstance(cell.inbox.get(timeout=SOON), CellEnded)
         assert cell.result is not None
 
     def close(self) -> None:
@@ -239,7 +241,7 @@ def stage(request):
     assert "rankbook-driver" not in [thread.name for thread in threading.enumerate()]
 
 
-def error_of(cell: Cell) -> str:
+def error_of(cell: RunningCell) -> str:
     with pytest.raises(Exception) as told:  # noqa: PT011 - which one it is, the caller looks at
         cell.result.raise_for_status()
     return f"{type(told.value).__name__}: {told.value}"
@@ -255,7 +257,7 @@ def test_a_launch_forks_every_rank_with_a_downlink_of_its_own_and_forms_one_grou
 
 
 def test_a_process_id_is_known_before_the_rank_says_hello(stage):
-    stage.driver.post(ev.Launch((0, 1)))
+    stage.driver.post(ev.LaunchRanks((0, 1)))
     stage.launcher.tell(RankForked(rank=1, incarnation=1, pid=4711))
     wait_until(lambda: stage.driver.infos[1].pid == 4711, timeout=SOON, what="the pid")
 
@@ -413,7 +415,7 @@ def test_news_of_an_earlier_process_of_a_rank_change_nothing(stage):
     old = stage.ends[0]
     stage.launcher.tell(exited(0, 1))
     stage.wait_states(RankState.DEAD, RankState.IDLE)
-    stage.driver.post(ev.Launch((0,)))
+    stage.driver.post(ev.LaunchRanks((0,)))
     stage.dial(0)
     for rank in (0, 1):
         stage.done(rank, stage.next_task(rank).cell)
@@ -433,8 +435,8 @@ def test_news_of_an_earlier_process_of_a_rank_change_nothing(stage):
 def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage):
     stage.launch()
     stage.driver.post(ev.Stop())
-    assert stage.next_task(0) == Leave(patience=30)
-    assert stage.next_task(1) == Leave(patience=30)
+    assert stage.next_task(0) == Shutdown(patience=30)
+    assert stage.next_task(1) == Shutdown(patience=30)
     assert stage.launcher.killed == []
     stage.launcher.tell(exited(1, 0))
     wait_until(lambda: KillRank(rank=0, incarnation=1) in stage.launcher.killed, timeout=SOON, what="the kill")
@@ -445,7 +447,7 @@ def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage):
 def test_a_busy_rank_that_is_restarted_is_killed_at_once_and_forked_again(stage):
     stage.launch()
     cell = stage.submit(0)
-    stage.driver.post(ev.Launch((0,)))
+    stage.driver.post(ev.LaunchRanks((0,)))
     assert stage.launcher.killed == [KillRank(rank=0, incarnation=1)]
     stage.launcher.tell(exited(0, -9))
     stage.wait_end(cell)
@@ -467,7 +469,7 @@ def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(stage):
     stage.launcher.tell(exited(1, 1))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
     stage.launcher.failure = OSError(28, "No space left on device")
-    stage.driver.post(ev.Launch((1,)))
+    stage.driver.post(ev.LaunchRanks((1,)))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
     assert "No space left on device" in stage.driver.start_errors[1]
 
@@ -475,7 +477,7 @@ def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(stage):
 def test_a_rank_that_cannot_be_forked_again_after_its_end_stops_nobody_else(stage):
     stage.launch()
     stage.launcher.failure = OSError(28, "No space left on device")
-    stage.driver.post(ev.Launch((1,)))
+    stage.driver.post(ev.LaunchRanks((1,)))
     stage.launcher.tell(exited(1, 0))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
     cell = stage.submit(0)
@@ -484,7 +486,7 @@ def test_a_rank_that_cannot_be_forked_again_after_its_end_stops_nobody_else(stag
 
 
 def test_a_rank_that_dies_while_it_starts_is_told_with_its_last_words(stage):
-    stage.driver.post(ev.Launch((0, 1)))
+    stage.driver.post(ev.LaunchRanks((0, 1)))
     stage.dial(0)
     stage.launcher.tell(exited(1, 1, incarnation=1))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
@@ -497,7 +499,7 @@ def test_a_question_and_its_answer_find_their_way(stage):
     stage.next_task(1)
     asked = InputRequest(cell=cell.cell, prompt="name? ", password=False)
     stage.say(1, asked)
-    assert cell.inbox.get(timeout=SOON) == Question(1, asked)
+    assert cell.inbox.get(timeout=SOON) == InputQuestion(1, asked)
     stage.driver.reply(1, InputReply(cell=cell.cell, text="Ada"))
     assert stage.next_task(1) == InputReply(cell=cell.cell, text="Ada")
 
@@ -509,8 +511,8 @@ def test_stacks_are_those_that_came_in_time(stage):
     asking = threading.Thread(target=lambda: answered.update(stage.driver.wait_stacks(timeout=2.0)))
     asking.start()
     asked = stage.next_task(0)
-    assert isinstance(asked, AskStack)
-    assert isinstance(stage.next_task(1), AskStack)
+    assert isinstance(asked, GetStack)
+    assert isinstance(stage.next_task(1), GetStack)
     stage.say(0, Stack(token=asked.token, cell=None, frames=(frame,)))
     asking.join(SOON)
     assert answered == {0: Stack(token=asked.token, cell=None, frames=(frame,))}
@@ -550,7 +552,7 @@ def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(stage, m
     stage.launch()
     cell = stage.submit(0, sink=sink)
     stage.next_task(0)
-    stage.say(0, *[CommSaid("open", "a", "b", "no json", "{}")] * 3)
+    stage.say(0, *[CommFromRank("open", "a", "b", "no json", "{}")] * 3)
     stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"goes on\n"))
     stage.done(0, cell.cell)
     stage.wait_end(cell)
@@ -564,7 +566,7 @@ def test_a_hello_of_a_rank_that_runs_costs_that_rank(stage, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
     stage.launch()
-    stage.say(1, Hello(rank=1, pid=101, incarnation=1, device="cpu", backend="gloo", threads=1))
+    stage.say(1, RankReady(rank=1, pid=101, incarnation=1, device="cpu", backend="gloo", threads=1))
     wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
     stage.launcher.tell(exited(1, -9))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
@@ -606,7 +608,7 @@ def test_a_request_that_cannot_be_made_is_a_start_error_of_that_rank():
     stage = Stage()
     stage.driver._request = refuse
     try:
-        stage.driver.post(ev.Launch((0, 1)))
+        stage.driver.post(ev.LaunchRanks((0, 1)))
         stage.wait_states(RankState.DEAD, RankState.DEAD)
         assert "no folder" in stage.driver.start_errors[0]
     finally:

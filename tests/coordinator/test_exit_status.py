@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.coordinator.exit_status import describe_crash, describe_failure
-from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.running_cell import RunningCell
 from rankbook.protocol.messages import Done, ErrorReport
 from rankbook.transport import cell_sources
 
@@ -15,8 +15,8 @@ def done(status: str, name: str = "ValueError", line: int | None = 3) -> Done:
     return Done(cell=9, status=status, seconds=0.1, error=error)  # type: ignore[arg-type]
 
 
-def numbered(number: int) -> Cell:
-    return Cell(9, number, {0: (done("ok"), ())}, cluster_key="", sink=None)
+def numbered(number: int) -> RunningCell:
+    return RunningCell(9, number, {0: (done("ok"), ())}, cluster_key="", sink=None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.running_cell import Cell, Ended
+from rankbook.coordinator.running_cell import CellEnded, RunningCell
 from rankbook.coordinator.state_machine import RankState
 from rankbook.magics.output_panel import as_message
 from rankbook.protocol.messages import FromRank, Regroup
@@ -123,7 +123,7 @@ class Hostile(Stage):
         incarnation = self.state.ranks[0].incarnation
         self.launcher.tell(exited(0, -9, incarnation=incarnation))
         wait_until(lambda: self.state.ranks[0].state is RankState.DEAD, timeout=SOON, what="the death of rank 0")
-        self.driver.post(ev.Launch((0,)))
+        self.driver.post(ev.LaunchRanks((0,)))
         self.dial(0)
 
     def settle(self) -> None:
@@ -150,7 +150,7 @@ def test_random_messages_of_every_type_cost_at_most_the_rank_that_sent_them(seed
     chance, stage = random.Random(seed), Hostile()
     try:
         stage.launch()
-        cells: list[Cell] = []
+        cells: list[RunningCell] = []
         for number in range(MESSAGES // 2):
             cells.append(stage.submit(0, 1, sink=JupyterLike()))
             data = hostile(chance, kinds[number % len(kinds)], cells[-1].cell)
@@ -187,7 +187,7 @@ def test_messages_without_a_sender_or_of_an_unknown_one_cost_nothing(monkeypatch
         cell = stage.submit(0, 1)
         stage.done(0, cell.cell)
         stage.done(1, cell.cell)
-        assert isinstance(cell.inbox.get(timeout=SOON), Ended)
+        assert isinstance(cell.inbox.get(timeout=SOON), CellEnded)
         cell.result.raise_for_status()
         assert stage.launcher.killed == []
         assert len(reported) == 1

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.coordinator import wait
-from rankbook.coordinator.liveness import Silence
-from rankbook.launch.process_info import Look
+from rankbook.coordinator.liveness import UnresponsiveRank
+from rankbook.launch.process_info import ProcessInfo
 
-STOPPED = Look("stopped", 1.0, stopped=True)
-RUNNING = Look("running", 1.0)
+STOPPED = ProcessInfo("stopped", 1.0, stopped=True)
+RUNNING = ProcessInfo("running", 1.0)
 
 
 class Stage:
@@ -19,7 +19,7 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.looks: dict[int, Look] = {}
+        self.looks: dict[int, ProcessInfo] = {}
         self.heard: set[int] = set()
         self.asked: dict[int, float] = {}
         self.notes: list[str] = []
@@ -27,15 +27,18 @@ class Stage:
         cell = SimpleNamespace(ranks=(0, 1), note=self.notes.append)
         presence = SimpleNamespace(ask=self._ask, silent=self._silent, heard_within=lambda rank, _: rank in self.heard)
         driver = SimpleNamespace(presence=presence, cell_of=lambda _: cell, after=lambda _, callback: callback())
-        self.vigil = wait.Vigil(driver, cell)
+        self.vigil = wait.LivenessWarning(driver, cell)
 
     def _ask(self, ranks) -> None:
         for rank in ranks:
             self.asked.setdefault(rank, self.now)
 
-    def _silent(self, ranks) -> dict[int, Silence]:
+    def _silent(self, ranks) -> dict[int, UnresponsiveRank]:
         owing = [rank for rank in ranks if rank in self.asked and rank in self.looks]
-        return {rank: Silence(rank, 40 + rank, self.now - self.asked[rank], 50.0, self.looks[rank]) for rank in owing}
+        return {
+            rank: UnresponsiveRank(rank, 40 + rank, self.now - self.asked[rank], 50.0, self.looks[rank])
+            for rank in owing
+        }
 
     def watch(self, seconds: float) -> None:
         """Look as often as whoever waits for a cell does."""

@@ -14,8 +14,8 @@ import torch
 
 import rankbook
 from rankbook.errors import BadRequest, CellError, LostRank
-from rankbook.magics.views import ClusterFeed
-from rankbook.protocol.queries import AskLook, Question
+from rankbook.magics.views import ClusterViewSource
+from rankbook.protocol.queries import GetStatus, Question
 from rankbook.protocol.telemetry import Placement
 from tests.conftest import stop_process, wait_until
 
@@ -283,7 +283,7 @@ def test_nothing_is_sent_and_nothing_is_imported_while_nobody_looks(cluster):
         assert looks(sent) == []
         end = cluster.watch("status", lambda _: None)
         wait_until(lambda: len(looks(sent)) >= 12, timeout=10, what="three rounds")
-        assert {(type(each), each.holdings) for each in looks(sent)} == {(AskLook, False)}
+        assert {(type(each), each.holdings) for each in looks(sent)} == {(GetStatus, False)}
         end()
         wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
         sent.clear()
@@ -311,7 +311,7 @@ def test_a_watcher_that_raises_or_blocks_hurts_nobody_else(cluster, monkeypatch)
 
 def test_saves_are_told_as_they_happen_and_when_they_have_ended(cluster, tmp_path):
     seen = []
-    feed = ClusterFeed(cluster)
+    feed = ClusterViewSource(cluster)
     end = feed.watch("saves", seen.append)
     wait_until(lambda: seen, timeout=10, what="the first look")
     cluster.run(
@@ -327,7 +327,7 @@ def test_saves_are_told_as_they_happen_and_when_they_have_ended(cluster, tmp_pat
 
 
 def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
-    feed = ClusterFeed(cluster)
+    feed = ClusterViewSource(cluster)
     assert isinstance(feed.ask("placement"), Placement)
     with running(cluster, "time.sleep(600)"):
         assert feed.ask("detail", rank=1).rank == 1
@@ -399,7 +399,7 @@ def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
         cluster.heal()
         wait_until(lambda: seen[-1].ranks[1].holdings, timeout=20, what="the healed rank's model")
         assert seen[-1].ranks[1].pid != first
-        assert ClusterFeed(cluster).act("restart", 1) == "rank 1 has a fresh process and an empty namespace"
+        assert ClusterViewSource(cluster).act("restart", 1) == "rank 1 has a fresh process and an empty namespace"
         wait_until(
             lambda: seen[-1].ranks[1].state == "idle" and not seen[-1].ranks[1].holdings, timeout=20, what="the restart"
         )

@@ -12,7 +12,7 @@ import pytest
 import rankbook
 from rankbook import BadRequest, Cluster, LostRank, TransferError
 from rankbook.coordinator.recovery import hand_over
-from rankbook.coordinator.states import Rank, RankState, choose_donor
+from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
 from tests.conftest import wait_until
 
@@ -65,10 +65,10 @@ def test_variables_that_fail_only_together_are_an_error():
 
 def test_the_donor_has_the_oldest_state_and_is_idle_if_possible():
     idle, busy, dead = RankState.IDLE, RankState.BUSY, RankState.DEAD
-    assert choose_donor([Rank(0, dead), Rank(1, busy), Rank(2, idle)]) == 2
-    assert choose_donor([Rank(0, dead), Rank(1, busy)]) == 1
-    assert choose_donor([Rank(0, idle, since=4), Rank(1, busy)]) == 1
-    assert choose_donor([Rank(0, idle, empty=True), Rank(1, dead)]) is None
+    assert choose_donor([RankEntry(0, dead), RankEntry(1, busy), RankEntry(2, idle)]) == 2
+    assert choose_donor([RankEntry(0, dead), RankEntry(1, busy)]) == 1
+    assert choose_donor([RankEntry(0, idle, since=4), RankEntry(1, busy)]) == 1
+    assert choose_donor([RankEntry(0, idle, empty=True), RankEntry(1, dead)]) is None
 
 
 # With ranks

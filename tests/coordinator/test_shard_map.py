@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from rankbook.coordinator.monitor import fold_shards
-from rankbook.protocol.queries import Box, HeldTensor, NothingTold, ShardsTold
+from rankbook.protocol.queries import Box, QueryFailed, RankTensor, ShardsReply
 
 DEVICES = {0: "cpu", 1: "cpu", 2: "cpu", 3: "cuda:3"}
 TWO_BY_TWO = (Box(0, (0, 0), (2, 4)), Box(1, (2, 0), (2, 4)), Box(2, (0, 0), (2, 4)), Box(3, (2, 0), (2, 4)))
 
 
 def told(rank, *boxes, kind="model", trouble="", device="cpu"):
-    tensor = HeldTensor("w", "float32", 4, device, (4, 4), 0)
-    return ShardsTold(1, kind, (tensor,), (boxes,), trouble)
+    tensor = RankTensor("w", "float32", 4, device, (4, 4), 0)
+    return ShardsReply(1, kind, (tensor,), (boxes,), trouble)
 
 
 def placed(found):
@@ -31,7 +31,7 @@ def test_replicas_are_counted_by_rank():
 
 
 def test_what_was_computed_stands_for_a_rank_that_is_silent_and_for_no_other():
-    answers = {0: told(0, *TWO_BY_TWO), 1: told(1, Box(1, (3, 0), (1, 4))), 2: NothingTold(1, "no variable 'm'")}
+    answers = {0: told(0, *TWO_BY_TWO), 1: told(1, Box(1, (3, 0), (1, 4))), 2: QueryFailed(1, "no variable 'm'")}
     found = fold_shards("m", answers, range(4), DEVICES)
     assert placed(found) == [
         (0, (0, 0), (2, 4), 0),
@@ -44,7 +44,7 @@ def test_what_was_computed_stands_for_a_rank_that_is_silent_and_for_no_other():
 
 
 def test_a_rank_that_answers_without_a_tensor_does_not_hold_it():
-    other = ShardsTold(1, "model", (), (), "it holds no tensors yet")
+    other = ShardsReply(1, "model", (), (), "it holds no tensors yet")
     found = fold_shards("m", {0: told(0, *TWO_BY_TWO), 1: other}, range(2), DEVICES)
     assert [each.rank for each in found.tensors[0].shards] == [0, 2, 3]
     assert found.trouble == "rank 1: it holds no tensors yet"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rankbook.coordinator.driver import Farewells
+from rankbook.coordinator.driver import ShutdownManager
 from rankbook.coordinator.grace import GracePeriods
 
 GRACE = GracePeriods(leave=0.25)
@@ -15,7 +15,7 @@ class Stage:
 
     def __init__(self, hears=True):
         self.hears, self.sent, self.killed, self.due = hears, [], [], []
-        self.farewells = Farewells(self, self, lambda *due: self.due.append(due), GRACE)
+        self.farewells = ShutdownManager(self, self, lambda *due: self.due.append(due), GRACE)
 
     def send(self, rank, message):
         self.sent.append((rank, message.patience))

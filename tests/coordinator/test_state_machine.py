@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.deadlock import CollectiveReport
 from rankbook.coordinator.state_machine import (
     CELL_TABLE,
     RANK_TABLE,
@@ -20,7 +20,7 @@ from rankbook.coordinator.state_machine import (
 )
 from rankbook.errors import IllegalTransition
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import GroupReport, Launch
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 
 
 def only(actions: list[act.Action], kind: type) -> list[act.Action]:
@@ -29,17 +29,17 @@ def only(actions: list[act.Action], kind: type) -> list[act.Action]:
 
 def decided(actions: list[act.Action]) -> list[act.Action]:
     """Without those that only look and ask."""
-    return [action for action in actions if not isinstance(action, (act.LookSoon, act.AskCollectives))]
+    return [action for action in actions if not isinstance(action, (act.ScheduleCheck, act.RequestCollectives))]
 
 
 def started(world_size: int) -> ClusterState:
     """A cluster whose ranks are idle and in one group."""
     state = ClusterState(world_size)
-    state.handle(ev.Launch(tuple(range(world_size))))
+    state.handle(ev.LaunchRanks(tuple(range(world_size))))
     actions: list[act.Action] = []
     for rank in range(world_size):
-        actions = state.handle(ev.SaidHello(rank, 1))
-    (regroup,) = only(actions, act.Regroup)
+        actions = state.handle(ev.RankConnected(rank, 1))
+    (regroup,) = only(actions, act.FormGroup)
     for rank in range(world_size):
         state.handle(ev.CellDone(rank, 1, regroup.cell))
     assert all(rank.state is RankState.IDLE for rank in state.ranks.values())
@@ -53,19 +53,19 @@ def submit(state: ClusterState, *ranks: int) -> tuple[int, list[act.Action]]:
 
 def test_ranks_are_forked_then_grouped_once_all_said_hello():
     state = ClusterState(2)
-    assert decided(state.handle(ev.Launch((0, 1)))) == [act.Fork(0, 1), act.Fork(1, 1)]
-    assert decided(state.handle(ev.SaidHello(0, 1))) == []
-    regroup, task = state.handle(ev.SaidHello(1, 1))
-    assert regroup == act.Regroup(cell=1, generation=1)
+    assert decided(state.handle(ev.LaunchRanks((0, 1)))) == [act.Fork(0, 1), act.Fork(1, 1)]
+    assert decided(state.handle(ev.RankConnected(0, 1))) == []
+    regroup, task = state.handle(ev.RankConnected(1, 1))
+    assert regroup == act.FormGroup(cell=1, generation=1)
     assert task == act.SendTask(1, (0, 1))
 
 
 def test_a_cell_submitted_while_ranks_start_runs_after_the_group_is_formed():
     state = ClusterState(1)
-    state.handle(ev.Launch((0,)))
+    state.handle(ev.LaunchRanks((0,)))
     cell, actions = submit(state, 0)
-    assert decided(actions) == [act.TellQueued(cell, (0,))]
-    regroup, task = state.handle(ev.SaidHello(0, 1))
+    assert decided(actions) == [act.NotifyQueued(cell, (0,))]
+    regroup, task = state.handle(ev.RankConnected(0, 1))
     assert task == act.SendTask(regroup.cell, (0,))
     assert decided(state.handle(ev.CellDone(0, 1, regroup.cell)))[-1] == act.SendTask(cell, (0,))
 
@@ -82,9 +82,9 @@ def test_cells_for_busy_ranks_wait_in_order_and_others_pass():
     state = started(3)
     first, _ = submit(state, 0)
     second, actions = submit(state, 0, 1)
-    assert decided(actions) == [act.TellQueued(second, (0,))]
+    assert decided(actions) == [act.NotifyQueued(second, (0,))]
     third, actions = submit(state, 1)
-    assert decided(actions) == [act.TellQueued(third, ())], "rank 1 is idle, but a cell before this wants it"
+    assert decided(actions) == [act.NotifyQueued(third, ())], "rank 1 is idle, but a cell before this wants it"
     fourth, actions = submit(state, 2)
     assert decided(actions) == [act.SendTask(fourth, (2,))]
     assert decided(state.handle(ev.CellDone(0, 1, first)))[-1] == act.SendTask(second, (0, 1))
@@ -96,11 +96,11 @@ def test_a_death_fails_the_cell_nudges_the_others_and_releases_the_notebook():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.RankGone(2, 1, "was killed by signal 9"))
-    assert actions[0] == act.TellLoss(2, "was killed by signal 9", cell, expected=False)
-    assert [action.step for action in only(actions, act.SetGrace)] == ["nudge", "abort", "release"]
-    assert decided(state.handle(ev.GraceOver(cell, "nudge"))) == [act.SendInterrupt(cell, (0, 1))]
+    assert actions[0] == act.NotifyRankLost(2, "was killed by signal 9", cell, expected=False)
+    assert [action.step for action in only(actions, act.StartTimer)] == ["nudge", "abort", "release"]
+    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [act.SendInterrupt(cell, (0, 1))]
     state.handle(ev.CellDone(0, 1, cell))
-    assert decided(state.handle(ev.GraceOver(cell, "release"))) == [act.EndCell(cell, (1,), interrupted=False)]
+    assert decided(state.handle(ev.TimerFired(cell, "release"))) == [act.EndCell(cell, (1,), interrupted=False)]
     assert state.ranks[0].state is RankState.IDLE
     assert state.ranks[1].state is RankState.BUSY
     assert decided(state.handle(ev.CellDone(1, 1, cell))) == []
@@ -112,25 +112,25 @@ def test_a_dead_rank_is_unavailable_and_comes_back_in_a_new_group():
     state.handle(ev.RankGone(1, 1, "exited with code 3"))
     assert set(state.unavailable((0, 1))) == {1}
     assert not state.grouped
-    assert decided(state.handle(ev.Launch((1,)))) == [act.Fork(1, 2)]
-    actions = state.handle(ev.SaidHello(1, 2))
-    assert only(actions, act.Regroup)[0].generation == 2
+    assert decided(state.handle(ev.LaunchRanks((1,)))) == [act.Fork(1, 2)]
+    actions = state.handle(ev.RankConnected(1, 2))
+    assert only(actions, act.FormGroup)[0].generation == 2
     assert state.unavailable((0, 1)) == {}
 
 
 def test_news_of_an_earlier_incarnation_change_nothing():
     state = started(1)
     state.handle(ev.RankGone(0, 1, "died"))
-    state.handle(ev.Launch((0,)))
+    state.handle(ev.LaunchRanks((0,)))
     assert decided(state.handle(ev.RankGone(0, 1, "died"))) == []
-    assert decided(state.handle(ev.SaidHello(0, 1))) == []
+    assert decided(state.handle(ev.RankConnected(0, 1))) == []
     assert state.ranks[0].state is RankState.STARTING
 
 
 def test_restarting_a_busy_rank_kills_it_fails_its_cell_and_forks_again():
     state = started(2)
     cell, _ = submit(state, 1)
-    assert decided(state.handle(ev.Launch((1,)))) == [act.Kill(1, 1, idle=False)]
+    assert decided(state.handle(ev.LaunchRanks((1,)))) == [act.Kill(1, 1, idle=False)]
     actions = state.handle(ev.RankGone(1, 1, "was killed by signal 9"))
     assert only(actions, act.EndCell) == [act.EndCell(cell, (), interrupted=False)]
     assert actions[-1] == act.Fork(1, 2)
@@ -140,12 +140,12 @@ def test_who_waits_for_a_rank_that_is_restarted_is_broken_off_and_told_so():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     state.handle(waits(0, cell, (0, 1)))
-    state.handle(ev.Launch((1,)))
+    state.handle(ev.LaunchRanks((1,)))
     state.handle(ev.RankGone(1, 1, "was killed by signal 9"))
-    nudged = state.handle(ev.GraceOver(cell, "nudge"))
+    nudged = state.handle(ev.TimerFired(cell, "nudge"))
     assert only(nudged, act.SendAbort) == [act.SendAbort((0,), (), "rank 1 was restarted")]
     assert only(nudged, act.SendInterrupt) == [act.SendInterrupt(cell, (2,))]
-    (aborted,) = only(state.handle(ev.GraceOver(cell, "abort")), act.SendAbort)
+    (aborted,) = only(state.handle(ev.TimerFired(cell, "abort")), act.SendAbort)
     assert (aborted.ranks, aborted.cause) == ((0, 2), "rank 1 was restarted")
 
 
@@ -153,10 +153,10 @@ def test_a_queued_cell_survives_the_restart_of_its_rank():
     state = started(1)
     first, _ = submit(state, 0)
     second, _ = submit(state, 0)
-    state.handle(ev.Launch((0,)))
+    state.handle(ev.LaunchRanks((0,)))
     state.handle(ev.RankGone(0, 1, "restarted"))
-    actions = state.handle(ev.SaidHello(0, 2))
-    regroup = only(actions, act.Regroup)[0].cell
+    actions = state.handle(ev.RankConnected(0, 2))
+    regroup = only(actions, act.FormGroup)[0].cell
     assert decided(state.handle(ev.CellDone(0, 2, regroup)))[-1] == act.SendTask(second, (0,))
     assert first not in state.cells
 
@@ -209,7 +209,7 @@ def test_interrupting_a_queued_cell_drops_it():
 def test_a_slow_cell_is_left_alone():
     state = started(2)
     cell, _ = submit(state, 0, 1)
-    assert decided(state.handle(ev.GraceOver(cell, "release"))) == []
+    assert decided(state.handle(ev.TimerFired(cell, "release"))) == []
 
 
 def test_stop_ends_every_cell_and_kills_every_rank():
@@ -228,7 +228,7 @@ def test_stop_ends_every_cell_and_kills_every_rank():
 def test_an_illegal_transition_tells_the_story():
     state = started(1)
     with pytest.raises(IllegalTransition, match=r"rank 0 is IDLE: no HELLO\n(.|\n)*SaidHello\(rank=0, incarnation=1\)"):
-        state.handle(ev.SaidHello(0, 1))
+        state.handle(ev.RankConnected(0, 1))
 
 
 def test_every_state_is_in_its_table_and_every_target_is_a_state():
@@ -248,7 +248,7 @@ class Model:
         self.alive: dict[int, int] = {}
         self.killed: set[int] = set()
         self.open: set[int] = set()
-        self.perform(self.state.handle(ev.Launch(tuple(range(world_size)))))
+        self.perform(self.state.handle(ev.LaunchRanks(tuple(range(world_size)))))
 
     def perform(self, actions: list[act.Action]) -> None:
         for action in actions:
@@ -264,7 +264,7 @@ class Model:
                     for rank in ranks:
                         assert rank not in self.tasks, "a rank runs one task at a time"
                         self.tasks[rank] = (cell, self.alive[rank])
-                case act.SetGrace(cell, _, release):
+                case act.StartTimer(cell, _, release):
                     self.graces.append((cell, release))
                 case act.EndCell(cell):
                     assert cell in self.open or cell not in self.state.cells
@@ -290,17 +290,17 @@ class Model:
             case "die" if self.alive:
                 self.die(draw.draw(st.sampled_from(sorted(self.alive))))
             case "restart":
-                self.perform(state.handle(ev.Launch((draw.draw(st.sampled_from(ranks)),))))
+                self.perform(state.handle(ev.LaunchRanks((draw.draw(st.sampled_from(ranks)),))))
             case "answer":
                 self.answer(draw.draw(st.sampled_from(sorted(self.tasks))))
             case "grace":
-                self.perform(state.handle(ev.GraceOver(*self.graces.pop(0))))
+                self.perform(state.handle(ev.TimerFired(*self.graces.pop(0))))
             case _:
                 pass
 
     def answer(self, rank: int) -> None:
         cell, incarnation = self.tasks.pop(rank)
-        event = ev.SaidHello(rank, incarnation) if cell == 0 else ev.CellDone(rank, incarnation, cell)
+        event = ev.RankConnected(rank, incarnation) if cell == 0 else ev.CellDone(rank, incarnation, cell)
         self.perform(self.state.handle(event))
 
     def die(self, rank: int) -> None:
@@ -317,7 +317,7 @@ class Model:
             elif self.tasks:
                 self.answer(min(self.tasks))
             elif self.graces:
-                self.perform(self.state.handle(ev.GraceOver(*self.graces.pop(0))))
+                self.perform(self.state.handle(ev.TimerFired(*self.graces.pop(0))))
             else:
                 return
         pytest.fail("the machine never comes to rest")
@@ -345,11 +345,17 @@ def grouping(state: ClusterState) -> list[int]:
     return [cell.cell for cell in state.cells.values() if cell.internal]
 
 
-def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: float = 0.0) -> ev.CollectivesTold:
+def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: float = 0.0) -> ev.CollectivesReceived:
     """The rank tells that it has begun a collective of these ranks, and that it has not ended."""
-    pending = (Launch(number=number, op="all_reduce", data="", alike=True, peer=None, seconds=0.0),) if number else ()
+    pending = (
+        (CollectiveLaunch(number=number, op="all_reduce", data="", alike=True, peer=None, seconds=0.0),)
+        if number
+        else ()
+    )
     report = GroupReport(name="0", ranks=ranks, count=number, pending=pending, recent=pending)
-    return ev.CollectivesTold(rank, 1, Told(Collectives(token=0, cell=cell, line=3, groups=(report,)), at))
+    return ev.CollectivesReceived(
+        rank, 1, CollectiveReport(Collectives(token=0, cell=cell, line=3, groups=(report,)), at)
+    )
 
 
 def test_a_wait_for_a_rank_that_raised_is_broken_off_and_the_group_formed_anew_before_the_next_cell():
@@ -357,21 +363,23 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off_and_the_group_formed_anew_b
     cell, _ = submit(state, 0, 1)
     actions = state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
     assert decided(actions) == []
-    assert only(actions, act.LookSoon), "somebody looks after those that still run"
-    assert not only(actions, act.AskCollectives), "most are about to end too, and a cell shall not pay for a question"
-    actions = state.handle(ev.Look(1.0))
-    assert only(actions, act.AskCollectives) == [act.AskCollectives((0, 1))]
+    assert only(actions, act.ScheduleCheck), "somebody looks after those that still run"
+    assert not only(actions, act.RequestCollectives), (
+        "most are about to end too, and a cell shall not pay for a question"
+    )
+    actions = state.handle(ev.CheckCollectives(1.0))
+    assert only(actions, act.RequestCollectives) == [act.RequestCollectives((0, 1))]
     state.handle(waits(0, cell, (0, 1)))
-    assert decided(state.handle(ev.Look(1.2))) == []
-    assert decided(state.handle(ev.Look(2.5))) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
+    assert decided(state.handle(ev.CheckCollectives(1.2))) == []
+    assert decided(state.handle(ev.CheckCollectives(2.5))) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
     actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
     told, ended, regroup, task = actions
-    assert isinstance(told, act.TellPerson)
+    assert isinstance(told, act.NotifyUser)
     assert ended == act.EndCell(cell, (), interrupted=False)
     assert regroup.generation == 2
     assert task == act.SendTask(regroup.cell, (0, 1))
     following, actions = submit(state, 0, 1)
-    assert decided(actions) == [act.TellQueued(following, ())], "forming the group is nothing a person waits for"
+    assert decided(actions) == [act.NotifyQueued(following, ())], "forming the group is nothing a person waits for"
     state.handle(ev.CellDone(0, 1, regroup.cell))
     assert act.SendTask(following, (0, 1)) in state.handle(ev.CellDone(1, 1, regroup.cell))
 
@@ -396,7 +404,7 @@ def test_an_error_in_a_cell_with_collectives_has_the_group_formed_anew():
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=3))
     actions = state.handle(ev.CellDone(1, 1, cell, collectives=4))
-    assert only(actions, act.Regroup)
+    assert only(actions, act.FormGroup)
 
 
 def test_the_group_is_formed_anew_only_once_all_ranks_are_idle_and_a_straggler_holds_up_no_cell():
@@ -404,13 +412,13 @@ def test_the_group_is_formed_anew_only_once_all_ranks_are_idle_and_a_straggler_h
     other, _ = submit(state, 2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=1))
-    assert only(state.handle(ev.CellDone(1, 1, cell, collectives=1)), act.Regroup) == []
+    assert only(state.handle(ev.CellDone(1, 1, cell, collectives=1)), act.FormGroup) == []
     following, actions = submit(state, 0, 1)
     assert decided(actions) == [act.SendTask(following, (0, 1))]
     state.handle(ev.CellDone(0, 1, following))
     state.handle(ev.CellDone(1, 1, following))
     assert grouping(state) == []
-    (regroup,) = only(state.handle(ev.CellDone(2, 1, other)), act.Regroup)
+    (regroup,) = only(state.handle(ev.CellDone(2, 1, other)), act.FormGroup)
     assert grouping(state) == [regroup.cell]
 
 
@@ -419,20 +427,22 @@ def test_what_a_straggler_began_after_its_cells_end_makes_the_group_anew_too():
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
     state.handle(ev.CellDone(0, 1, cell))
-    state.handle(ev.GraceOver(cell, "release"))
+    state.handle(ev.TimerFired(cell, "release"))
     assert grouping(state) == []
-    assert only(state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1)), act.Regroup)
+    assert only(
+        state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1)), act.FormGroup
+    )
 
 
 def test_the_group_is_formed_anew_once():
     state = started(2)
     cell, _ = submit(state, 0)
-    (regroup,) = only(state.handle(ev.CellDone(0, 1, cell, failed=True, words="x", collectives=1)), act.Regroup)
+    (regroup,) = only(state.handle(ev.CellDone(0, 1, cell, failed=True, words="x", collectives=1)), act.FormGroup)
     for rank in (0, 1):
         state.handle(ev.CellDone(rank, 1, regroup.cell, collectives=7))
     assert (grouping(state), state.grouped) == ([], True)
     cell, _ = submit(state, 0)
-    assert only(state.handle(ev.CellDone(0, 1, cell, collectives=1)), act.Regroup) == []
+    assert only(state.handle(ev.CellDone(0, 1, cell, collectives=1)), act.FormGroup) == []
 
 
 def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
@@ -441,27 +451,29 @@ def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
     actions = state.handle(ev.InterruptCell(cell))
     assert actions == [
         act.SendInterrupt(cell, (0, 1, 2)),
-        act.SetGrace(cell, 0.5, "abort"),
-        act.SetGrace(cell, 5.0, "release"),
+        act.StartTimer(cell, 0.5, "abort"),
+        act.StartTimer(cell, 5.0, "release"),
     ]
     state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
-    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == [act.SendAbort((1, 2), (), "the cell was interrupted")]
+    assert decided(state.handle(ev.TimerFired(cell, "abort"))) == [
+        act.SendAbort((1, 2), (), "the cell was interrupted")
+    ]
     state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
     actions = state.handle(ev.CellDone(2, 1, cell, failed=True, words="was interrupted", collectives=1))
-    assert only(actions, act.Regroup)
-    assert decided(state.handle(ev.GraceOver(cell, "release"))) == [], "it has ended"
+    assert only(actions, act.FormGroup)
+    assert decided(state.handle(ev.TimerFired(cell, "release"))) == [], "it has ended"
 
 
 def test_what_was_broken_off_makes_the_group_anew_however_few_collectives_were_counted_and_the_person_is_told():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
-    state.handle(ev.GraceOver(cell, "abort"))
+    state.handle(ev.TimerFired(cell, "abort"))
     state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
     told, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted"))
     assert "formed anew" in told.text
     assert ended == act.EndCell(cell, (), interrupted=True)
-    assert isinstance(regroup, act.Regroup)
+    assert isinstance(regroup, act.FormGroup)
 
 
 def test_an_interrupt_that_all_heeded_breaks_nothing_off():
@@ -471,7 +483,7 @@ def test_an_interrupt_that_all_heeded_breaks_nothing_off():
     for rank in (0, 1):
         actions = state.handle(ev.CellDone(rank, 1, cell, failed=True, words="was interrupted"))
     assert decided(actions) == [act.EndCell(cell, (), interrupted=True)]
-    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == []
+    assert decided(state.handle(ev.TimerFired(cell, "abort"))) == []
     assert grouping(state) == []
 
 
@@ -482,7 +494,7 @@ def test_an_interrupted_cell_with_collectives_regroups_even_if_no_rank_failed(co
     state.handle(ev.InterruptCell(cell))
     state.handle(ev.CellDone(0, 1, cell, collectives=collectives))
     actions = state.handle(ev.CellDone(1, 1, cell))
-    assert len(only(actions, act.Regroup)) == regroups
+    assert len(only(actions, act.FormGroup)) == regroups
 
 
 def test_a_death_is_told_to_the_living_which_are_asked_where_they_are():
@@ -490,8 +502,8 @@ def test_a_death_is_told_to_the_living_which_are_asked_where_they_are():
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.RankGone(2, 1, "was killed by signal 9"))
     assert act.SendAbort((), (), "rank 2 was killed by signal 9", lost=2) in actions
-    assert act.AskCollectives((0, 1)) in actions
-    assert [(each.cell, each.step) for each in only(actions, act.SetGrace)] == [
+    assert act.RequestCollectives((0, 1)) in actions
+    assert [(each.cell, each.step) for each in only(actions, act.StartTimer)] == [
         (cell, "nudge"),
         (cell, "abort"),
         (cell, "release"),
@@ -504,14 +516,14 @@ def test_after_a_death_who_waits_for_the_dead_is_broken_off_and_the_others_are_i
     state.handle(ev.RankGone(3, 1, "died"))
     state.handle(waits(0, cell, (0, 3)))
     state.handle(waits(1, cell, (0, 1)))
-    assert decided(state.handle(ev.GraceOver(cell, "nudge"))) == [
+    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [
         act.SendAbort((0,), (), "rank 3 died"),
         act.SendInterrupt(cell, (1, 2)),
     ]
     state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
-    assert decided(state.handle(ev.GraceOver(cell, "abort"))) == [act.SendAbort((1, 2), (), "rank 3 died")]
+    assert decided(state.handle(ev.TimerFired(cell, "abort"))) == [act.SendAbort((1, 2), (), "rank 3 died")]
     state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
-    assert decided(state.handle(ev.GraceOver(cell, "release"))) == [act.EndCell(cell, (2,), interrupted=False)]
+    assert decided(state.handle(ev.TimerFired(cell, "release"))) == [act.EndCell(cell, (2,), interrupted=False)]
 
 
 def test_after_a_death_a_rank_with_no_pending_collective_is_interrupted_and_not_aborted():
@@ -520,7 +532,7 @@ def test_after_a_death_a_rank_with_no_pending_collective_is_interrupted_and_not_
     state.handle(ev.RankGone(2, 1, "died"))
     state.handle(waits(0, cell, (0, 2)))
     state.handle(waits(1, cell, (1, 2), number=0))
-    assert decided(state.handle(ev.GraceOver(cell, "nudge"))) == [
+    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [
         act.SendAbort((0,), (), "rank 2 died"),
         act.SendInterrupt(cell, (1,)),
     ]
@@ -531,11 +543,11 @@ def test_a_death_forms_the_group_anew_only_when_the_rank_is_back_and_says_nothin
     cell, _ = submit(state, 0, 1)
     state.handle(ev.RankGone(1, 1, "died"))
     state.handle(waits(0, cell, (0, 1)))
-    state.handle(ev.GraceOver(cell, "nudge"))
+    state.handle(ev.TimerFired(cell, "nudge"))
     actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
     assert decided(actions) == [act.EndCell(cell, (), interrupted=False)]
-    state.handle(ev.Launch((1,)))
-    (regroup,) = only(state.handle(ev.SaidHello(1, 2)), act.Regroup)
+    state.handle(ev.LaunchRanks((1,)))
+    (regroup,) = only(state.handle(ev.RankConnected(1, 2)), act.FormGroup)
     for rank, incarnation in ((0, 1), (1, 2)):
         state.handle(ev.CellDone(rank, incarnation, regroup.cell))
     assert (grouping(state), state.grouped) == ([], True)
@@ -546,8 +558,8 @@ def test_a_rank_that_dies_idle_ends_the_waits_of_the_others():
     cell, _ = submit(state, 0)
     state.handle(ev.RankGone(2, 1, "died"))
     state.handle(waits(0, cell, (0, 1, 2)))
-    state.handle(ev.Look(10.0))
-    assert decided(state.handle(ev.Look(11.5))) == [act.SendAbort((0,), ("0",), "rank 2 died")]
+    state.handle(ev.CheckCollectives(10.0))
+    assert decided(state.handle(ev.CheckCollectives(11.5))) == [act.SendAbort((0,), ("0",), "rank 2 died")]
 
 
 def test_news_of_collectives_from_an_earlier_incarnation_change_nothing():
@@ -555,18 +567,18 @@ def test_news_of_collectives_from_an_earlier_incarnation_change_nothing():
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
     told = waits(0, cell, (0, 1))
-    state.handle(ev.CollectivesTold(0, 0, told.told))
-    state.handle(ev.Look(1.0))
-    assert decided(state.handle(ev.Look(3.0))) == []
+    state.handle(ev.CollectivesReceived(0, 0, told.told))
+    state.handle(ev.CheckCollectives(1.0))
+    assert decided(state.handle(ev.CheckCollectives(3.0))) == []
 
 
 def test_looks_end_with_the_last_cell():
     state = started(2)
     cell, actions = submit(state, 0)
-    assert only(actions, act.LookSoon)
-    assert only(state.handle(ev.Look(1.0)), act.LookSoon)
+    assert only(actions, act.ScheduleCheck)
+    assert only(state.handle(ev.CheckCollectives(1.0)), act.ScheduleCheck)
     state.handle(ev.CellDone(0, 1, cell))
-    assert state.handle(ev.Look(2.0)) == []
+    assert state.handle(ev.CheckCollectives(2.0)) == []
 
 
 def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_restores_it():
@@ -574,10 +586,10 @@ def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_r
     first = state.ranks[0].since
     for rank in (1, 2):
         state.handle(ev.RankGone(rank, 1, "died"))
-    state.handle(ev.Launch((1, 2)))
+    state.handle(ev.LaunchRanks((1, 2)))
     for rank in (1, 2):
-        actions = state.handle(ev.SaidHello(rank, 2))
-    (regroup,) = only(actions, act.Regroup)
+        actions = state.handle(ev.RankConnected(rank, 2))
+    (regroup,) = only(actions, act.FormGroup)
     for rank, incarnation in ((0, 1), (1, 2), (2, 2)):
         state.handle(ev.CellDone(rank, incarnation, regroup.cell))
     assert [rank.empty for rank in state.ranks.values()] == [False, True, True]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.monitor import Board, RankView, lagging
+from rankbook.coordinator.monitor import RankView, StatusAggregator, lagging
 from rankbook.coordinator.states import RankState
-from rankbook.protocol.queries import Looked, Sample
+from rankbook.protocol.queries import RankSample, StatusReply
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
 
 HOLDING = Holding("model", "model", "Net", parameters=3, bytes=12)
@@ -17,8 +17,8 @@ def view(rank, state=RankState.BUSY, *, incarnation=1, cell=3, task=7, **more):
 
 
 def looked(*, cell=7, waits_for="", waited=0.0, steps=None, at=0.0, version=1, holdings=(HOLDING,), saves=()):
-    sample = Sample("here", "a device", cell, 2, waits_for, waited, MEMORY, None, steps, at)
-    return Looked(1, sample, version, holdings, saves)
+    sample = RankSample("here", "a device", cell, 2, waits_for, waited, MEMORY, None, steps, at)
+    return StatusReply(1, sample, version, holdings, saves)
 
 
 def fold(board, views, now=1.0):
@@ -33,7 +33,7 @@ def told(board, views, answers, now=0.0):
 
 
 def test_a_rank_is_asked_once_until_it_answers_and_only_if_it_can():
-    board = Board("key")
+    board = StatusAggregator("key")
     states = (RankState.IDLE, RankState.BUSY, RankState.STARTING, RankState.DEAD, RankState.LEAVING, RankState.ABSENT)
     views = [view(rank, state) for rank, state in enumerate(states)]
     assert board.to_ask(views) == {0: -1, 1: -1}
@@ -48,7 +48,7 @@ def test_a_rank_is_asked_once_until_it_answers_and_only_if_it_can():
 
 
 def test_what_a_rank_said_is_in_the_picture():
-    board, views = Board("key"), [view(0)]
+    board, views = StatusAggregator("key"), [view(0)]
     told(board, views, {0: looked()})
     picture = board.placement(views, now=1.0, wall=50.0)
     assert (picture.at, picture.cluster) == (50.0, "key")
@@ -69,7 +69,7 @@ def test_what_a_rank_said_is_in_the_picture():
 
 
 def test_holdings_stay_until_others_are_told():
-    board, views = Board("key"), [view(0)]
+    board, views = StatusAggregator("key"), [view(0)]
     told(board, views, {0: looked()})
     told(board, views, {0: looked(holdings=None)})
     assert fold(board, views)[0].holdings == (HOLDING,)
@@ -78,7 +78,7 @@ def test_holdings_stay_until_others_are_told():
 
 
 def test_the_states_of_a_rank():
-    board = Board("key")
+    board = StatusAggregator("key")
     views = [
         view(0, RankState.STARTING),
         view(1, RankState.IDLE),
@@ -107,13 +107,13 @@ def test_the_states_of_a_rank():
 
 
 def test_an_answer_about_an_earlier_cell_says_nothing_of_this_one():
-    board, views = Board("key"), [view(0)]
+    board, views = StatusAggregator("key"), [view(0)]
     told(board, views, {0: looked(cell=6, waits_for="barrier #2", waited=9.0)})
     assert [(each.state, each.line, each.waits_for) for each in fold(board, views)] == [("running", None, "")]
 
 
 def test_a_dead_rank_holds_nothing_and_a_new_process_is_known_by_nothing():
-    board, views = Board("key"), [view(0)]
+    board, views = StatusAggregator("key"), [view(0)]
     told(board, views, {0: looked(steps=5)})
     dead = fold(board, [view(0, RankState.DEAD)])[0]
     assert (dead.state, dead.memory, dead.holdings, dead.cell) == ("dead", None, (), None)
@@ -124,7 +124,7 @@ def test_a_dead_rank_holds_nothing_and_a_new_process_is_known_by_nothing():
 
 
 def test_the_rate_is_of_the_last_seconds_and_starts_anew_with_the_count():
-    board, views = Board("key"), [view(0)]
+    board, views = StatusAggregator("key"), [view(0)]
     for second in range(20):
         told(board, views, {0: looked(steps=second * 10 if second < 10 else 100 + second, at=float(second))})
     assert fold(board, views)[0].rate == 1.0
@@ -153,6 +153,6 @@ def test_fewer_steps_lag_where_no_sampling_explains_them():
 
 def test_saves_are_told_by_rank():
     save = CheckpointSave("f", "step-1", 1, "writing", 1, 2, 0.5, None, True, "")
-    board, views = Board("key"), [view(0), view(1)]
+    board, views = StatusAggregator("key"), [view(0), view(1)]
     told(board, views, {1: looked(saves=(save,))})
     assert [(each.rank, each.save) for each in board.saves(views, wall=1.0).saves] == [(1, save)]

@@ -11,27 +11,27 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rankbook.coordinator.liveness import Presence, Silence, describe_silence, describe_straggler
-from rankbook.launch.process_info import Look, look_at
-from rankbook.protocol.messages import AskStack, Stack
+from rankbook.coordinator.liveness import LivenessTracker, UnresponsiveRank, describe_silence, describe_straggler
+from rankbook.launch.process_info import ProcessInfo, look_at
+from rankbook.protocol.messages import GetStack, Stack
 from tests.conftest import wait_until
 
-RUNNING = Look("running", 3.14)
-STOPPED = Look("stopped", 3.14, stopped=True)
+RUNNING = ProcessInfo("running", 3.14)
+STOPPED = ProcessInfo("stopped", 3.14, stopped=True)
 
 
-def silence(look: Look | None, *, seconds: float = 12.0, heard: float = 30.0) -> Silence:
-    return Silence(rank=1, pid=4711, seconds=seconds, heard=heard, look=look)
+def silence(look: ProcessInfo | None, *, seconds: float = 12.0, heard: float = 30.0) -> UnresponsiveRank:
+    return UnresponsiveRank(rank=1, pid=4711, seconds=seconds, heard=heard, look=look)
 
 
 @pytest.mark.parametrize(
     ("told", "words"),
     [
         (silence(RUNNING), "unresponsive for 12 s, process running, 3.1 s of CPU time"),
-        (silence(Look("sleeping", 0)), "unresponsive for 12 s, process sleeping, 0.0 s of CPU time"),
+        (silence(ProcessInfo("sleeping", 0)), "unresponsive for 12 s, process sleeping, 0.0 s of CPU time"),
         (silence(STOPPED), "unresponsive for 12 s, process stopped: kill -CONT 4711 lets it go on"),
         (
-            silence(Look("tracing-stop", 1, traced=True)),
+            silence(ProcessInfo("tracing-stop", 1, traced=True)),
             "unresponsive for 12 s, process stopped by a debugger or tracer (pid 4711)",
         ),
         (silence(None), "unresponsive for 12 s, process ending"),
@@ -76,9 +76,9 @@ class Ranks:
     def __init__(self, *quick: int) -> None:
         self.quick = set(quick)
         self.asked: list[tuple[int, int]] = []
-        self.presence = Presence(threading.Condition(threading.RLock()), self._send, lambda _: os.getpid())
+        self.presence = LivenessTracker(threading.Condition(threading.RLock()), self._send, lambda _: os.getpid())
 
-    def _send(self, rank: int, message: AskStack) -> bool:
+    def _send(self, rank: int, message: GetStack) -> bool:
         if rank == 2:
             return False
         self.asked.append((rank, message.token))
@@ -128,12 +128,12 @@ def test_an_answer_that_comes_too_late_is_dropped():
 def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
     sent: list[int] = []
 
-    def send(rank: int, _: AskStack) -> bool:
+    def send(rank: int, _: GetStack) -> bool:
         sent.append(rank)
         presence.hear(rank)  # it was on its way already
         return True
 
-    presence = Presence(threading.Condition(threading.RLock()), send, lambda _: sleeper.pid)
+    presence = LivenessTracker(threading.Condition(threading.RLock()), send, lambda _: sleeper.pid)
     assert presence.wait_ended((1,), timeout=0.2) == set(), "who is only slow has not ended"
     os.kill(sleeper.pid, signal.SIGKILL)
     assert presence.wait_ended((1,), timeout=20) == {1}
@@ -144,7 +144,7 @@ def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
 
 @pytest.mark.processes
 def test_of_a_straggler_that_was_not_asked_only_a_stop_is_told(sleeper):
-    presence = Presence(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
+    presence = LivenessTracker(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
     assert presence.straggler(0) is None
     os.kill(sleeper.pid, signal.SIGSTOP)
     wait_until(lambda: presence.straggler(0) is not None, timeout=20, what="it is stopped")

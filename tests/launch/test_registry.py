@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.launch.registry import RECORD, KeptRank, Record, find_records, started_at, write_record
+from rankbook.launch.registry import RECORD, ClusterRecord, DetachedRank, find_records, started_at, write_record
 from rankbook.process_identity import OWNER_FILE, claim_folder, hold_folder
 
 
@@ -24,13 +24,13 @@ def base(short_path, monkeypatch) -> Path:
     return short_path
 
 
-def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
+def make(base: Path, *, holder: int | None = None, name: str = "abc") -> ClusterRecord:
     """A record of a cluster that the process `holder` holds: this one."""
     pid = holder or os.getpid()
     folder = base / f"rankbook-{os.getuid()}-{pid}-{name}"
     folder.mkdir(mode=0o700)
     os.close(claim_folder(folder, pid))
-    record = Record(
+    record = ClusterRecord(
         key=f"7-{name}",
         token="secret",
         seconds=600.0,
@@ -45,13 +45,13 @@ def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Record:
         master_port=1,
         backend="gloo",
         threads=1,
-        ranks=(KeptRank(0, 1, 11, "cpu"), KeptRank(1, 2, None, "cpu")),
+        ranks=(DetachedRank(0, 1, 11, "cpu"), DetachedRank(1, 2, None, "cpu")),
     )
     write_record(record)
     return record
 
 
-def change_owner(record: Record, **fields: str) -> None:
+def change_owner(record: ClusterRecord, **fields: str) -> None:
     file = Path(record.sockets, OWNER_FILE)
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 

@@ -9,7 +9,7 @@ from rankbook.checkpoint.format.manifest import encode
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.magics.views import FolderShelf
+from rankbook.magics.views import CheckpointBrowser
 from tests.checkpoint.hand_made import write_checkpoint
 
 
@@ -20,12 +20,12 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def states(shelf: FolderShelf) -> dict[str, tuple[str, str]]:
+def states(shelf: CheckpointBrowser) -> dict[str, tuple[str, str]]:
     return {each.name: (each.state, each.checked) for each in shelf.look().checkpoints}
 
 
 def test_it_tells_each_steps_size_world_size_and_which_is_the_latest(run):
-    found = FolderShelf(run).look()
+    found = CheckpointBrowser(run).look()
     assert [(each.name, each.step, each.latest, each.world_size) for each in found.checkpoints] == [
         ("step-30", 30, False, 2),
         ("step-40", 40, True, 2),
@@ -36,7 +36,7 @@ def test_it_tells_each_steps_size_world_size_and_which_is_the_latest(run):
 
 
 def test_verifying_is_known_from_then_on_until_the_files_change(run):
-    shelf = FolderShelf(run)
+    shelf = CheckpointBrowser(run)
     assert "whole" in shelf.verify("step-30")
     assert states(shelf) == {"step-30": ("finished", "verified"), "step-40": ("finished", "")}
     (run / "step-30/common.pt").write_bytes(b"x")
@@ -46,7 +46,7 @@ def test_verifying_is_known_from_then_on_until_the_files_change(run):
 
 
 def test_a_step_that_is_saved_again_is_another_one_though_it_is_as_large(run):
-    shelf, manifest = FolderShelf(run), write_checkpoint(run, 30)
+    shelf, manifest = CheckpointBrowser(run), write_checkpoint(run, 30)
     shelf.verify("step-30")
     assert states(shelf)["step-30"] == ("finished", "verified")
     storage_of(run).write("step-30/manifest.json", [encode(replace(manifest, created="2001-02-03T04:05:06+00:00"))])
@@ -57,7 +57,7 @@ def test_a_step_that_is_saved_again_is_another_one_though_it_is_as_large(run):
 def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
     (run / "step-30/manifest.json").write_bytes(b"{}")
     (run / "latest").write_bytes(b"step-4")
-    found = FolderShelf(run).look()
+    found = CheckpointBrowser(run).look()
     assert found.checkpoints[0].checked == "damaged" and "its last line" in found.checkpoints[0].detail
     assert "the file is damaged" in found.trouble
 
@@ -66,7 +66,7 @@ def test_only_what_nobody_saves_is_deleted(run):
     steps.begin(storage_of(run), 50)
     (run / "step-50.partial").mkdir()
     (run / "step-60.partial").mkdir()
-    shelf = FolderShelf(run)
+    shelf = CheckpointBrowser(run)
     assert states(shelf)["step-50.partial"] == ("partial", "")
     with pytest.raises(BadRequest, match="is being saved by"):
         shelf.delete("step-50.partial")
@@ -82,14 +82,17 @@ def test_only_what_nobody_saves_is_deleted(run):
 
 
 def test_load_does_what_it_was_given_or_says_how(run):
-    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in FolderShelf(run).load("step-30")
-    assert FolderShelf(run, lambda _where, _manifest: None).load("step-30").startswith("In a cell")
-    assert FolderShelf(run, lambda where, manifest: f"{where} {manifest.step}").load("step-30") == f"{run}/step-30 30"
+    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in CheckpointBrowser(run).load("step-30")
+    assert CheckpointBrowser(run, lambda _where, _manifest: None).load("step-30").startswith("In a cell")
+    assert (
+        CheckpointBrowser(run, lambda where, manifest: f"{where} {manifest.step}").load("step-30")
+        == f"{run}/step-30 30"
+    )
 
 
 def test_checkpoints_that_are_no_steps_are_there_too(run):
     (run / "step-40").rename(run / "checkpoint_7")
-    shelf = FolderShelf(run)
+    shelf = CheckpointBrowser(run)
     assert states(shelf) == {"step-30": ("finished", ""), "checkpoint_7": ("finished", "")}
     assert "whole" in shelf.verify("checkpoint_7")
     assert states(shelf)["checkpoint_7"] == ("finished", "verified")
@@ -99,6 +102,6 @@ def test_checkpoints_that_are_no_steps_are_there_too(run):
 
 
 def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):
-    shelf = FolderShelf(run / "step-30")
+    shelf = CheckpointBrowser(run / "step-30")
     assert states(shelf) == {"step-30": ("finished", "")}
-    assert FolderShelf(tmp_path / "nothing").look().checkpoints == ()
+    assert CheckpointBrowser(tmp_path / "nothing").look().checkpoints == ()

@@ -163,9 +163,10 @@ def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
 @pytest.fixture
 def in_time(notebook):
     """The ranks have as long to answer as elsewhere than in tests."""
-    change = "import rankbook.coordinator.cluster as _sight\n_asks = _sight.Sight.complete, _sight.Sight.inspect\n"
+    change = "import rankbook.coordinator.cluster as _module\n_class = _module.ClusterQueries\n"
+    change += "_asks = _class.complete, _class.inspect\n"
     change += "_before = [dict(each.__kwdefaults__) for each in _asks]\n"
-    notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _sight.completion.SOON")
+    notebook.ok(change + "for _each in _asks: _each.__kwdefaults__['timeout'] = _module.completion.SOON")
     yield
     notebook.ok("for _each, _was in zip(_asks, _before): _each.__kwdefaults__.update(_was)")
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rankbook.magics import debug_multiplexer
-from rankbook.magics.debug_multiplexer import REFERENCES, THREADS, Desk
+from rankbook.magics.debug_multiplexer import REFERENCES, THREADS, DebugMultiplexer
 
 CELL, MODULE = "/tmp/ipykernel_1/2.py", "/home/me/train.py"
 
@@ -107,7 +107,7 @@ def scene(play, *, count=2, client="jupyterlab"):
 
     async def run():
         stock, ranks = FakeStock(), FakeRanks(count)
-        desk = ranks.desk = Desk(stock, ranks)
+        desk = ranks.desk = DebugMultiplexer(stock, ranks)
 
         async def ask(command, **arguments):
             request = {"type": "request", "seq": 99, "command": command, "arguments": arguments}
@@ -132,7 +132,7 @@ async def settle():
 def test_before_it_is_on_the_notebooks_own_debugger_answers_all():
     async def run():
         stock, ranks = FakeStock(), FakeRanks(2)
-        desk = ranks.desk = Desk(stock, ranks)
+        desk = ranks.desk = DebugMultiplexer(stock, ranks)
         reply = await desk.handle({"type": "request", "seq": 1, "command": "inspectVariables", "arguments": {}})
         assert reply["body"] == {"own": True} and not ranks.heard
         reply = await desk.handle({"type": "request", "seq": 2, "command": "debugInfo"})

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.output import by_rank
-from rankbook.output.by_rank import Change, Drop, Head, More, Piece, Pieces, Put
+from rankbook.output.by_rank import (
+    BlockAdded,
+    BlockRemoved,
+    ByRankOutput,
+    Change,
+    OutputBlock,
+    OutputHeader,
+    TextAppended,
+)
 from rankbook.output.merger import OutputMerger
 from rankbook.protocol.messages import Clear, Display, Text
 
@@ -18,24 +26,24 @@ class Reader:
     """What stands there, by the changes alone."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self.there: dict[int, Piece] = {}
+        self.there: dict[int, OutputBlock] = {}
         self.told = 0
         self.head = ""
-        self.page = Pieces(self.tell, key="k")
+        self.page = ByRankOutput(self.tell, key="k")
         self.merger = OutputMerger(range(ranks), key="k", cluster_key="c", page=self.page)
 
     def tell(self, changes: list[Change]) -> None:
         for change in changes:
             match change:
-                case Put(piece):
+                case BlockAdded(piece):
                     self.there[piece.key] = piece
                     self.told += len(piece.text)
-                case More(key, text):
+                case TextAppended(key, text):
                     self.there[key] = replace(self.there[key], text=self.there[key].text + text)
                     self.told += len(text)
-                case Drop(key):
+                case BlockRemoved(key):
                     del self.there[key]
-                case Head(bundle):
+                case OutputHeader(bundle):
                     self.head = bundle["text/plain"]
 
     def feed(self, rank: int, text: str, now: float = 0.0) -> None:

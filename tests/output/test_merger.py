@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.output.merger import ClearOutput, Emit, OutputMerger, Rich, Stream
+from rankbook.output.merger import ClearOutput, Emit, OutputMerger, RichOutput, Stream
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 HOLD, AFTER, EVERY = 0.1, 0.3, 0.1
@@ -58,12 +58,12 @@ class Notebook:
                         self.items[-1][1] += text
                     else:
                         self.items.append([name, text])
-                case Rich(data, _, display_id, update=True):
+                case RichOutput(data, _, display_id, update=True):
                     self.emitted += len(json.dumps(data))
                     found = [item for item in self.items if isinstance(item, dict) and item["id"] == display_id]
                     for item in found:
                         item["data"] = data
-                case Rich(data, _, display_id):
+                case RichOutput(data, _, display_id):
                     self.emitted += len(json.dumps(data))
                     self._make_room()
                     self.items.append({"id": display_id, "data": data})
@@ -356,7 +356,7 @@ def test_a_cell_without_output_shows_nothing():
 
 
 def live(emits: Sequence[Emit]) -> list[tuple[str | None, str, bool]]:
-    return [(emit.display_id, emit.data["text/plain"], emit.update) for emit in emits if isinstance(emit, Rich)]
+    return [(emit.display_id, emit.data["text/plain"], emit.update) for emit in emits if isinstance(emit, RichOutput)]
 
 
 def test_progress_bars_are_shown_at_once_and_updated_in_place():
@@ -382,7 +382,7 @@ def test_the_last_state_is_always_sent_and_frozen_not_printed():
     output.flush(5.0)
     output.feed(0, text("\r100%\n"), 5.01)
     assert output.flush(5.01) == []
-    assert output.close(5.02) == [Rich({"text/plain": "[0] 100%"}, {}, "cell-live-0", update=True)]
+    assert output.close(5.02) == [RichOutput({"text/plain": "[0] 100%"}, {}, "cell-live-0", update=True)]
 
 
 def test_a_half_line_gets_time_to_be_completed():
@@ -433,7 +433,7 @@ def test_a_bar_that_is_drawn_anew_below_a_message_stays_where_it_is():
     output.feed(0, text("\r11%", "stderr"), 5.2)
     assert output.flush(5.2) == [
         Stream("stdout", "[0] message\n"),
-        Rich({"text/plain": "[0] 11%"}, {}, "cell-live-0", update=True),
+        RichOutput({"text/plain": "[0] 11%"}, {}, "cell-live-0", update=True),
     ]
 
 
@@ -475,7 +475,7 @@ def test_a_live_line_comes_after_what_its_rank_printed_before():
     output.feed(0, text("first\n\r10%"), 5.0)
     assert output.flush(5.0) == []
     emits = output.flush(output.deadline)
-    assert [type(emit) for emit in emits] == [Stream, Rich]
+    assert [type(emit) for emit in emits] == [Stream, RichOutput]
 
 
 def test_the_end_of_a_colour_is_no_live_line():
@@ -519,7 +519,7 @@ def test_equal_displays_of_all_ranks_show_once():
     output = merger(3)
     for rank in range(3):
         output.feed(rank, display({"text/plain": "tensor(1)\ntensor(2)"}, "result", a=1), 0.0)
-    assert output.flush(0.0) == [Rich({"text/plain": "[0-2] tensor(1)\n      tensor(2)"}, {"a": 1})]
+    assert output.flush(0.0) == [RichOutput({"text/plain": "[0-2] tensor(1)\n      tensor(2)"}, {"a": 1})]
 
 
 def test_displays_that_differ_show_rank_by_rank():
@@ -534,7 +534,7 @@ def test_html_gets_a_label_before_it():
     for rank in range(2):
         output.feed(rank, display({"text/html": "<table/>", "text/plain": "a\nb"}), 0.0)
     (emit,) = output.flush(0.0)
-    assert isinstance(emit, Rich)
+    assert isinstance(emit, RichOutput)
     assert emit.data["text/plain"] == "[0-1] a\n      b"
     assert re.fullmatch(r'<div style="font-family:[^"]*monospace[^"]*">\[0-1\]</div><table/>', emit.data["text/html"])
 
@@ -546,9 +546,9 @@ def test_an_image_gets_a_label_of_its_own_where_there_are_several_ranks():
         for rank in range(ranks):
             output.feed(rank, display(data), 0.0)
         *label, image = output.flush(0.0)
-        assert label == ([Rich({"text/plain": "[0-1]"}, {})] if ranks == 2 else [])
+        assert label == ([RichOutput({"text/plain": "[0-1]"}, {})] if ranks == 2 else [])
         who = "[0-1]" if ranks == 2 else "[0]"
-        assert image == Rich({"image/png": "iVBOR", "text/plain": f"{who} <Figure>"}, {})
+        assert image == RichOutput({"image/png": "iVBOR", "text/plain": f"{who} <Figure>"}, {})
 
 
 def test_a_display_id_is_the_ranks_own_in_all_cells():
@@ -564,7 +564,7 @@ def test_updates_are_not_merged_not_labelled_apart_and_wait_for_nobody():
     output = merger(2)
     output.feed(0, display({"image/png": "b"}, "update", "abc"), 5.0)
     assert output.deadline <= 5.0
-    assert output.flush(5.0) == [Rich({"image/png": "b"}, {}, "rankbook-c-0-abc", update=True)]
+    assert output.flush(5.0) == [RichOutput({"image/png": "b"}, {}, "rankbook-c-0-abc", update=True)]
 
 
 def test_of_many_updates_in_a_flush_the_last_is_sent():
@@ -583,7 +583,7 @@ def test_an_update_does_not_outlive_the_display_that_was_shown_anew():
     output = merger(1)
     output.feed(0, display({"text/plain": "old"}, "update", "abc"), 5.0)
     output.feed(0, display({"text/plain": "new"}, display_id="abc"), 5.0)
-    assert output.flush(5.0) == [Rich({"text/plain": "[0] new"}, {}, "rankbook-c-0-abc")]
+    assert output.flush(5.0) == [RichOutput({"text/plain": "[0] new"}, {}, "rankbook-c-0-abc")]
 
 
 def test_a_half_line_before_a_display_is_a_line():

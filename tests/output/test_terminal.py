@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from rankbook.output.terminal import WIDEST, LiveRegions, Screen
+from rankbook.output.terminal import WIDEST, LiveDisplays, TerminalStream
 
 
 def terminal(text: str) -> list[str]:
@@ -47,7 +47,7 @@ def chunked(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(edges)]
 
 
-def lines_of(screen: Screen, chunks: list[bytes]) -> list[str]:
+def lines_of(screen: TerminalStream, chunks: list[bytes]) -> list[str]:
     blocks = [screen.feed(chunk, 0.0) for chunk in chunks] + [screen.end(0.0)]
     return [line for block in blocks if block is not None for line in block.split("\n")]
 
@@ -63,7 +63,7 @@ def plain(lines: list[str]) -> list[str]:
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r\b\x1b"))), st.lists(st.integers(0, 10_000)))
 def test_plain_lines_come_out_as_they_went_in_wherever_the_chunks_end(lines, cuts):
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
-    screen = Screen(0, "stdout")
+    screen = TerminalStream(0, "stdout")
     expected = [line.encode("utf-8", "surrogatepass").decode("utf-8", "replace") for line in lines]
     assert lines_of(screen, chunked(data, cuts)) == expected
 
@@ -72,7 +72,7 @@ def test_plain_lines_come_out_as_they_went_in_wherever_the_chunks_end(lines, cut
 def test_no_bytes_break_it_and_chunk_borders_change_no_text(data, cuts):
     data = re.sub(rb"[\x1b\r\b]", b"?", data)
     expected = data.decode("utf-8", "replace").split("\n")
-    assert lines_of(Screen(0, "stdout"), chunked(data, cuts)) == expected[: None if expected[-1] else -1]
+    assert lines_of(TerminalStream(0, "stdout"), chunked(data, cuts)) == expected[: None if expected[-1] else -1]
 
 
 @given(
@@ -83,14 +83,14 @@ def test_no_bytes_break_it_and_chunk_borders_change_no_text(data, cuts):
 )
 def test_rows_that_are_overwritten_show_what_a_terminal_shows(tokens, cuts):
     text = "".join(tokens)
-    shown = lines_of(Screen(0, "stdout"), chunked(text.encode(), cuts))
+    shown = lines_of(TerminalStream(0, "stdout"), chunked(text.encode(), cuts))
     assert plain(shown) == plain(terminal(text))
 
 
 @given(st.lists(st.sampled_from(["\r", "\n", "\n", "\x1b[A", "\x1b[K", "\x1b[32m", "a", "bcd", "  ", "efghij"])))
 def test_the_cursor_goes_up_as_in_a_terminal(tokens):
     text = "".join(tokens)
-    assert plain(lines_of(Screen(0, "stdout"), [text.encode()])) == plain(terminal(text))
+    assert plain(lines_of(TerminalStream(0, "stdout"), [text.encode()])) == plain(terminal(text))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_the_cursor_goes_up_as_in_a_terminal(tokens):
     ],
 )
 def test_carriage_returns_and_their_like(text, shown):
-    assert lines_of(Screen(0, "stdout"), [text.encode()]) == shown
+    assert lines_of(TerminalStream(0, "stdout"), [text.encode()]) == shown
 
 
 def test_a_chunk_may_end_inside_an_escape_sequence_or_a_line_end():
-    screen = Screen(0, "stdout")
+    screen = TerminalStream(0, "stdout")
     assert lines_of(screen, [b"one\r", b"\ntwo \x1b", b"[3", b"1mred\x1b[0m\nab\x1b[", b"K\rc", b"\n"]) == [
         "one",
         "two \x1b[31mred\x1b[0m",
@@ -126,7 +126,7 @@ def test_a_chunk_may_end_inside_an_escape_sequence_or_a_line_end():
 
 
 def test_repeated_colours_do_not_pile_up_in_a_row():
-    screen = Screen(0, "stdout")
+    screen = TerminalStream(0, "stdout")
     for number in range(1000):
         screen.feed(b"\r\x1b[31m%3d\x1b[0m \x1b[32mtail\x1b[0m" % number, 0.0)
         screen.feed(b"\r\x1b[33mxy\x1b[0m\b\x1b[34mz\x1b[0m", 0.0)
@@ -136,12 +136,12 @@ def test_repeated_colours_do_not_pile_up_in_a_row():
 
 def test_nothing_is_overwritten_in_a_row_that_no_terminal_could_hold():
     wide = "x" * (WIDEST + 1)
-    assert lines_of(Screen(0, "stdout"), [f"{wide}\rshort\n".encode()]) == [wide, "short"]
-    assert lines_of(Screen(0, "stdout"), [f"{wide}\r".encode(), b"\nshort\n"]) == [wide, "short"]
+    assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\rshort\n".encode()]) == [wide, "short"]
+    assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\r".encode(), b"\nshort\n"]) == [wide, "short"]
 
 
 def test_a_half_line_is_ended_only_where_something_else_comes():
-    screen = Screen(0, "stdout")
+    screen = TerminalStream(0, "stdout")
     screen.feed(b"half", 0.0)
     assert screen.end_half() == "half"
     assert screen.end_half() is None
@@ -152,7 +152,7 @@ def test_a_half_line_is_ended_only_where_something_else_comes():
 class Bars(io.StringIO):
     """A file for tqdm that feeds a screen, and shows it live at once."""
 
-    def __init__(self, screen: Screen, regions: LiveRegions) -> None:
+    def __init__(self, screen: TerminalStream, regions: LiveDisplays) -> None:
         super().__init__()
         self.screen, self.regions, self.lines, self.shown = screen, regions, [], {}
         self.written = ""
@@ -180,7 +180,7 @@ class Bars(io.StringIO):
 
 
 def bars() -> Bars:
-    return Bars(Screen(0, "stderr"), LiveRegions("k", after=0.3, every=0.1))
+    return Bars(TerminalStream(0, "stderr"), LiveDisplays("k", after=0.3, every=0.1))
 
 
 def test_nested_bars_of_tqdm_keep_a_row_each():
@@ -250,13 +250,13 @@ def test_a_live_row_that_grew_too_wide_is_printed_whole():
 
 def test_decoding_is_that_of_the_codec():
     data = "é€😀".encode()
-    screen = Screen(0, "stdout")
+    screen = TerminalStream(0, "stdout")
     assert lines_of(screen, [data[i : i + 1] for i in range(len(data))]) == [codecs.decode(data)]
 
 
 @pytest.mark.parametrize("digits", [5_000, 1_000_000])
 def test_a_cursor_movement_with_thousands_of_digits_goes_to_the_first_row(digits):
-    screen, began = Screen(0, "stdout"), time.perf_counter()
+    screen, began = TerminalStream(0, "stdout"), time.perf_counter()
     assert lines_of(screen, [b"\rold\nsecond\x1b[" + b"9" * digits + b"Anew\n\n"]) == ["new", "second"]
     assert time.perf_counter() - began < 5
 
@@ -264,7 +264,7 @@ def test_a_cursor_movement_with_thousands_of_digits_goes_to_the_first_row(digits
 @pytest.mark.parametrize("middle", ["1;", "9", ";", " ", "\x1b[", "\x1b]"])
 @pytest.mark.parametrize("end", ["", "m", "K", "A"])
 def test_a_very_long_escape_sequence_costs_linear_time(middle, end):
-    screen, began = Screen(0, "stdout"), time.perf_counter()
+    screen, began = TerminalStream(0, "stdout"), time.perf_counter()
     text = f"\rbefore\x1b[{middle * 1_000_000}{end}after\n".encode()
     lines = lines_of(screen, [text[at : at + 65_536] for at in range(0, len(text), 65_536)])
     assert "after" in "".join(lines)

@@ -7,7 +7,7 @@ import pytest
 
 from rankbook.errors import ProtocolError
 from rankbook.protocol import messages
-from rankbook.protocol.queries import Answered, Asked
+from rankbook.protocol.queries import QueryReply, QueryRequest
 
 
 def test_a_message_travels():
@@ -31,5 +31,5 @@ def test_an_unknown_type_an_unknown_field_and_the_wrong_direction_are_protocol_e
 def test_every_message_belongs_to_a_direction():
     directions = (messages.ToRank, messages.FromRank, messages.ToForkserver, messages.FromForkserver)
     known = {kind for union in directions for kind in union.__args__}
-    kinds = set(messages.Message.__subclasses__()) - {Asked, Answered}
-    assert known == kinds | {*Asked.__subclasses__(), *Answered.__subclasses__()}
+    kinds = set(messages.Message.__subclasses__()) - {QueryRequest, QueryReply}
+    assert known == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}

@@ -163,6 +163,6 @@ def test_a_rank_that_cannot_have_one_says_why(words, monkeypatch):
         raise ImportError(words.removeprefix("ImportError: "))
 
     monkeypatch.setattr(debuggee, "_start", fail)
-    debuggee.hear(debugger.DebugHeard(json.dumps({"type": "request", "seq": 3, "command": "initialize"})))
+    debuggee.hear(debugger.DapToRank(json.dumps({"type": "request", "seq": 3, "command": "initialize"})))
     answer = json.loads(told.get(timeout=10).content)
     assert (answer["success"], answer["request_seq"], answer["message"]) == (False, 3, words)

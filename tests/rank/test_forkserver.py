@@ -29,7 +29,7 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.messages import Done, Hello, Leave, RunCell, Text, decode_from_forkserver
+from rankbook.protocol.messages import Done, RankReady, RunCell, Shutdown, Text, decode_from_forkserver
 from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
@@ -127,7 +127,7 @@ class Home:
         """A rank that has said Hello; its process id."""
         self.stream.send(self.request(rank, incarnation=incarnation, **changes))
         pid = self.hear(RankForked, lambda told: told.rank == rank).pid
-        while self.listen(Hello, rank=rank).pid != pid:
+        while self.listen(RankReady, rank=rank).pid != pid:
             pass  # a rank of the test before, which has said it since
         return int(pid)
 
@@ -241,7 +241,7 @@ def test_the_end_of_a_rank_is_told_with_its_code_or_signal(home, source, code):
 
 def test_leave_ends_a_rank_with_code_0(home):
     home.fork()
-    home.hub.send(0, Leave())
+    home.hub.send(0, Shutdown())
     assert home.hear(RankExited).code == 0
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from rankbook.protocol.forkserver import CloseCluster
 from rankbook.protocol.messages import FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
-from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
+from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
 from rankbook.rank import os_utils
-from rankbook.rank.forkserver import Owner
+from rankbook.rank.forkserver import Ownership
 from rankbook.transport.framed_socket import MessageStream
 
 TOKEN = "secret"
@@ -30,11 +30,11 @@ class Stage:
         self.folder = folder
         ours, theirs = socket.socketpair()
         self.notebook = MessageStream(ours, decode_from_forkserver)
-        self.owner = Owner(MessageStream(theirs, decode_to_forkserver), os.getppid())
+        self.owner = Ownership(MessageStream(theirs, decode_to_forkserver), os.getppid())
         self.callers: list[MessageStream[FromForkserver]] = []
 
     def keep(self, seconds: float = 60.0) -> None:
-        self.owner.keep(KeepCluster(address=str(self.folder / "owner"), token=TOKEN, seconds=seconds))
+        self.owner.keep(DetachCluster(address=str(self.folder / "owner"), token=TOKEN, seconds=seconds))
 
     def leave(self) -> None:
         self.notebook.close()
@@ -68,8 +68,8 @@ def answers(caller: MessageStream[FromForkserver]) -> list[FromForkserver]:
     return list(caller.read())
 
 
-def claim(token: str = TOKEN) -> Claim:
-    return Claim(token=token, pid=os.getpid())
+def claim(token: str = TOKEN) -> ClaimCluster:
+    return ClaimCluster(token=token, pid=os.getpid())
 
 
 def test_one_that_is_not_kept_ends_with_its_owner(stage):
@@ -94,7 +94,7 @@ def test_a_claim_with_the_token_makes_a_new_owner_which_can_go_as_well(stage):
     stage.owner.look()
     caller = stage.call(claim())
     assert stage.owner.hear_claims(2)
-    assert answers(caller) == [Claimed(ranks=2, lost=stage.owner.lost)]
+    assert answers(caller) == [ClaimAccepted(ranks=2, lost=stage.owner.lost)]
     assert stage.owner.there()
     assert stage.owner.look()
     caller.send(CloseCluster())
@@ -114,7 +114,7 @@ def test_whoever_has_no_token_is_refused(stage, message):
     stage.owner.look()
     caller = stage.call(message)
     assert not stage.owner.hear_claims(0)
-    assert answers(caller) == [ClaimRefused(owner=0)]
+    assert answers(caller) == [ClaimRejected(owner=0)]
     assert not stage.owner.there()
     assert stage.owner.look()
 
@@ -123,7 +123,7 @@ def test_as_long_as_there_is_an_owner_a_claim_is_refused_with_its_process_id(sta
     stage.keep()
     caller = stage.call(claim())
     assert not stage.owner.hear_claims(0)
-    assert answers(caller) == [ClaimRefused(owner=os.getppid())]
+    assert answers(caller) == [ClaimRejected(owner=os.getppid())]
     assert stage.owner.there()
 
 
@@ -133,8 +133,8 @@ def test_of_two_that_claim_at_once_one_is_the_owner(stage):
     stage.owner.look()
     first, second = stage.call(claim()), stage.call(claim())
     assert stage.owner.hear_claims(0)
-    assert answers(first) == [Claimed(ranks=0, lost=stage.owner.lost)]
-    assert answers(second) == [ClaimRefused(owner=os.getpid())]
+    assert answers(first) == [ClaimAccepted(ranks=0, lost=stage.owner.lost)]
+    assert answers(second) == [ClaimRejected(owner=os.getpid())]
 
 
 def test_who_sends_no_message_of_ours_is_hung_up_on(stage):
@@ -192,6 +192,6 @@ def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
 def test_a_dead_owner_counts_as_gone_though_its_child_has_the_socket_still():
     ours, theirs = socket.socketpair()
     with ours:
-        owner = Owner(MessageStream(theirs, decode_to_forkserver), os.getpid())  # which is not our parent
+        owner = Ownership(MessageStream(theirs, decode_to_forkserver), os.getpid())  # which is not our parent
         assert not owner.look()
         assert not owner.there()

@@ -39,7 +39,9 @@ def own_process_state(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def taken_over(peer: dict[str, Any], hidden: dict[str, Any], folder: Path) -> tuple[dict[str, Any], recovery.Adopted]:
+def taken_over(
+    peer: dict[str, Any], hidden: dict[str, Any], folder: Path
+) -> tuple[dict[str, Any], recovery.AdoptedState]:
     """Return the namespace of a fresh rank after it has taken over the peer's variables, and what is missing."""
     listed = recovery.list_state(peer, hidden)
     packed = recovery.export_state(peer, hidden, listed["names"], SegmentStore(folder))
@@ -76,7 +78,7 @@ def test_a_variable_that_cannot_be_sent_is_named_with_the_reason(tmp_path):
 
 
 def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
-    state = recovery.State(
+    state = recovery.ExportedState(
         variables={"kept": 2}, imports={"m": "no_such_module"}, path=sys.path, folder=str(tmp_path / "no")
     )
     fresh: dict[str, Any] = {}

@@ -6,31 +6,31 @@ from collections.abc import Collection
 
 import pytest
 
-from rankbook.protocol.comm import CommHeard, DebugHeard
+from rankbook.protocol.comm import CommToRank, DapToRank
 from rankbook.protocol.messages import (
     Abort,
-    AskCollectives,
-    AskStack,
     Assign,
     CallFunction,
     Display,
     Done,
-    Fetch,
-    Hello,
+    FetchValue,
+    GetCollectives,
+    GetStack,
     InputReply,
     InputRequest,
     Interrupt,
-    Leave,
     Message,
     Payload,
+    RankReady,
     Regroup,
     RunCell,
+    Shutdown,
     Text,
     ToRank,
 )
-from rankbook.protocol.queries import AskCompletions, AskInspection, AskLook, AskPeek
-from rankbook.protocol.reattach import Here, Recall, Seen
-from rankbook.rank.replay_buffer import KeptLink, Outbox
+from rankbook.protocol.queries import GetCompletions, GetInspection, GetStatus, GetValue
+from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
+from rankbook.rank.replay_buffer import DetachableLink, ReplayBuffer
 from rankbook.transport.link import Frames
 
 TOKEN = "secret"
@@ -48,12 +48,12 @@ def picture(kind: str, words: str, display_id: str | None = None) -> Display:
     return Display(cell=1, kind=kind, data={"text/plain": words}, metadata={}, display_id=display_id)
 
 
-def recalled(outbox: Outbox, since: float = 100.0) -> list[Message]:
+def recalled(outbox: ReplayBuffer, since: float = 100.0) -> list[Message]:
     return list(outbox.recall("n", since)[1])
 
 
 def test_a_cell_is_told_from_its_beginning_until_it_was_seen():
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     outbox.begin(RunCell(cell=1, source="", number=7))
     outbox.add(text(1, "a"), 0.0)
     here, kept = outbox.recall("nonce", 100.0)
@@ -70,7 +70,7 @@ def test_a_cell_is_told_from_its_beginning_until_it_was_seen():
 
 
 def test_a_new_task_says_that_the_one_before_was_seen():
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     for cell in (1, 2):
         outbox.begin(RunCell(cell=cell, source="", number=cell))
         outbox.add(text(cell, "a"), 0.0)
@@ -79,7 +79,7 @@ def test_a_new_task_says_that_the_one_before_was_seen():
 
 
 def test_what_a_thread_prints_after_its_cell_was_seen_is_told_from_when_the_owner_went():
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     outbox.begin(RunCell(cell=1, source="", number=1))
     outbox.add(done(1), 0.0)
     outbox.seen(1)
@@ -89,7 +89,7 @@ def test_what_a_thread_prints_after_its_cell_was_seen_is_told_from_when_the_owne
 
 
 def test_there_is_a_bound_the_oldest_goes_first_and_the_end_never():
-    outbox = Outbox(most=1_000)
+    outbox = ReplayBuffer(most=1_000)
     outbox.begin(RunCell(cell=1, source="", number=1))
     for i in range(20):
         outbox.add(text(1, f"{i:>100}"), 0.0)
@@ -106,7 +106,7 @@ def test_there_is_a_bound_the_oldest_goes_first_and_the_end_never():
 
 
 def test_of_a_display_that_changes_the_last_state_is_kept_in_its_place():
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     outbox.begin(RunCell(cell=1, source="", number=1))
     outbox.add(picture("display", "0%", "bar"), 0.0)
     outbox.add(text(1, "between"), 0.0)
@@ -118,7 +118,7 @@ def test_of_a_display_that_changes_the_last_state_is_kept_in_its_place():
 
 
 def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     for generation, status, expected in ((1, "ok", 1), (2, "error", 0), (3, "ok", 3)):
         outbox.begin(Regroup(cell=generation, generation=generation))
         outbox.add(done(generation, status), 0.0)
@@ -135,11 +135,11 @@ def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
         (RunCell(cell=1, source="", number=0), "a cell"),
         (Assign(cell=1, payload=Payload(())), "a push"),
         (CallFunction(cell=1, payload=Payload(())), "a call"),
-        (Fetch(cell=1, name="x.y"), "a pull of x.y"),
+        (FetchValue(cell=1, name="x.y"), "a pull of x.y"),
     ],
 )
 def test_a_task_is_called_as_people_call_it(task, label):
-    outbox = Outbox()
+    outbox = ReplayBuffer()
     outbox.begin(task)
     assert outbox.recall("n", 0.0)[0].label == label
 
@@ -174,7 +174,7 @@ class Rank:
     def __init__(self) -> None:
         self.wire = FakeLink()
         self.owned = True
-        self.link = KeptLink(self.wire, TOKEN, lambda: self.owned)
+        self.link = DetachableLink(self.wire, TOKEN, lambda: self.owned)
 
     def gets(self, *messages: ToRank) -> list[ToRank]:
         self.wire.coming += messages
@@ -194,8 +194,8 @@ def test_without_a_notebook_nothing_is_sent_and_nothing_waits():
     rank.link.send(done(1))
     assert rank.wire.sent == []
     rank.owned, rank.wire.full = True, 0
-    assert rank.gets(Recall(token=TOKEN, nonce="n", since=0.0)) == []
-    assert isinstance(rank.wire.sent[0], Here)
+    assert rank.gets(RequestReplay(token=TOKEN, nonce="n", since=0.0)) == []
+    assert isinstance(rank.wire.sent[0], ReplayStart)
     assert rank.wire.sent[1:] == [text(1, "alone"), done(1)]
 
 
@@ -209,7 +209,7 @@ def test_a_full_link_is_waited_for_as_long_as_there_is_a_notebook():
 @pytest.mark.parametrize("token", ["", "wrong", "sécret"])
 def test_who_does_not_have_the_token_gets_no_answer(token):
     rank = Rank()
-    assert rank.gets(Recall(token=token, nonce="n", since=0.0)) == []
+    assert rank.gets(RequestReplay(token=token, nonce="n", since=0.0)) == []
     assert rank.wire.sent == []
 
 
@@ -217,8 +217,8 @@ def test_what_was_seen_is_not_repeated():
     rank = Rank()
     rank.gets(RunCell(cell=1, source="", number=1))
     rank.link.send(done(1))
-    assert rank.gets(Seen(cell=1)) == []
-    rank.gets(Recall(token=TOKEN, nonce="n", since=1e12))
+    assert rank.gets(Acknowledge(cell=1)) == []
+    rank.gets(RequestReplay(token=TOKEN, nonce="n", since=1e12))
     assert rank.wire.sent[1].entries == 0
 
 
@@ -230,23 +230,23 @@ def test_a_question_is_repeated_until_it_was_answered_or_interrupted(end):
     rank.link.send(question)
     if end is not None:
         assert rank.gets(end) == [end]
-    rank.gets(Recall(token=TOKEN, nonce="n", since=0.0))
+    rank.gets(RequestReplay(token=TOKEN, nonce="n", since=0.0))
     assert rank.wire.sent[2:] == ([question] if end is None else [])
 
 
 @pytest.mark.parametrize(
     "aside",
     [
-        AskStack(token=1),
-        AskCollectives(token=1),
+        GetStack(token=1),
+        GetCollectives(token=1),
         Abort(groups=(), cause="it was interrupted", shut=True, ranks=()),
-        Leave(patience=0.0),
-        AskLook(1, holdings=True, known=0, fresh=False, saves=False),
-        AskCompletions(1, text="x.", cursor=2, variables=False),
-        AskInspection(1, text="x", cursor=1, source=False),
-        AskPeek(1, source="x", seconds=1.0),
-        CommHeard(kind="msg", comm="a slider", content="{}", metadata="{}"),
-        DebugHeard(content="{}"),
+        Shutdown(patience=0.0),
+        GetStatus(1, holdings=True, known=0, fresh=False, saves=False),
+        GetCompletions(1, text="x.", cursor=2, variables=False),
+        GetInspection(1, text="x", cursor=1, source=False),
+        GetValue(1, source="x", seconds=1.0),
+        CommToRank(kind="msg", comm="a slider", content="{}", metadata="{}"),
+        DapToRank(content="{}"),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -255,20 +255,20 @@ def test_what_a_rank_is_asked_beside_its_cell_takes_the_cells_place_neither_whil
     rank.gets(RunCell(cell=1, source="", number=7))
     rank.link.send(text(1, "before"))
     assert rank.gets(aside) == [aside]
-    rank.gets(Recall(token=TOKEN, nonce="n", since=1e12))
+    rank.gets(RequestReplay(token=TOKEN, nonce="n", since=1e12))
     here = rank.wire.sent[1]
     assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, True, False, 1)
     rank.link.send(done(1))
     assert rank.gets(aside) == [aside]
-    rank.gets(Recall(token=TOKEN, nonce="n", since=1e12))
+    rank.gets(RequestReplay(token=TOKEN, nonce="n", since=1e12))
     here = rank.wire.sent[4]
     assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, False, False, 2)
 
 
 def test_what_is_about_no_cell_is_sent_and_not_kept():
     rank = Rank()
-    hello = Hello(rank=0, pid=1, incarnation=1, device="cpu", backend="gloo", threads=1)
+    hello = RankReady(rank=0, pid=1, incarnation=1, device="cpu", backend="gloo", threads=1)
     rank.link.send(hello)
-    rank.gets(Recall(token=TOKEN, nonce="n", since=0.0))
+    rank.gets(RequestReplay(token=TOKEN, nonce="n", since=0.0))
     assert rank.wire.sent[0] == hello
     assert rank.wire.sent[1].entries == 0

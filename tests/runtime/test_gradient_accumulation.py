@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rankbook.runtime.gradient_state import Window
+from rankbook.runtime.gradient_state import AccumulationWindow
 
 STEPS = 3
 
@@ -20,7 +20,7 @@ class Loop:
     """The batches of one loop over a loader, as a window sees them."""
 
     def __init__(self) -> None:
-        self.window = Window()
+        self.window = AccumulationWindow()
         self.parameter = torch.zeros(2, requires_grad=True)
         self.window.parameters = lambda: [self.parameter]
         loader = Loader()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.launch_environment import Setup, flag, local_rank_of, read_setup, text
+from rankbook.runtime.launch_environment import LaunchSetup, flag, local_rank_of, read_setup, text
 
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -31,7 +31,7 @@ SLURM = {
     [("torchrun", TORCHRUN), ("PMI", PMI), ("Open MPI", OPEN_MPI), ("MVAPICH", MVAPICH), ("Slurm", SLURM)],
 )
 def test_each_launchers_spelling_is_read(launcher, told):
-    assert read_setup(told | MASTER) == Setup(5, 8, 1, 4, launcher, ("node7", 1234))
+    assert read_setup(told | MASTER) == LaunchSetup(5, 8, 1, 4, launcher, ("node7", 1234))
     assert local_rank_of(told) == 1
 
 
@@ -40,12 +40,12 @@ def test_torchruns_spelling_goes_before_the_others():
 
 
 def test_no_description_is_one_process_alone():
-    assert read_setup({}) == Setup()
+    assert read_setup({}) == LaunchSetup()
     assert local_rank_of({}) is None
 
 
 def test_ranks_of_one_host_meet_there_at_torchs_port():
-    assert read_setup({"RANK": "1", "WORLD_SIZE": "2"}) == Setup(1, 2, 1, 2, "torchrun", ("127.0.0.1", 29500))
+    assert read_setup({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchSetup(1, 2, 1, 2, "torchrun", ("127.0.0.1", 29500))
 
 
 def test_one_process_of_a_launcher_has_nobody_to_meet():
@@ -66,7 +66,7 @@ def test_slurms_uneven_nodes_have_their_own_sizes():
 
 
 def test_a_script_that_sbatch_runs_without_srun_is_alone():
-    assert read_setup({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == Setup()
+    assert read_setup({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == LaunchSetup()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from rankbook.errors import BadRequest
 from rankbook.runtime import PartialState, prepare_data_loader, set_seed, synchronize_rng_states
 from rankbook.runtime.data import rng
-from rankbook.runtime.data.stateful import Position
+from rankbook.runtime.data.stateful import ReadPosition
 from tests.rank_processes import run_ranks
 
 
@@ -126,9 +126,9 @@ def test_another_epoch_is_begun_at_its_start():
 def test_what_is_no_state_is_said_to_be_none():
     with pytest.raises(BadRequest, match="has no batches, epoch, finished"):
         fresh(Augmented(), 1, 0).load_state_dict({"seed": 1})
-    state = Position().state_dict(1, 2)
+    state = ReadPosition().state_dict(1, 2)
     assert (state["epoch"], state["batches"], state["finished"]) == (-1, 0, True)
-    other = Position()
+    other = ReadPosition()
     other.load_state_dict(state, 1, 2, None)
     assert other.next_epoch() == 0
 

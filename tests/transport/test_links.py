@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.protocol.messages import Clear, Hello, Interrupt, Leave
+from rankbook.protocol.messages import Clear, Interrupt, RankReady, Shutdown
 from rankbook.transport.link import Sender
 from rankbook.transport.zmq_link import ZmqHub, ZmqRank
 from tests.transport.memory_link import MemoryHub
 
-HELLO = Hello(rank=1, pid=7, incarnation=2, device="cpu", backend="gloo", threads=1)
+HELLO = RankReady(rank=1, pid=7, incarnation=2, device="cpu", backend="gloo", threads=1)
 
 
 class RealPair:
@@ -81,7 +81,7 @@ def test_what_is_sent_before_the_rank_reads_waits_for_it(pair):
 
 def test_a_new_incarnation_gets_nothing_that_was_meant_for_the_old_one(pair):
     old = pair.dial(0, 1)
-    assert pair.hub.send(0, Leave())
+    assert pair.hub.send(0, Shutdown())
     next_of(old)
     new = pair.dial(0, 2)
     assert pair.hub.send(0, Interrupt(cell=9))
@@ -89,7 +89,7 @@ def test_a_new_incarnation_gets_nothing_that_was_meant_for_the_old_one(pair):
 
 
 def test_sending_to_a_rank_that_was_never_there_says_so(pair):
-    assert not pair.hub.send(3, Leave())
+    assert not pair.hub.send(3, Shutdown())
 
 
 def test_wake_ends_a_wait_from_another_thread(tmp_path_factory):

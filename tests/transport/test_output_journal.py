@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rankbook.transport import output_journal
-from rankbook.transport.output_journal import LastWords, Said, take_last_words, words_of
+from rankbook.transport.output_journal import JournalTail, OutputJournal, take_last_words, words_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "splice"), reason="the system does not move what is in a pipe to a file"
@@ -34,38 +34,41 @@ def say(words, pipe, cell, data, stream="stdout", most=1 << 20):
 
 
 def test_what_was_taken_last_is_there_and_the_files_are_gone(path, pipe):
-    words = LastWords(path)
+    words = OutputJournal(path)
     assert say(words, pipe, 5, b"one\n") == b"one\n"
     assert say(words, pipe, 5, b"oh\n", "stderr") == b"oh\n"
     assert say(words, pipe, 5, b"two\n") == b"two\n"
-    assert [*take_last_words(path)] == [Said(5, "stdout", 8, b"one\ntwo\n"), Said(5, "stderr", 3, b"oh\n")]
+    assert [*take_last_words(path)] == [
+        JournalTail(5, "stdout", 8, b"one\ntwo\n"),
+        JournalTail(5, "stderr", 3, b"oh\n"),
+    ]
     assert [*path.parent.iterdir()] == []
     assert [*take_last_words(path)] == []
 
 
 def test_another_cell_counts_anew(path, pipe):
-    words = LastWords(path)
+    words = OutputJournal(path)
     say(words, pipe, 5, b"a long line of the cell before\n")
     say(words, pipe, 6, b"new\n")
-    assert next(take_last_words(path)) == Said(6, "stdout", 4, b"new\n")
+    assert next(take_last_words(path)) == JournalTail(6, "stdout", 4, b"new\n")
 
 
 def test_no_more_is_taken_than_was_asked_for(path, pipe):
-    words = LastWords(path)
+    words = OutputJournal(path)
     assert say(words, pipe, 5, b"one two", most=3) == b"one"
     assert os.read(pipe[0], 10) == b" two"
 
 
 def test_a_long_file_begins_anew_and_still_counts_all(path, pipe, monkeypatch):
     monkeypatch.setattr(output_journal, "_MOST", 30)
-    words = LastWords(path)
+    words = OutputJournal(path)
     for _ in range(3):
         say(words, pipe, 5, b"0123456789" * 2)
-    assert next(take_last_words(path)) == Said(5, "stdout", 60, b"0123456789" * 2)
+    assert next(take_last_words(path)) == JournalTail(5, "stdout", 60, b"0123456789" * 2)
 
 
 def test_what_is_not_sent_any_more_is_forgotten(path, pipe):
-    words = LastWords(path)
+    words = OutputJournal(path)
     say(words, pipe, 5, b"text")
     words.end()
     assert [*take_last_words(path)] == []
@@ -73,17 +76,17 @@ def test_what_is_not_sent_any_more_is_forgotten(path, pipe):
 
 @pytest.mark.parametrize(("heard", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
 def test_only_what_has_not_come_is_missing(heard, missing):
-    assert Said(5, "stdout", 8, b"one\ntwo\n").missing(heard) == missing
+    assert JournalTail(5, "stdout", 8, b"one\ntwo\n").missing(heard) == missing
 
 
 def test_of_more_than_there_is_the_end_is_there():
-    assert Said(5, "stdout", 1000, b"the end").missing(0) == b"the end"
+    assert JournalTail(5, "stdout", 1000, b"the end").missing(0) == b"the end"
 
 
 def test_files_that_cannot_be_made_or_written_do_no_harm(tmp_path, path, pipe, monkeypatch):
-    assert say(LastWords(tmp_path / "no such folder" / "words"), pipe, 1, b"a") is None
-    assert say(LastWords(None), pipe, 1, b"b") is None
-    words = LastWords(path)
+    assert say(OutputJournal(tmp_path / "no such folder" / "words"), pipe, 1, b"a") is None
+    assert say(OutputJournal(None), pipe, 1, b"b") is None
+    words = OutputJournal(path)
     assert say(words, pipe, 1, b"c") == b"abc"
 
     def full(*_, **__):

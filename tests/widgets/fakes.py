@@ -122,7 +122,7 @@ class FakeFeed:
         self._stop = threading.Event()
 
     def watch(self, kind: str, callback: Callable[[Struct], None], **_options: object) -> Callable[[], None]:
-        """See `Feed`."""
+        """See `ClusterSource`."""
         self.watchers[kind].append(callback)
         if kind in self.last:
             callback(self.last[kind])
@@ -140,7 +140,7 @@ class FakeFeed:
             callback(state)
 
     def ask(self, kind: str, **options: object) -> Struct:
-        """See `Feed`."""
+        """See `ClusterSource`."""
         self.asked.append((kind, options))
         rank = options.get("rank")
         match kind:
@@ -160,7 +160,7 @@ class FakeFeed:
         raise BadRequest(f"there is no {kind} of {options}")
 
     def act(self, kind: str, rank: int | None) -> str:
-        """See `Feed`."""
+        """See `ClusterSource`."""
         self.acts.append((kind, rank))
         return f"rank {rank} was told to {kind}"
 
@@ -192,7 +192,7 @@ class FakeShelf:
         self.names = ["step-20", "step-30", "step-40.partial"]
 
     def look(self) -> CheckpointFolder:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         return CheckpointFolder("/ckpt", tuple(self._stored(name) for name in self.names), "")
 
     def _stored(self, name: str) -> StoredCheckpoint:
@@ -211,18 +211,18 @@ class FakeShelf:
         )
 
     def verify(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         self.done.append(("verify", name))
         self.checked[name] = "verified"
         return f"{name}: every byte is as it was written"
 
     def load(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         self.done.append(("load", name))
         return f"{name} was loaded into model"
 
     def delete(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointSource`."""
         self.done.append(("delete", name))
         self.names.remove(name)
         return f"{name} was deleted"

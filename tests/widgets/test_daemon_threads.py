@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rankbook.widgets.live_view import Pacer, start_thread
+from rankbook.widgets.live_view import Throttle, start_thread
 
 SHUTDOWN = "import atexit\nfrom rankbook.widgets.live_view import Pacer\natexit.register(Pacer(lambda: None).note)\n"
 
@@ -26,7 +26,7 @@ def test_an_update_of_a_view_at_interpreter_shutdown_prints_nothing():
 def test_a_pacer_whose_thread_cannot_start_sends_nothing_and_raises_nothing(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     sent = []
-    pacer = Pacer(lambda: sent.append(1))
+    pacer = Throttle(lambda: sent.append(1))
     pacer.note()
     pacer.note()
     assert not sent

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rankbook.output.by_rank import Drop, Head, More, Piece, Put
+from rankbook.output.by_rank import BlockAdded, BlockRemoved, OutputBlock, OutputHeader, TextAppended
 from rankbook.widgets import output_panel
 from rankbook.widgets.output_panel import CellPanel, bundle_html, is_live, piece_html, skeleton, text_of
 from rankbook.widgets.rendering import to_html
@@ -29,7 +29,13 @@ def shown(panel):
 
 
 def test_what_comes_before_it_is_shown_is_in_what_it_opens_with(panel):
-    panel.tell([Put(Piece(0, (0,), text="one\n")), More(0, "two & three\n"), Head({"text/html": "<i>head</i>"})])
+    panel.tell(
+        [
+            BlockAdded(OutputBlock(0, (0,), text="one\n")),
+            TextAppended(0, "two & three\n"),
+            OutputHeader({"text/html": "<i>head</i>"}),
+        ]
+    )
     assert panel.sent == []
     bundle = panel.bundle()
     assert bundle["text/plain"] == "cell [3] on ranks 0-1"
@@ -39,9 +45,9 @@ def test_what_comes_before_it_is_shown_is_in_what_it_opens_with(panel):
 
 def test_what_comes_later_is_sent_once_and_numbered(panel):
     panel.bundle()
-    panel.tell([Put(Piece(0, (0,), text="x" * 500))])
+    panel.tell([BlockAdded(OutputBlock(0, (0,), text="x" * 500))])
     for _ in range(50):
-        panel.tell([More(0, "y")])
+        panel.tell([TextAppended(0, "y")])
     numbers = [message["number"] for message in panel.sent]
     assert numbers == list(range(1, 52))
     assert panel.sent[-1]["changes"] == [["more", 0, "y"]]
@@ -50,8 +56,8 @@ def test_what_comes_later_is_sent_once_and_numbered(panel):
 
 def test_who_was_not_there_asks_for_all(panel):
     panel.bundle()
-    panel.tell([Put(Piece(0, (0,), text="one"))])
-    panel.tell([Put(Piece(1, (1,), data={"text/html": "<b>two</b>"})), Drop(0)])
+    panel.tell([BlockAdded(OutputBlock(0, (0,), text="one"))])
+    panel.tell([BlockAdded(OutputBlock(1, (1,), data={"text/html": "<b>two</b>"})), BlockRemoved(0)])
     panel._handle({"op": "all"})
     assert shown(panel)["number"] == 2
     assert "<b>two</b>" in shown(panel)["pieces"]
@@ -65,32 +71,38 @@ def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeyp
     wholes = []
     for tick in range(200):
         clock[0] = tick / 10
-        panel.tell([More(0, "y")] if tick else [Put(Piece(0, (0,), text="x"))])
+        panel.tell([TextAppended(0, "y")] if tick else [BlockAdded(OutputBlock(0, (0,), text="x"))])
         if (number := shown(panel)["number"]) not in wholes:
             wholes.append(number)
     assert 4 <= len(wholes) <= 10
 
 
 def test_what_the_reader_has_chosen_stays(panel):
-    panel.tell([Put(Piece(0, (1,), text="one"))])
+    panel.tell([BlockAdded(OutputBlock(0, (1,), text="one"))])
     panel._handle({"op": "choose", "choice": "1", "arrived": 2})
     panel._handle({"op": "choose", "choice": "0", "arrived": 1})  # its thread was slower
     panel._handle({"op": "choose", "choice": "<script>", "arrived": 3})
     reloaded = panel.skeleton
-    html = panel.end([Piece(0, (1,), text="one")])["text/html"]
+    html = panel.end([OutputBlock(0, (1,), text="one")])["text/html"]
     for each in (reloaded, html):
         assert re.findall(r'value="(\w+)"[^>]* checked', each) == ["1"]
 
 
 def test_forgotten_output_is_named(panel):
-    panel.tell([Put(Piece(0, (0,), text="earlier")), Put(Piece(1, (0,), text="new")), Drop(0, forgotten=True)])
+    panel.tell(
+        [
+            BlockAdded(OutputBlock(0, (0,), text="earlier")),
+            BlockAdded(OutputBlock(1, (0,), text="new")),
+            BlockRemoved(0, forgotten=True),
+        ]
+    )
     html = panel.end([])["text/html"]
     assert "left out here" in html
     assert "earlier" not in html
 
 
 def test_text_is_never_markup():
-    html = piece_html(Piece(0, (0,), text="<script>alert(1)</script> & \x1b[1;31mred\x1b[0m"), (0, 1))
+    html = piece_html(OutputBlock(0, (0,), text="<script>alert(1)</script> & \x1b[1;31mred\x1b[0m"), (0, 1))
     assert "<script>" not in html
     assert '<span class="rb-bold rb-red">red</span>' in html
     assert "<script>" not in skeleton("n", "<script>", (0,), "merged")
@@ -114,7 +126,9 @@ def test_a_terminals_colours_are_classes(text, html):
 
 @pytest.mark.parametrize("kind", ["image/png", "image/jpeg", "image/gif", "image/webp"])
 def test_a_picture_cannot_leave_its_attribute(kind):
-    html = piece_html(Piece(0, (0,), data={kind: 'x" onerror="alert(1)', "text/plain": '" onload="alert(2)'}), (0,))
+    html = piece_html(
+        OutputBlock(0, (0,), data={kind: 'x" onerror="alert(1)', "text/plain": '" onload="alert(2)'}), (0,)
+    )
     assert 'onerror="' not in html and 'onload="' not in html
     assert f'<img src="data:{kind};base64,x&quot; onerror=&quot;alert(1)"' in html
 
@@ -128,7 +142,7 @@ def test_a_very_long_escape_sequence_costs_linear_time(text):
 
 def test_ranks_stand_in_their_columns():
     def columns(ranks):
-        return re.search(r"--rb-columns:([\d/-]+)", piece_html(Piece(0, ranks), (0, 2, 3)))[1]
+        return re.search(r"--rb-columns:([\d/-]+)", piece_html(OutputBlock(0, ranks), (0, 2, 3)))[1]
 
     assert columns((2,)) == "2/3"
     assert columns((2, 3)) == "2/4"
@@ -141,7 +155,7 @@ def test_a_bundle_shows_what_html_can():
         '<img src="data:image/jpeg;base64,QUJD"'
     )
     assert bundle_html({"application/x-own": {}}) == "<p>(application/x-own)</p>"
-    retina = Piece(0, (0,), data={"image/png": "QUJD"}, metadata={"image/png": {"width": 432, "height": 288}})
+    retina = OutputBlock(0, (0,), data={"image/png": "QUJD"}, metadata={"image/png": {"width": 432, "height": 288}})
     assert 'alt="a picture" width="432">' in piece_html(retina, (0,))
     table = {"application/vnd.dataresource+json": {}, "text/html": "<table></table>", "text/plain": "t"}
     assert not is_live(table) and bundle_html(table) == "<table></table>"
@@ -149,4 +163,4 @@ def test_a_bundle_shows_what_html_can():
     assert is_live(chart) and bundle_html(chart) == "<pre>c</pre>"
     slider = {"application/vnd.jupyter.widget-view+json": {}, "text/html": "<p>3</p>", "text/plain": "s"}
     assert is_live(slider) and bundle_html(slider) == "<pre>s</pre>"
-    assert text_of([Piece(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
+    assert text_of([OutputBlock(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"

@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from rankbook.errors import BadRequest
 from rankbook.protocol.telemetry import CheckpointFolder
-from rankbook.widgets.checkpoints import CheckpointsPart
-from rankbook.widgets.placement import PlacementPart
-from rankbook.widgets.shards import MOST_DRAWN, ShardsPart, chunks_of, tensor_of
+from rankbook.widgets.checkpoints import CheckpointsModel
+from rankbook.widgets.placement import PlacementModel
+from rankbook.widgets.shards import MOST_DRAWN, ShardsModel, chunks_of, tensor_of
 from tests.conftest import wait_until
 from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map, sharded_tensor
 
@@ -28,7 +28,7 @@ def names_of_threads() -> set[str]:
 
 def test_placement_is_watched_only_while_it_is_open():
     feed = FakeFeed()
-    part = PlacementPart(feed)
+    part = PlacementModel(feed)
     assert not part.ready() and part.state() == "{}" and not feed.watchers["placement"]
     part.open(nothing)
     assert part.ready() and len(feed.watchers["placement"]) == 1
@@ -39,7 +39,7 @@ def test_placement_is_watched_only_while_it_is_open():
 
 def test_what_moves_is_sent_apart_from_what_stays():
     feed = FakeFeed(64)
-    part = PlacementPart(feed)
+    part = PlacementModel(feed)
     part.open(nothing)
     fixed, states = part.fixed(), set()
     for tick in range(5):
@@ -54,7 +54,7 @@ def test_what_moves_is_sent_apart_from_what_stays():
 
 def test_clicks_on_a_rank_reach_the_feed():
     feed = FakeFeed()
-    part = PlacementPart(feed)
+    part = PlacementModel(feed)
     assert part.answer("act", {"kind": "interrupt", "rank": 2}) == "rank 2 was told to interrupt"
     assert feed.acts == [("interrupt", 2)]
     detail = part.answer("detail", {"rank": 1})
@@ -66,7 +66,7 @@ def test_clicks_on_a_rank_reach_the_feed():
 
 def test_shards_are_asked_for_once_and_again_when_wanted():
     feed = FakeFeed(4, 10)
-    part = ShardsPart(feed, "model")
+    part = ShardsModel(feed, "model")
     for _ in range(2):
         part.open(nothing)
         wait_until(part.ready, timeout=10, what="the shards are there")
@@ -92,7 +92,7 @@ def test_of_two_questions_for_a_variable_the_last_one_counts():
             return found
 
     feed = Slow()
-    part = ShardsPart(feed, "slow")
+    part = ShardsModel(feed, "slow")
     part.open(nothing)
     wait_until(lambda: bool(feed.asked), timeout=10, what="it is asked for")
     part.answer("name", {"name": "model"})
@@ -106,7 +106,7 @@ def test_of_two_questions_for_a_variable_the_last_one_counts():
 
 def test_a_statistic_is_fetched_on_demand_only():
     feed = FakeFeed()
-    part = ShardsPart(feed, "")
+    part = ShardsModel(feed, "")
     part.answer("name", {"name": "model"})
     assert part.answer("tensor", {"key": "layers.0.weight"})["shape"] == [256, 128]
     assert "statistic" not in [kind for kind, _ in feed.asked]
@@ -128,7 +128,7 @@ def test_a_tensor_in_very_many_parts_says_how_many_are_not_drawn():
 
 
 def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
-    part = ShardsPart(FakeFeed(64, 2000), "")
+    part = ShardsModel(FakeFeed(64, 2000), "")
     part.answer("name", {"name": "model"})
     assert len(part.fixed()) < 150_000
     assert len(shard_map(parameters=2000, ranks=64).tensors[0].shards) == 64
@@ -136,7 +136,7 @@ def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
 
 def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
     feed, shelf = FakeFeed(), FakeShelf()
-    part = CheckpointsPart(feed, shelf)
+    part = CheckpointsModel(feed, shelf)
     changed = threading.Event()
     part.open(changed.set)
     wait_until(part.ready, timeout=10, what="the folder is read")
@@ -151,7 +151,7 @@ def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
 
 def test_what_is_done_to_a_checkpoint_is_seen_at_once():
     shelf = FakeShelf()
-    part = CheckpointsPart(FakeFeed(), shelf)
+    part = CheckpointsModel(FakeFeed(), shelf)
     assert "every byte" in part.answer("verify", {"name": "step-30"})
     assert "✓ verified" in part.text()
     part.answer("delete", {"name": "step-20"})
@@ -159,7 +159,7 @@ def test_what_is_done_to_a_checkpoint_is_seen_at_once():
     with pytest.raises(BadRequest, match="knows no"):
         part.answer("burn", {"name": "step-30"})
     with pytest.raises(BadRequest, match="no folder was given"):
-        CheckpointsPart(FakeFeed(), None).answer("verify", {"name": "step-30"})
+        CheckpointsModel(FakeFeed(), None).answer("verify", {"name": "step-30"})
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_read():
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read():
             return super().verify(name)
 
     shelf = Slow()
-    part = CheckpointsPart(FakeFeed(), shelf)
+    part = CheckpointsModel(FakeFeed(), shelf)
     verifies = threading.Thread(target=part.answer, args=("verify", {"name": "step-30"}))
     verifies.start()
     wait_until(lambda: bool(part._doing), timeout=10, what="it is verified")
@@ -191,6 +191,6 @@ def test_a_folder_that_cannot_be_read_says_why():
         def look(self) -> CheckpointFolder:
             raise BadRequest("no such folder")
 
-    part = CheckpointsPart(FakeFeed(), Broken())
+    part = CheckpointsModel(FakeFeed(), Broken())
     part.answer("look", {})
     assert "no such folder" in part.summary()

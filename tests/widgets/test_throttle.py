@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rankbook.widgets.live_view import Pacer
+from rankbook.widgets.live_view import Throttle
 from tests.conftest import wait_until
 
 LAST = 1 << 60
@@ -19,7 +19,7 @@ def test_what_comes_faster_is_one_and_the_last_is_always_sent():
         if said[0] == LAST:
             enough.set()
 
-    pacer = Pacer(send, interval=0.05)
+    pacer = Throttle(send, interval=0.05)
     began = time.monotonic()
     while len(sent) < 10 and time.monotonic() - began < 20:
         said[0] += 1
@@ -32,7 +32,7 @@ def test_what_comes_faster_is_one_and_the_last_is_always_sent():
 
 def test_nothing_runs_while_there_is_nothing_to_send_and_nothing_is_sent_once_closed():
     sent = threading.Event()
-    pacer = Pacer(sent.set)
+    pacer = Throttle(sent.set)
     assert not [thread for thread in threading.enumerate() if thread.name == "rankbook-view"]
     pacer.note()
     assert sent.wait(10)
@@ -51,7 +51,7 @@ def test_an_update_that_waits_for_the_one_before_it_is_not_sent_once_closed():
         entered.set()
         gate.wait(10)
 
-    pacer = Pacer(send, interval=0.01)
+    pacer = Throttle(send, interval=0.01)
     pacer.note()
     assert entered.wait(10)
     pacer.note()

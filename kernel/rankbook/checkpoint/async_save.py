@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rankbook.checkpoint.local_state import Contents, HeldTensor, Unstaged
-from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.local_state import FailedStaging, LocalState, LocalTensor
+from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.state_dict.replicas import control_device
 from rankbook.errors import CheckpointingException
 
@@ -51,7 +51,7 @@ PATIENCE = timedelta(hours=6)
 
 
 @dataclass
-class _Process:
+class _AsyncSaves:
     """What this process keeps from one save to the next. `world`: the default group when `group` was made."""
 
     group: Any = None
@@ -60,13 +60,13 @@ class _Process:
     pool: list[torch.Tensor] = field(default_factory=list)
 
 
-_process = _Process()
+_process = _AsyncSaves()
 
 
 class SaveHandle:
     """A save that goes on in the background, on this rank. Every rank has one."""
 
-    def __init__(self, telling: Telling) -> None:
+    def __init__(self, telling: SaveProgress) -> None:
         self._telling = telling
         self._ended = threading.Event()
         self._saved: Saved | None = None
@@ -186,7 +186,7 @@ def finish(timeout: float | None = None) -> bool:
 
 
 def start(
-    contents: Contents, telling: Telling, perform: Callable[[Contents, Any], Saved], *, everything: bool
+    contents: LocalState, telling: SaveProgress, perform: Callable[[LocalState, Any], Saved], *, everything: bool
 ) -> SaveHandle:
     """Copy what this rank writes, and have `perform(copies, group)` run in a thread. A collective.
 
@@ -205,7 +205,7 @@ def start(
         telling.enter("staging")
         staged = _staged(contents, everything, taken)
     except BaseException as error:  # noqa: BLE001 - raised in the plan, where every rank learns of it
-        staged, failure = Unstaged(error), error
+        staged, failure = FailedStaging(error), error
 
     def work() -> Saved:
         try:
@@ -267,9 +267,9 @@ def _let_go() -> None:
             dist.destroy_process_group(group)
 
 
-def _staged(contents: Contents, everything: bool, taken: list[torch.Tensor]) -> Contents:
+def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -> LocalState:
     """The contents, of which the caller can change nothing. The buffers that they lie in come into `taken`."""
-    copies: list[HeldTensor] = []
+    copies: list[LocalTensor] = []
     for each in contents.tensors:
         if not (each.is_main or everything) or not each.nbytes:
             copies.append(each)

@@ -36,9 +36,9 @@ from rankbook.checkpoint.format import dcp_metadata, torch_zip
 from rankbook.checkpoint.format.checksums import crc32
 from rankbook.checkpoint.format.manifest import MANIFEST, PIECE, Manifest, StoredObject
 from rankbook.checkpoint.format.structure import decode, sizes_hold
-from rankbook.checkpoint.format.tensor_io import Damage, data_holds, envelope_holds, fill, verify
+from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_holds, envelope_holds, fill, verify
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_holds
-from rankbook.checkpoint.local_state import HeldTensor, Wishes, everything
+from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, everything
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.planning.validation import said
 from rankbook.checkpoint.saving import Folder
@@ -198,7 +198,7 @@ def prepare_load(
     found = find(storage, step)
     loader = Loader(
         found,
-        lambda: Wishes(sharded_state_dict, found.manifest),
+        lambda: LoadRequest(sharded_state_dict, found.manifest),
         mode=mode,
         verify=verify,
         cast=cast,
@@ -220,8 +220,8 @@ class Loader:
 
     def __init__(
         self,
-        found: Found,
-        wishes: Callable[[], Wishes],
+        found: CheckpointRef,
+        wishes: Callable[[], LoadRequest],
         *,
         mode: StrictHandling,
         verify: bool,
@@ -234,7 +234,7 @@ class Loader:
         self._found = found
         self._make_wishes = wishes
         self._cast = cast
-        self._fetch = Fetch(found, verify=verify, allow=allow)
+        self._fetch = CheckpointRead(found, verify=verify, allow=allow)
         self._ranks = ranks
 
     def prepare(self) -> Self:
@@ -321,7 +321,7 @@ def load_plain(
     found.check_sizes()  # before memory is taken for what the manifest says
     loader = Loader(
         found,
-        lambda: Wishes(everything(found.manifest), found.manifest, all_values=True),
+        lambda: LoadRequest(everything(found.manifest), found.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
@@ -339,7 +339,7 @@ def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointRef:
     """A checkpoint that can be read: its `folder` within the storage ("" for the storage's own), and its manifest."""
 
     storage: Storage
@@ -359,7 +359,7 @@ class Found:
         return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
 
 
-def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found:
+def find(storage: Storage, step: Step | None, *, together: bool = True) -> CheckpointRef:
     """Return the checkpoint that `step` means in `storage`. A collective with `together`: rank 0 chooses.
 
     Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
@@ -370,7 +370,7 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
         except OSError as error:
             raise CheckpointingException(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
     told: list[Any] = [None]
-    found: Found | None = None
+    found: CheckpointRef | None = None
     if dist.get_rank() == 0:
         try:
             found = _choose(storage, step)
@@ -383,10 +383,10 @@ def find(storage: Storage, step: Step | None, *, together: bool = True) -> Found
     folder, manifest, complaint = told[0]
     if complaint is not None:
         raise CheckpointingException(complaint)
-    return found or Found(storage, folder, manifest)
+    return found or CheckpointRef(storage, folder, manifest)
 
 
-def _choose(storage: Storage, step: Step | None) -> Found:
+def _choose(storage: Storage, step: Step | None) -> CheckpointRef:
     while True:
         folder = steps.locate(storage, step)
         try:
@@ -397,7 +397,7 @@ def _choose(storage: Storage, step: Step | None) -> Found:
             # another process has saved the next step meanwhile, and removed this one
 
 
-def _read(storage: Storage, folder: str) -> Found:
+def _read(storage: Storage, folder: str) -> CheckpointRef:
     prefix = f"{folder}/" if folder else ""
     if MANIFEST in storage.list(folder):
         where = f"{storage}/{prefix}{MANIFEST}"
@@ -407,8 +407,8 @@ def _read(storage: Storage, folder: str) -> Found:
             raise CheckpointingException(
                 f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
             )
-        return Found(storage, folder, manifest)
-    return Found(storage, folder, dcp_metadata.foreign(storage, folder))
+        return CheckpointRef(storage, folder, manifest)
+    return CheckpointRef(storage, folder, dcp_metadata.foreign(storage, folder))
 
 
 COMMON = "common.pt"
@@ -419,7 +419,7 @@ _SCRATCH = 2 * PIECE
 """Bytes that a thread verifies at a time: they stay in the processor's cache from the read to the checksum."""
 
 
-class Refused(Damage):
+class Refused(ChunkDamage):
     """Bytes that are those that were written, and that may name code."""
 
 
@@ -432,13 +432,13 @@ def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its
         raise BadRequest(f'allow=[{allowed!r}]: "package.module.Name" of a class that can be imported here') from error
 
 
-class Fetch:
+class CheckpointRead:
     """One rank's reading of one checkpoint.
 
     `allow` are classes, or their names, that its objects may have, beside those that torch takes for safe.
     """
 
-    def __init__(self, found: Found, *, verify: bool, allow: Sequence[Any] = ()) -> None:
+    def __init__(self, found: CheckpointRef, *, verify: bool, allow: Sequence[Any] = ()) -> None:
         self._found = found
         self._verify = verify
         self._allow = [_named(each) for each in allow]
@@ -473,7 +473,7 @@ class Fetch:
     def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a transfer.ReadRange
         return partial(self._found.storage.read, self._found.path(chunk.file))
 
-    def tensors(self, plan: ReadPlan, targets: Sequence[HeldTensor], fresh: Collection[int] = ()) -> None:
+    def tensors(self, plan: ReadPlan, targets: Sequence[LocalTensor], fresh: Collection[int] = ()) -> None:
         """Fill the targets' data. The memory of the `fresh` ones is of no use to anybody if that fails."""
         views = [each.data.detach().view(each.local_shape) for each in targets]
         for number in plan.zeros:
@@ -489,10 +489,10 @@ class Fetch:
         read = self._reader(chunk)
         check, stored = self._verify, chunk.chunk
         if check and not envelope_holds(stored, read):
-            raise Damage("has other bytes around its data than were written")
+            raise ChunkDamage("has other bytes around its data than were written")
         if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
             if not data_holds(stored, read):
-                raise Damage("has other data than was written")
+                raise ChunkDamage("has other data than was written")
             check = False
         for part in chunk.reads:
             target = views[part.wanted]
@@ -520,14 +520,14 @@ class Fetch:
     def _object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
         blob = read_range(self._found.storage, self._found.path(stored.file), stored.start, stored.length)
         if len(blob) != stored.length:
-            raise Damage("ends too early")
+            raise ChunkDamage("ends too early")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
-            raise Damage("has other bytes than were written")
+            raise ChunkDamage("has other bytes than were written")
         if self._verify and stored.crc is None and not zip_holds(bytes(blob)):
-            raise Damage("has other bytes than were written")
+            raise ChunkDamage("has other bytes than were written")
         return self._unpickled(blob)
 
-    def common(self, wishes: Wishes) -> Any:  # noqa: ANN401 - nested dicts and lists
+    def common(self, wishes: LoadRequest) -> Any:  # noqa: ANN401 - nested dicts and lists
         """The common part, {} where there is none; where each of its values is an object of its own, those wished."""
         known = {each.name: each for each in self._found.manifest.files}
         stored = known.get(COMMON)
@@ -538,9 +538,9 @@ class Fetch:
         with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
             data = read_all(self._found.storage, self._found.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
-                raise Damage("has other bytes than were written")
+                raise ChunkDamage("has other bytes than were written")
             if self._verify and stored.crc is None and not zip_holds(data):
-                raise Damage("has other bytes than were written")
+                raise ChunkDamage("has other bytes than were written")
             return self._unpickled(data)
         return {}
 
@@ -551,7 +551,7 @@ class Fetch:
                 with self._naming(f"{each.name}, written by rank {each.rank}"):
                     data = read_all(self._found.storage, self._found.path(each.name))
                     if (crc32(data), len(data)) != (each.crc, each.size):
-                        raise Damage("has other bytes than were written")
+                        raise ChunkDamage("has other bytes than were written")
         sizes = self._found.storage.list(self._found.folder)
         for each in self._found.manifest.files:
             if self._verify and sizes.get(each.name, each.size) != each.size:
@@ -561,12 +561,12 @@ class Fetch:
 
     def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
         if not is_plain(data):
-            raise Damage("is no plain zip of torch.save")
+            raise ChunkDamage("is no plain zip of torch.save")
         with torch.serialization.safe_globals(self._allow):
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
-                kind = Refused if self._verify else Damage  # verified bytes are those that were written
+                kind = Refused if self._verify else ChunkDamage  # verified bytes are those that were written
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # within half a page of advice
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
@@ -580,7 +580,7 @@ class Fetch:
     def _naming(self, where: str) -> Iterator[None]:
         try:
             yield
-        except Damage as damage:
+        except ChunkDamage as damage:
             self.damages.append(f"{where}: {damage.what}")
             self._refused += isinstance(damage, Refused)
         except OSError as error:
@@ -618,7 +618,7 @@ def _where(chunk: ChunkRead) -> str:
     return f"{chunk.file}: key {chunk.key!r}, the chunk at {chunk.chunk.offset} written by rank {chunk.chunk.rank}"
 
 
-def _may_be_read_twice(found: Found, nbytes: int) -> bool:
+def _may_be_read_twice(found: CheckpointRef, nbytes: int) -> bool:
     """Whether a second read of so many bytes costs little: it comes from memory, and not from a disk or a network."""
     if getattr(found.storage, "remote", False):
         return nbytes <= _LITTLE

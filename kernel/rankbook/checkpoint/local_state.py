@@ -20,14 +20,14 @@ import torch
 from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.format.torch_zip import object_blob
-from rankbook.checkpoint.planning.load_plan import Wanted
-from rankbook.checkpoint.planning.local_plan import Declared, Shard
+from rankbook.checkpoint.planning.load_plan import WantedChunk
+from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
 from rankbook.checkpoint.state_dict.state_dicts import nested, placed, split
 
 
 @dataclass(frozen=True)
-class HeldTensor:
+class LocalTensor:
     """A `ShardedTensor` as the plan sees it: with the axes of the global tensor."""
 
     key: str
@@ -40,7 +40,7 @@ class HeldTensor:
     allow_shape_mismatch: bool = False
 
     @classmethod
-    def of(cls, tensor: ShardedTensor) -> HeldTensor:
+    def of(cls, tensor: ShardedTensor) -> LocalTensor:
         """The part of `tensor` that is here; its data may be missing where nothing is written."""
         shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
         return cls(
@@ -56,9 +56,9 @@ class HeldTensor:
             tensor.allow_shape_mismatch,
         )
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedChunk:
         """What is to be read into the data."""
-        return Wanted(
+        return WantedChunk(
             key=self.key,
             dtype=self.dtype_name,
             global_shape=self.global_shape,
@@ -74,7 +74,7 @@ class HeldTensor:
 
 
 @dataclass(frozen=True)
-class HeldObject:
+class LocalObject:
     """A `ShardedObject` as the plan sees it."""
 
     key: str
@@ -89,38 +89,38 @@ class HeldObject:
         """As it is stored."""
         return object_blob(self.data) if self.pickled is None else self.pickled
 
-    def frozen(self) -> HeldObject:
+    def frozen(self) -> LocalObject:
         """The same, as it is now."""
         return replace(self, data=None, pickled=self.blob())
 
     @classmethod
-    def of(cls, each: ShardedObject) -> HeldObject:
+    def of(cls, each: ShardedObject) -> LocalObject:
         """The element of the grid that is here."""
         shape, offset = tuple(each.global_shape), tuple(each.global_offset)
         return cls(each.key, each.unique_key, each.data, shape, offset, is_main_replica(each.replica_id))
 
 
 @dataclass
-class Contents:
+class LocalState:
     """`common` is what is neither a sharded tensor nor an object: nested, with plain values as leaves."""
 
-    tensors: Sequence[HeldTensor]
-    objects: Sequence[HeldObject]
+    tensors: Sequence[LocalTensor]
+    objects: Sequence[LocalObject]
     common: Any = field(default_factory=dict)
     common_pickled: bytes | None = None
 
     @cached_property
-    def _declared(self) -> Declared:
-        return Declared.of(
+    def _declared(self) -> LocalPlan:
+        return LocalPlan.of(
             [
-                Shard(e.key, e.global_shape, e.global_offset, e.local_shape, e.dtype_name, e.is_main)
+                LocalShard(e.key, e.global_shape, e.global_offset, e.local_shape, e.dtype_name, e.is_main)
                 for e in self.tensors
             ],
-            [Shard(e.key, e.global_shape, e.global_offset, is_main=e.is_main) for e in self.objects],
+            [LocalShard(e.key, e.global_shape, e.global_offset, is_main=e.is_main) for e in self.objects],
             common=dict(digests(self.common)),
         )
 
-    def declared(self) -> Declared:
+    def declared(self) -> LocalPlan:
         """What rank 0 is told."""
         return self._declared
 
@@ -132,22 +132,22 @@ class Contents:
         torch.save(self.common, stream)
         return stream.getvalue()
 
-    def frozen(self, tensors: Sequence[HeldTensor], *, is_coordinator: bool) -> Contents:
+    def frozen(self, tensors: Sequence[LocalTensor], *, is_coordinator: bool) -> LocalState:
         """The same with these copies of its tensors, and all else as it is now, whatever the caller does to it."""
         objects = [each.frozen() for each in self.objects]
-        made = Contents(tensors, objects, {}, self.common_file() if is_coordinator else b"")
+        made = LocalState(tensors, objects, {}, self.common_file() if is_coordinator else b"")
         made._declared = self._declared
         return made
 
 
-class Unstaged(Contents):
+class FailedStaging(LocalState):
     """What could not be copied: whoever asks for it gets the error."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__((), ())
         self._error = error
 
-    def declared(self) -> Declared:
+    def declared(self) -> LocalPlan:
         """Raises it."""
         raise self._error
 
@@ -174,14 +174,14 @@ def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
     return pickle.dumps(value)
 
 
-def contents_of(sharded_state_dict: Any) -> Contents:  # noqa: ANN401
+def contents_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     """What this rank holds of a sharded state dict. A collective; raises `CheckpointingException`."""
     made = split(sharded_state_dict)
-    tensors = [HeldTensor.of(each.shard) for each in made.tensors]
-    return Contents(tensors, [HeldObject.of(each) for _, each in made.objects], made.common)
+    tensors = [LocalTensor.of(each.shard) for each in made.tensors]
+    return LocalState(tensors, [LocalObject.of(each) for _, each in made.objects], made.common)
 
 
-class Wishes:
+class LoadRequest:
     """What this rank asks for: the memory to fill, and where it comes in the state dict."""
 
     def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
@@ -194,8 +194,8 @@ class Wishes:
             if entry.shard.data is None:
                 entry.shard.init_data("cpu")
                 self.fresh.add(position)
-        self.tensors = [HeldTensor.of(each.shard) for each in self._split.tensors]
-        self.objects = [HeldObject.of(each) for _, each in self._split.objects]
+        self.tensors = [LocalTensor.of(each.shard) for each in self._split.tensors]
+        self.objects = [LocalObject.of(each) for _, each in self._split.objects]
 
     def values(self, paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, tuple[Any, ...]]:
         """Which of the plain values that are stored by these keys are wanted, with their paths in the state dict.

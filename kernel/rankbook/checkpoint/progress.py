@@ -20,7 +20,7 @@ OFTEN = 0.1
 _numbers = iter(range(1, 1 << 62))
 
 
-class Telling:
+class SaveProgress:
     """One save of this rank. Written by the thread that saves, read by any."""
 
     def __init__(

@@ -41,11 +41,12 @@ save into the same folder.
    no failure of the save: the next one tries again. Where only `latest` cannot be replaced, the save fails and says
    that the step is complete.
 
-**Who cleans up.** A save that fails while its processes live is cleaned up by rank 0 at once (`Place.abandon`): the
-partial folder, the next `latest` and the claim go, and every rank raises the same error. What a killed process has left
-is swept by the next save into the folder (`folders.sweep`, in step 2). The owner file tells the two apart: a partial
-folder is swept only if its owner is dead (its process is gone, or another one has its number now; on another machine,
-if its claim is a day old). A step that was put aside and has no successor gets its name back.
+**Who cleans up.** A save that fails while its processes live is cleaned up by rank 0 at once
+(`CheckpointLocation.abandon`): the partial folder, the next `latest` and the claim go, and every rank raises the same
+error. What a killed process has left is swept by the next save into the folder (`folders.sweep`, in step 2). The owner
+file tells the two apart: a partial folder is swept only if its owner is dead (its process is gone, or another one has
+its number now; on another machine, if its claim is a day old). A step that was put aside and has no successor gets its
+name back.
 
 A checkpoint with a name of its own, as `Accelerator.save_state` makes them, goes the same way as `NAME.partial`,
 without `latest` and without a sweep: the next save of that name removes what is left, and so does the Accelerator for
@@ -105,13 +106,13 @@ from rankbook.checkpoint.format.manifest import (
     encode,
     now,
 )
-from rankbook.checkpoint.local_state import Contents, contents_of
-from rankbook.checkpoint.planning.local_plan import Declared
+from rankbook.checkpoint.local_state import LocalState, contents_of
+from rankbook.checkpoint.planning.local_plan import LocalPlan
 from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
-from rankbook.checkpoint.progress import Telling
+from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.checkpoint.storage.steps import Place, Retention, whole_number
+from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy, whole_number
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.protocol.telemetry import CheckpointSave
 
@@ -134,7 +135,7 @@ OF_MEGATRON = "metadata.json"
 
 
 Signature = tuple[str, str]
-"""The two digests of a `Declared`."""
+"""The two digests of a `LocalPlan`."""
 
 
 class WriteTask(NamedTuple):
@@ -175,9 +176,9 @@ class Writer:
     def __init__(
         self,
         rank: int,
-        contents: Contents,
-        place: Place,
-        telling: Telling,
+        contents: LocalState,
+        place: CheckpointLocation,
+        telling: SaveProgress,
         history: PlanHistory,
         *,
         metadata: dict[str, Any],
@@ -211,12 +212,12 @@ class Writer:
         None for every rank where one has sent a signature that this process does not know: all are to declare anew.
         Raises `CheckpointingException` where the ranks' parts do not fit together.
         """
-        parts = [Declared.unpacked(part) if isinstance(part, bytes) else part for part in declarations]
-        signatures = [part.signature() if isinstance(part, Declared) else part for part in parts]
+        parts = [LocalPlan.unpacked(part) if isinstance(part, bytes) else part for part in declarations]
+        signatures = [part.signature() if isinstance(part, LocalPlan) else part for part in parts]
         cache, parallel = self._history.cache, self._fully_parallel
         plan = cache.recall(signatures, fully_parallel=parallel)
         if plan is None:
-            declared = [part for part in parts if isinstance(part, Declared)]
+            declared = [part for part in parts if isinstance(part, LocalPlan)]
             if len(declared) < len(parts):
                 return [None] * len(parts)
             plan = plan_save(declared, fully_parallel=parallel)
@@ -396,14 +397,14 @@ class Saved:
 
 
 @dataclass
-class _Process:
+class _SaveHistory:
     """What this process keeps from one save to the next."""
 
     history: PlanHistory = field(default_factory=PlanHistory)
     last: Saved | None = None
 
 
-_process = _Process()
+_process = _SaveHistory()
 
 
 def last_saved() -> Saved | None:
@@ -442,12 +443,12 @@ def save(
     the same on every rank. What was saved before is untouched.
     """
 
-    def checked() -> tuple[dict[str, Any], Place]:
+    def checked() -> tuple[dict[str, Any], CheckpointLocation]:
         if busy not in {"wait", "refuse"}:
             raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
         number = None if step is None else whole_number("step", step, 0)
-        retention = Retention(keep, keep_every)
-        return _metadata(metadata), Place(storage_of(folder), str(folder), number, retention=retention)
+        retention = RetentionPolicy(keep, keep_every)
+        return _metadata(metadata), CheckpointLocation(storage_of(folder), str(folder), number, retention=retention)
 
     given, place = agreed(
         "save",
@@ -472,8 +473,8 @@ def save(
 
 
 def save_contents(
-    contents: Contents,
-    place: Place,
+    contents: LocalState,
+    place: CheckpointLocation,
     *,
     metadata: dict[str, Any],
     async_: bool = False,
@@ -483,9 +484,9 @@ def save_contents(
 ) -> Saved | SaveHandle:
     """Save what has been taken apart, in a place of any name. See `save`."""
     async_save.settle(refuse=busy == "refuse")
-    telling = Telling(place.folder, background=async_, on_progress=on_progress)
+    telling = SaveProgress(place.folder, background=async_, on_progress=on_progress)
 
-    def run(held: Contents, group: Any) -> Saved:  # noqa: ANN401 - a process group
+    def run(held: LocalState, group: Any) -> Saved:  # noqa: ANN401 - a process group
         return run_save(held, place, telling, metadata=metadata, fully_parallel=fully_parallel, group=group)
 
     if not async_:
@@ -494,9 +495,9 @@ def save_contents(
 
 
 def run_save(
-    contents: Contents,
-    place: Place,
-    telling: Telling,
+    contents: LocalState,
+    place: CheckpointLocation,
+    telling: SaveProgress,
     *,
     metadata: dict[str, Any],
     fully_parallel: bool = False,

@@ -30,7 +30,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Regroup:
+class FormGroup:
     """Make `cell` the task that puts all ranks into generation `generation` of the process group."""
 
     cell: int
@@ -54,8 +54,8 @@ class SendInterrupt:
 
 
 @dataclass(frozen=True)
-class SetGrace:
-    """Hand in `GraceOver(cell, step)` in `seconds`."""
+class StartTimer:
+    """Hand in `TimerFired(cell, step)` in `seconds`."""
 
     cell: int
     seconds: float
@@ -63,14 +63,14 @@ class SetGrace:
 
 
 @dataclass(frozen=True)
-class LookSoon:
-    """Hand in `Look` in `seconds`, or earlier."""
+class ScheduleCheck:
+    """Hand in `CheckCollectives` in `seconds`, or earlier."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class AskCollectives:
+class RequestCollectives:
     """Ask these ranks where they are in their process groups."""
 
     ranks: tuple[int, ...]
@@ -90,7 +90,7 @@ class SendAbort:
 
 
 @dataclass(frozen=True)
-class TellPerson:
+class NotifyUser:
     """Say this in the cell, on stderr."""
 
     cell: int
@@ -98,7 +98,7 @@ class TellPerson:
 
 
 @dataclass(frozen=True)
-class TellQueued:
+class NotifyQueued:
     """The cell waits, because these of its ranks are not idle or are wanted by a cell before it."""
 
     cell: int
@@ -106,7 +106,7 @@ class TellQueued:
 
 
 @dataclass(frozen=True)
-class TellLoss:
+class NotifyRankLost:
     """A rank's process is gone; it ran `cell`. `expected`: it was asked to go."""
 
     rank: int
@@ -127,15 +127,15 @@ class EndCell:
 Action = (
     Fork
     | Kill
-    | Regroup
+    | FormGroup
     | SendTask
     | SendInterrupt
-    | SetGrace
-    | LookSoon
-    | AskCollectives
+    | StartTimer
+    | ScheduleCheck
+    | RequestCollectives
     | SendAbort
-    | TellPerson
-    | TellQueued
-    | TellLoss
+    | NotifyUser
+    | NotifyQueued
+    | NotifyRankLost
     | EndCell
 )

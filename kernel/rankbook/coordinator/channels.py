@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 
-from rankbook.protocol.comm import CommHeard, CommSaid, DebugHeard, DebugSaid
+from rankbook.protocol.comm import CommFromRank, CommToRank, DapFromRank, DapToRank
 
-CommListener = Callable[[int, CommSaid, Sequence[memoryview]], None]
+CommListener = Callable[[int, CommFromRank, Sequence[memoryview]], None]
 
 
-class Comms:
+class CommChannels:
     """Those of one cluster; `send` sends to a rank. `said` and `forget` are the driver's, the rest is any thread's."""
 
     def __init__(self, send: Callable[..., bool]) -> None:
@@ -24,7 +24,7 @@ class Comms:
         self._open: dict[str, int] = {}
         self.listener: CommListener | None = None
 
-    def said(self, rank: int, message: CommSaid, frames: Sequence[memoryview]) -> None:
+    def said(self, rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
         """A rank has said something."""
         if message.kind == "open":
             self._open[message.comm] = rank
@@ -33,7 +33,7 @@ class Comms:
         if self.listener is not None:
             self.listener(rank, message, frames)
 
-    def tell(self, message: CommHeard, frames: Sequence[bytes | memoryview] = ()) -> None:
+    def tell(self, message: CommToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Tell the rank whose comm it is; one that is gone hears nothing."""
         rank = self._open.get(message.comm) if message.kind == "msg" else self._open.pop(message.comm, None)
         if rank is not None:
@@ -42,14 +42,14 @@ class Comms:
     def forget(self, rank: int) -> None:
         """The rank's process is gone, and its widgets with it."""
         for name in [name for name, whose in self._open.items() if whose == rank]:
-            self.said(rank, CommSaid("close", name, "", "{}", "{}"), ())
+            self.said(rank, CommFromRank("close", name, "", "{}", "{}"), ())
 
 
 DapListener = Callable[[int, str | None], None]
 """Called with a rank and what its debugger says; None when the rank's process is gone, and its debugger with it."""
 
 
-class Debugs:
+class DapChannels:
     """Those of one cluster; `send` sends to a rank. `said` and `forget` are the driver's, the rest is any thread's."""
 
     def __init__(self, send: Callable[..., bool]) -> None:
@@ -58,14 +58,14 @@ class Debugs:
         self.paused: dict[int, str] = {}
         """Where each rank that is paused is, in words; whoever listens keeps it."""
 
-    def said(self, rank: int, message: DebugSaid) -> None:
+    def said(self, rank: int, message: DapFromRank) -> None:
         """A rank's debugger has said something."""
         if self.listener is not None:
             self.listener(rank, message.content)
 
     def tell(self, rank: int, content: str) -> bool:
         """Tell a rank's debugger. False where the rank is gone."""
-        return self._send(rank, DebugHeard(content))
+        return self._send(rank, DapToRank(content))
 
     def let_go(self, ranks: Iterable[int]) -> None:
         """Whoever debugged these is gone: what is paused there goes on, freely."""

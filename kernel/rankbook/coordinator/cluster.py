@@ -20,30 +20,30 @@ from typing import Any, Self
 
 from rankbook.coordinator import completion
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.channels import Comms, Debugs
-from rankbook.coordinator.cluster_processes import Crew
-from rankbook.coordinator.completion import Hints
+from rankbook.coordinator.channels import CommChannels, DapChannels
+from rankbook.coordinator.cluster_processes import ClusterProcesses
+from rankbook.coordinator.completion import CompletionClient
 from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.evaluate import Peeked, peek
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_silence
-from rankbook.coordinator.monitor import ANSWER_TIMEOUT, Glance, Lookout
-from rankbook.coordinator.reattach import AdoptedCrew
+from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
+from rankbook.coordinator.reattach import ReattachedProcesses
 from rankbook.coordinator.recovery import Healed, hand_over, segments_of, summarize
-from rankbook.coordinator.running_cell import Cell, Head, Sink
+from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
 from rankbook.errors import BadRequest, CellError, CellTimeout, ClusterStopped, LostRank
 from rankbook.formatting import plural
-from rankbook.launch.registry import Record
+from rankbook.launch.registry import ClusterRecord
 from rankbook.output.cell_result import CellResult, describe_errors
-from rankbook.output.merger import Page
+from rankbook.output.merger import OutputView
 from rankbook.protocol.messages import (
     AdoptState,
     Assign,
     CallFunction,
     ExportState,
-    Fetch,
+    FetchValue,
     ListState,
     Message,
     RunCell,
@@ -60,18 +60,18 @@ _WHILE_PAUSED = 1.0
 RankSelection = str | int | Sequence[int] | None
 
 
-class Workplace:
+class ClusterTasks:
     """What `Cluster` works with: its crew and the crew's state. `_move_in` comes first."""
 
     key: str
 
-    def _move_in(self, crew: Crew) -> None:
+    def _move_in(self, crew: ClusterProcesses) -> None:
         self._crew = crew
         self._state = self._crew.state
         self._segments = self._crew.segments
         self._place = self._crew.placement
-        self._lookout = Lookout(crew)
-        self._hints = Hints(crew)
+        self._lookout = StatusMonitor(crew)
+        self._hints = CompletionClient(crew)
         self._everyone = tuple(range(len(self._place.devices)))
         self.key = self._crew.key
 
@@ -93,7 +93,12 @@ class Workplace:
         return parse_ranks(text, self.world_size)
 
     def wait(
-        self, cell: Cell, *, timeout: float | None = None, patience: float | None = None, ask: Ask = ask_in_terminal
+        self,
+        cell: RunningCell,
+        *,
+        timeout: float | None = None,
+        patience: float | None = None,
+        ask: Ask = ask_in_terminal,
     ) -> None:
         """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
 
@@ -106,7 +111,7 @@ class Workplace:
             wait_for(self._crew.driver, cell, held, patience=patience, ask=ask)
             held.take()
 
-    def interrupt_after(self, cell: Cell, seconds: float) -> None:
+    def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
         """Interrupt `cell` `seconds` from now, unless it has ended by then. Time in a debugger does not count."""
         driver, paused, was_held = self._crew.driver, 0.0, False
         began = before = time.monotonic()
@@ -171,7 +176,7 @@ class Workplace:
         values = self.take_values(cell)
         return {rank: values.get(rank) for rank in cell.ranks}
 
-    def take_values(self, cell: Cell) -> dict[int, Any]:
+    def take_values(self, cell: RunningCell) -> dict[int, Any]:
         """What the ranks that have answered sent with their answers, once."""
         folder = self._segments.folder
         taken = {}
@@ -180,7 +185,7 @@ class Workplace:
             taken[rank] = unpack(payload, frames, unlink=True, folder=folder)
         return taken
 
-    def _check(self, cell: Cell) -> CellResult:
+    def _check(self, cell: RunningCell) -> CellResult:
         """The cell's result. Raises what went wrong."""
         __tracebackhide__ = True
         result = cell.result
@@ -205,16 +210,16 @@ class Workplace:
         number: int,
         sink: Sink | None,
         label: str,
-        page: Page | None = None,
-        head: Callable[[Cell], Head] | None = None,
-    ) -> Cell:
+        page: OutputView | None = None,
+        head: Callable[[RunningCell], StatusHeader] | None = None,
+    ) -> RunningCell:
         with held_interrupts():
             driver = self._crew.driver
             self._check_available(tuple(tasks))
             with driver.changed:
                 key = self._state.new_cell()
             made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
-            cell = Cell(key, number, made, cluster_key=self.key, sink=sink, label=label, page=page, head=head)
+            cell = RunningCell(key, number, made, cluster_key=self.key, sink=sink, label=label, page=page, head=head)
             driver.submit(cell)
             return cell
 
@@ -240,7 +245,7 @@ STACK_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
 
-class Sight(Workplace):
+class ClusterQueries(ClusterTasks):
     """Looks at the ranks of a cluster."""
 
     def watch(self, kind: str, callback: Callable[[Any], None]) -> Callable[[], None]:
@@ -256,16 +261,16 @@ class Sight(Workplace):
         return self._lookout.placement(timeout=timeout)
 
     @property
-    def comms(self) -> Comms:
+    def comms(self) -> CommChannels:
         """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
         return self._crew.driver.presence.comms
 
     @property
-    def debugs(self) -> Debugs:
+    def debugs(self) -> DapChannels:
         """Those of the ranks, for whoever passes them on to a front end."""
         return self._crew.driver.presence.debugs
 
-    def glance(self) -> Glance:
+    def glance(self) -> NonBlockingMonitor:
         """For a cell's `head`: looks at the ranks without waiting for them."""
         return self._lookout.glance()
 
@@ -340,7 +345,7 @@ _ANSWER_TIMEOUT = 1.0
 """Seconds for the ranks' second threads to answer, which takes them a millisecond."""
 
 
-class Cluster(Sight):
+class Cluster(ClusterQueries):
     """`n` ranks: processes that keep their variables from one call to the next.
 
     `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
@@ -361,13 +366,13 @@ class Cluster(Sight):
         keep: float | None = None,
         grace: GracePeriods | None = None,
     ) -> None:
-        self._move_in(Crew(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
+        self._move_in(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
 
     @classmethod
-    def adopt(cls, record: Record, *, sink: Sink | None = None) -> Self:
+    def adopt(cls, record: ClusterRecord, *, sink: Sink | None = None) -> Self:
         """Take over a kept cluster; what nobody has seen is shown in `sink`. Raises `BadRequest`, `StartError`."""
         self = cls.__new__(cls)
-        crew = AdoptedCrew(record, sink=sink)
+        crew = ReattachedProcesses(record, sink=sink)
         self._move_in(crew)
         self.missed = tuple(crew.missed)
         self.debugs.let_go(self._everyone)
@@ -456,7 +461,7 @@ class Cluster(Sight):
         Raises `BadRequest`, with near matches, on a name that a rank does not have.
         """
         chosen = self.select(ranks)
-        tasks = {rank: (lambda cell: Fetch(cell=cell, name=name), ()) for rank in chosen}
+        tasks = {rank: (lambda cell: FetchValue(cell=cell, name=name), ()) for rank in chosen}
         return list(self._collect(tasks, timeout, f"a pull of {name}").values())
 
     def scatter(
@@ -494,22 +499,22 @@ class Cluster(Sight):
         number: int,
         ranks: RankSelection,
         sink: Sink | None,
-        page: Page | None = None,
-        head: Callable[[Cell], Head] | None = None,
+        page: OutputView | None = None,
+        head: Callable[[RunningCell], StatusHeader] | None = None,
         measure: Measure | None = None,
         file: str = "",
-    ) -> Cell:
+    ) -> RunningCell:
         """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks.
 
-        See `Cell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`. A debugger
-        knows the cell as `file`.
+        See `RunningCell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`. A
+        debugger knows the cell as `file`.
         """
         chosen = self.select(ranks)
         make = lambda cell: RunCell(cell, code, number, measure, file)  # noqa: E731 - used once
         tasks = dict.fromkeys(chosen, (make, ()))
         return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
 
-    def interrupt_cell(self, cell: Cell) -> None:
+    def interrupt_cell(self, cell: RunningCell) -> None:
         """Interrupt one cell on its ranks; where it still waits, it never begins."""
         self._crew.driver.post(ev.InterruptCell(cell.cell))
 
@@ -533,7 +538,7 @@ class Cluster(Sight):
         """Have the driver's thread look at what there is to do."""
         self._crew.driver.wake()
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[RunningCell]:
         """The cells that run or wait, oldest first."""
         return self._crew.driver.active_cells()
 

@@ -21,14 +21,14 @@ from rankbook.coordinator.deferred_interrupts import describe_interrupt, held_in
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_silence
-from rankbook.coordinator.recovered_state import KeptDriver
+from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
-from rankbook.launch.environment import Placement, abort_grace, place, rank_environment, usable_cores
-from rankbook.launch.paths import Folders, make_folders
-from rankbook.launch.registry import KeptRank, Record, started_at, this_session, write_record
+from rankbook.launch.environment import DeviceAssignment, abort_grace, place, rank_environment, usable_cores
+from rankbook.launch.paths import ClusterPaths, make_folders
+from rankbook.launch.registry import ClusterRecord, DetachedRank, started_at, this_session, write_record
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore
@@ -39,18 +39,18 @@ _ANSWER_TIMEOUT = 1.0
 _numbers = itertools.count(1)
 
 
-class Crew:
+class ClusterProcesses:
     """Starts `n` ranks (see `launch.environment.place`) and waits until they are in one process group.
 
     `keep`: for how many seconds they stay when this process is gone, for another one to adopt them (`reattach.py`).
     Raises `StartError`, `BadRequest`; then nothing is left.
     """
 
-    placement: Placement
+    placement: DeviceAssignment
     state: ClusterState
     segments: SegmentStore
     _launcher: local.LocalLauncher
-    _folders: Folders
+    _folders: ClusterPaths
     _port: int
     grace = GracePeriods()
     _driver: Driver | None
@@ -86,7 +86,7 @@ class Crew:
                 self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices), grace=self.grace)
                 self.segments = SegmentStore(self._folders.segments)
-                make_driver = Driver if keep is None else KeptDriver
+                make_driver = Driver if keep is None else ReattachedDriver
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._request)
                 self._driver.start()
                 self.launch(tuple(self.state.ranks), timeout=timeout)
@@ -131,7 +131,7 @@ class Crew:
             raise StartError("the notebook's current folder is gone; os.chdir() to one that is there") from error
         driver.start_errors.clear()
         with held_interrupts() as held:
-            driver.post(ev.Launch(ranks))
+            driver.post(ev.LaunchRanks(ranks))
             deadline = time.monotonic() + timeout
             with driver.changed:
                 while not self._launched(driver, ranks):
@@ -234,7 +234,7 @@ class Crew:
         if self.keep is None or self._hub is None or self._driver is None or began is None:
             return
         infos, ranks, devices = self._driver.infos, self.state.ranks, self.placement.devices
-        record = Record(
+        record = ClusterRecord(
             key=self.key,
             token=self._token,
             seconds=self.keep,
@@ -253,7 +253,7 @@ class Crew:
             created=self._created,
             notebook_started=started_at(os.getpid()) or 0.0,
             interrupted=interrupted,
-            ranks=tuple(KeptRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
+            ranks=tuple(DetachedRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
         )
         write_record(record)
 
@@ -310,10 +310,10 @@ def _is_text(entry: object) -> bool:
     return isinstance(entry, str)
 
 
-_all: weakref.WeakSet[Crew] = weakref.WeakSet()
+_all: weakref.WeakSet[ClusterProcesses] = weakref.WeakSet()
 
 
-def remember(crew: Crew) -> None:
+def remember(crew: ClusterProcesses) -> None:
     """When this process ends, so shall `crew`, or it lets go of a kept one."""
     _all.add(crew)
 

@@ -7,39 +7,39 @@ from __future__ import annotations
 
 import msgspec
 
-from rankbook.coordinator.cluster_processes import Crew
+from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.errors import RankbookError
 from rankbook.protocol.queries import (
     Answer,
-    AskCompletions,
-    AskInspection,
     Completion,
-    CompletionsTold,
+    CompletionsReply,
+    GetCompletions,
+    GetInspection,
     Hint,
-    InspectionTold,
+    InspectionReply,
 )
 
 SOON = 0.09
 """Seconds: what a person has not seen by a tenth of one comes too late, and the front end needs some of that."""
 
 
-class Hints:
+class CompletionClient:
     """Asks the ranks of `crew`. Any thread but the driver's own."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ClusterProcesses) -> None:
         self._crew = crew
 
     def complete(
         self, text: str, cursor: int, ranks: tuple[int, ...], *, variables: bool, timeout: float
     ) -> tuple[int, tuple[Completion, ...]]:
         """See `Cluster.complete`."""
-        answer = self._ask(AskCompletions(0, text[:cursor], cursor, variables), ranks, timeout)
-        return (answer.start, answer.completions) if isinstance(answer, CompletionsTold) else (cursor, ())
+        answer = self._ask(GetCompletions(0, text[:cursor], cursor, variables), ranks, timeout)
+        return (answer.start, answer.completions) if isinstance(answer, CompletionsReply) else (cursor, ())
 
     def inspect(self, text: str, cursor: int, ranks: tuple[int, ...], *, source: bool, timeout: float) -> str:
         """See `Cluster.inspect`."""
-        answer = self._ask(AskInspection(0, text, cursor, source), ranks, timeout)
-        return answer.text if isinstance(answer, InspectionTold) else ""
+        answer = self._ask(GetInspection(0, text, cursor, source), ranks, timeout)
+        return answer.text if isinstance(answer, InspectionReply) else ""
 
     def _ask(self, question: Hint, ranks: tuple[int, ...], timeout: float) -> Answer | None:
         """The answer of the first of `ranks` that can give one; None where it does not, in time."""

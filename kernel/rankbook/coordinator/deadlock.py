@@ -14,9 +14,9 @@ from typing import Literal
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.states import Cell, CellState, Rank, RankState
+from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import GroupReport, Launch
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 from rankbook.ranks import group_ranks, name_ranks
 
 How = Literal["failed", "dead", "finished"]
@@ -25,7 +25,7 @@ _RANK = {"failed": 0, "dead": 0, "finished": 1}
 
 
 @dataclass(frozen=True)
-class Out:
+class InactiveRank:
     """A rank that begins no collective any more in this cell.
 
     `words` say what became of it, and it has been seen out `since` then.
@@ -37,7 +37,7 @@ class Out:
 
 
 @dataclass(frozen=True)
-class Told:
+class CollectiveReport:
     """What a rank reported, and when it came in."""
 
     report: Collectives
@@ -49,12 +49,12 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Doomed:
+class BlockedRank:
     """`rank` waits in `launch` of `group` for `missing`, which will not come. For `seconds` both have been true."""
 
     rank: int
     group: str
-    launch: Launch
+    launch: CollectiveLaunch
     line: int | None
     missing: int
     how: How
@@ -63,7 +63,7 @@ class Doomed:
 
 
 @dataclass(frozen=True)
-class Disagreement:
+class CollectiveMismatch:
     """Ranks that began different things as the same collective of a group. `text` says what each of them did."""
 
     group: str
@@ -71,9 +71,9 @@ class Disagreement:
     text: str
 
 
-def doomed(told: Mapping[int, Told], out: Mapping[int, Out], now: float) -> list[Doomed]:
+def doomed(told: Mapping[int, CollectiveReport], out: Mapping[int, InactiveRank], now: float) -> list[BlockedRank]:
     """The ranks that wait for one of `out`, or for a rank that itself waits in vain. `told` has all that reported."""
-    found: dict[int, Doomed] = {}
+    found: dict[int, BlockedRank] = {}
     ended = dict(out)
     while True:
         more = [
@@ -85,10 +85,16 @@ def doomed(told: Mapping[int, Told], out: Mapping[int, Out], now: float) -> list
             return sorted(found.values(), key=lambda each: each.rank)
         for verdict in more:
             found[verdict.rank] = verdict
-            ended[verdict.rank] = Out(verdict.how, verdict.words, now - verdict.seconds)
+            ended[verdict.rank] = InactiveRank(verdict.how, verdict.words, now - verdict.seconds)
 
 
-def _doom_of(rank: int, own: Told, ended: Mapping[int, Out], told: Mapping[int, Told], now: float) -> Doomed | None:
+def _doom_of(
+    rank: int,
+    own: CollectiveReport,
+    ended: Mapping[int, InactiveRank],
+    told: Mapping[int, CollectiveReport],
+    now: float,
+) -> BlockedRank | None:
     for group in own.report.groups:
         for launch in group.pending:
             members = group.ranks if launch.peer is None else (launch.peer,)
@@ -102,11 +108,11 @@ def _doom_of(rank: int, own: Told, ended: Mapping[int, Out], told: Mapping[int, 
                 worst = min(missing, key=lambda each: (_RANK[ended[each].how], ended[each].since))
                 who = ended[worst]
                 seconds = min(launch.seconds + now - own.at, now - who.since)
-                return Doomed(rank, group.name, launch, own.report.line, worst, who.how, who.words, seconds)
+                return BlockedRank(rank, group.name, launch, own.report.line, worst, who.how, who.words, seconds)
     return None
 
 
-def _has_begun(other: Told | None, group: str, launch: Launch) -> bool:
+def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLaunch) -> bool:
     """Whether a rank has begun that collective; then it may still end. A send or receive nobody can count."""
     if other is None or not launch.number:
         return False
@@ -114,7 +120,7 @@ def _has_begun(other: Told | None, group: str, launch: Launch) -> bool:
     return view is not None and view.count >= launch.number and not view.broken
 
 
-def disagreements(told: Mapping[int, Told], *, patience: float) -> Iterator[Disagreement]:
+def disagreements(told: Mapping[int, CollectiveReport], *, patience: float) -> Iterator[CollectiveMismatch]:
     """Where ranks have waited for `patience` seconds in what others take for something else."""
     seen: set[tuple[str, int]] = set()
     for each in told.values():
@@ -125,10 +131,10 @@ def disagreements(told: Mapping[int, Told], *, patience: float) -> Iterator[Disa
                     seen.add(key)
                     sides = _sides(group, launch.number, told)
                     if len({_likeness(side) for side, _, _ in sides}) > 1:
-                        yield Disagreement(group.name, launch.number, _tell(group, launch.number, sides))
+                        yield CollectiveMismatch(group.name, launch.number, _tell(group, launch.number, sides))
 
 
-def deadlock(told: Mapping[int, Told], *, patience: float) -> str | None:
+def deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
     """Ranks that have waited for `patience` seconds, each for another one of them, in words; None if there are none.
 
     They took part in the collectives of several groups in different orders, or receive from one another.
@@ -148,7 +154,10 @@ def deadlock(told: Mapping[int, Told], *, patience: float) -> str | None:
 
 
 def _waits_for(
-    rank: int, other: int, waiting: Mapping[int, list[tuple[GroupReport, Launch]]], told: Mapping[int, Told]
+    rank: int,
+    other: int,
+    waiting: Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]],
+    told: Mapping[int, CollectiveReport],
 ) -> bool:
     """Whether `other`, which waits itself, has not begun what `rank` waits in."""
     for group, launch in waiting[rank]:
@@ -167,14 +176,16 @@ def _waits_for(
     return False
 
 
-def _tell_wait(rank: int, group: GroupReport, launch: Launch, line: int | None) -> str:
+def _tell_wait(rank: int, group: GroupReport, launch: CollectiveLaunch, line: int | None) -> str:
     number = f" #{launch.number}" if launch.number else ""
     data = f" {launch.data}" if launch.data else ""
     where = f", waiting at line {line}" if line is not None else ""
     return f"rank {rank}: {launch.op}{number}{data} of the group of {name_ranks(group.ranks)}{where}"
 
 
-def _sides(group: GroupReport, number: int, told: Mapping[int, Told]) -> list[tuple[Launch, int, int | None]]:
+def _sides(
+    group: GroupReport, number: int, told: Mapping[int, CollectiveReport]
+) -> list[tuple[CollectiveLaunch, int, int | None]]:
     found = []
     for rank in group.ranks:
         view = told[rank].group(group.name) if rank in told else None
@@ -187,16 +198,16 @@ def _sides(group: GroupReport, number: int, told: Mapping[int, Told]) -> list[tu
     return found
 
 
-def _likeness(launch: Launch) -> tuple[str, str]:
+def _likeness(launch: CollectiveLaunch) -> tuple[str, str]:
     return launch.op, launch.data if launch.alike else ""
 
 
-def _describe_side(launch: Launch, line: int | None) -> str:
+def _describe_side(launch: CollectiveLaunch, line: int | None) -> str:
     what = launch.op + (f" {launch.data}" if launch.data else "")
     return f"{what}, waiting at line {line}" if line is not None else f"{what}, and has gone on"
 
 
-def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | None]]) -> str:
+def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, int, int | None]]) -> str:
     groups = group_ranks((rank, _describe_side(launch, line)) for launch, rank, line in sides)
     lines = [f"  {name_ranks(ranks)}: {what}" for what, ranks in groups.items()]
     which = f"the group of {name_ranks(group.ranks)}"
@@ -204,7 +215,7 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[Launch, int, int | 
     return "\n".join([head, *lines, _WAY_OUT]) + "\n"
 
 
-def warning(doom: Doomed, ranks: Iterable[int]) -> str:
+def warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
     """What the cell says of the wait of `ranks`, as in `doom`, for a rank that merely has finished."""
     who = tuple(ranks)
     where = f" at line {doom.line}" if doom.line is not None else ""
@@ -230,16 +241,16 @@ _DEADLOCKED_FOR = 2.0
 """The same for ranks that wait for one another: one may compute beside what it has begun, and wait for it later."""
 
 
-class Supervisor:
+class CollectiveMonitor:
     """What is known of the ranks' collectives."""
 
     def __init__(self, grace: GracePeriods) -> None:
         self._grace = grace
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, CollectiveReport] = {}
         self._since: dict[tuple[int, How, int | None], float] = {}
         self._said: set[tuple[object, ...]] = set()
 
-    def hear(self, rank: int, told: Told) -> None:
+    def hear(self, rank: int, told: CollectiveReport) -> None:
         """A rank has told where it is."""
         self._told[rank] = told
 
@@ -256,7 +267,7 @@ class Supervisor:
             if group.pending and not set(group.ranks).isdisjoint(lost)
         }
 
-    def look(self, now: float, ranks: Mapping[int, Rank], cells: Mapping[int, Cell]) -> list[act.Action]:
+    def look(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """What is to be done about waits that cannot end; and when to look again."""
         running = [
             cell
@@ -276,11 +287,11 @@ class Supervisor:
             actions += self._say(running[0], text, "deadlock")
         alive = tuple(rank for rank, each in ranks.items() if each.state in (RankState.IDLE, RankState.BUSY))
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
-        return [*actions, act.AskCollectives(alive), act.LookSoon(_LOOK_AGAIN if ended else LOOK_EVERY)]
+        return [*actions, act.RequestCollectives(alive), act.ScheduleCheck(_LOOK_AGAIN if ended else LOOK_EVERY)]
 
-    def _out(self, now: float, ranks: Mapping[int, Rank], running: list[Cell]) -> dict[int, Out]:
+    def _out(self, now: float, ranks: Mapping[int, RankEntry], running: list[CellEntry]) -> dict[int, InactiveRank]:
         """The ranks that begin no collective any more. One that runs another cell may."""
-        found: dict[int, Out] = {}
+        found: dict[int, InactiveRank] = {}
         for number, rank in ranks.items():
             if rank.state is RankState.BUSY:
                 continue
@@ -293,20 +304,20 @@ class Supervisor:
             else:
                 how, words, cell = "finished", f"has {'finished' if answers else 'not begun'} this cell", None
             since = self._since.setdefault((number, how, cell), now)  # type: ignore[arg-type]
-            found[number] = Out(how, words, since)  # type: ignore[arg-type]
+            found[number] = InactiveRank(how, words, since)  # type: ignore[arg-type]
         return found
 
     def _judge(
         self,
         now: float,
-        told: Mapping[int, Told],
-        out: Mapping[int, Out],
-        ranks: Mapping[int, Rank],
-        cells: Mapping[int, Cell],
+        told: Mapping[int, CollectiveReport],
+        out: Mapping[int, InactiveRank],
+        ranks: Mapping[int, RankEntry],
+        cells: Mapping[int, CellEntry],
     ) -> list[act.Action]:
         actions: list[act.Action] = []
         broken: dict[str, list[tuple[int, str]]] = {}
-        late: dict[tuple[int, str], list[Doomed]] = {}
+        late: dict[tuple[int, str], list[BlockedRank]] = {}
         for doom in doomed(told, out, now):
             number = ranks[doom.rank].cell
             cell = cells.get(number) if number is not None else None
@@ -322,14 +333,14 @@ class Supervisor:
                 cell.aborted = True
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
         for (key, _), dooms in late.items():
-            actions.append(act.TellPerson(key, warning(dooms[0], [doom.rank for doom in dooms])))
+            actions.append(act.NotifyUser(key, warning(dooms[0], [doom.rank for doom in dooms])))
         for words, where in broken.items():
             who = tuple(sorted({rank for rank, _ in where}))
             actions.append(act.SendAbort(who, tuple(sorted({group for _, group in where})), words))
         return actions
 
-    def _say(self, cell: Cell, text: str, *what: object) -> list[act.Action]:
+    def _say(self, cell: CellEntry, text: str, *what: object) -> list[act.Action]:
         if (cell.cell, *what) in self._said:
             return []
         self._said.add((cell.cell, *what))
-        return [act.TellPerson(cell.cell, text)]
+        return [act.NotifyUser(cell.cell, text)]

@@ -25,7 +25,7 @@ _current: Cluster | None = None
 _starting = threading.Lock()
 
 
-class _Ahead:
+class _Prestarted:
     """A start on a thread of its own. It is nobody's until somebody asks for ranks."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Ahead:
             self.ended.set()
 
 
-_ahead: _Ahead | None = None
+_ahead: _Prestarted | None = None
 
 
 def start_ahead() -> None:
@@ -52,7 +52,7 @@ def start_ahead() -> None:
     It gives way, unused, to a start with another number of ranks or backend, and to ranks that are attached.
     """
     global _ahead
-    _ahead = _Ahead()
+    _ahead = _Prestarted()
     threading.Thread(target=_ahead.run, name="rankbook-start", daemon=True).start()
 
 
@@ -70,7 +70,7 @@ def starting() -> bool:
     return _ahead is not None and not _ahead.ended.is_set()
 
 
-def _wait_ahead() -> _Ahead | None:
+def _wait_ahead() -> _Prestarted | None:
     """What was started ahead and has been asked for by nobody before, once it is there."""
     global _ahead
     ahead = _ahead

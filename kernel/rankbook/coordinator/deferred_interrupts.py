@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 
 
-class Held:
+class DeferredInterrupts:
     """Interrupts that came in. `take()` gives and forgets them; what nobody took is raised at the end."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Held:
         return count > 0
 
 
-_holding: Held | None = None
+_holding: DeferredInterrupts | None = None
 
 
 RESTART_GRACE = 0.1
@@ -73,14 +73,14 @@ def describe_interrupt() -> str:
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[Held]:
+def held_interrupts() -> Iterator[DeferredInterrupts]:
     """Within it, SIGINT only counts; what nobody took is raised as KeyboardInterrupt at the end of the outermost one.
 
     On any but the main thread it does nothing: signals do not come there.
     """
     global _holding
     if threading.current_thread() is not threading.main_thread():
-        yield Held()
+        yield DeferredInterrupts()
         return
     if _holding is not None:
         held = _holding
@@ -90,7 +90,7 @@ def held_interrupts() -> Iterator[Held]:
         finally:
             held.on_interrupt = outer
         return
-    held = Held()
+    held = DeferredInterrupts()
 
     def count(_number: int, _frame: types.FrameType | None) -> None:
         held.count += 1

@@ -9,34 +9,36 @@ without a thread switch on its way out. Two actions `post` leaves to the driver 
 notes to the user, and the end of a cell. After an event from another thread the driver thread is woken, for the event
 may have set a deadline that is earlier than the one it sleeps until.
 
-Messages. A rank is sent tasks (`RunCell`, `CallFunction`, `Assign`, `Fetch`, `Regroup`, ...), of which it runs one at a
-time, and besides `Interrupt`, `Abort`, `InputReply`, `Leave` and the questions of the live views, which its control
-thread handles at once. A rank sends `Hello` when its process is ready, `Text`, `Display` and `Clear` while a task runs,
-`InputRequest` where the task calls `input()`, one `Done` for each task, and answers to questions. The forkserver
-reports each process that it has forked, and each one that has ended.
+Messages. A rank is sent tasks (`RunCell`, `CallFunction`, `Assign`, `FetchValue`, `Regroup`, ...), of which it runs one
+at a time, and besides `Interrupt`, `Abort`, `InputReply`, `Shutdown` and the questions of the live views, which its
+control thread handles at once. A rank sends `RankReady` when its process is ready, `Text`, `Display` and `Clear` while
+a task runs, `InputRequest` where the task calls `input()`, one `Done` for each task, and answers to questions. The
+forkserver reports each process that it has forked, and each one that has ended.
 
 A cell, from its submission to its end:
 
-1. The main thread makes a `Cell` and calls `submit`. If the cell's ranks are idle the state machine answers with
+1. The main thread makes a `RunningCell` and calls `submit`. If the cell's ranks are idle the state machine answers with
    `SendTask`, and the tasks are on their way when `submit` returns. If not, the cell is queued until the `CellDone` of
    other cells frees its ranks.
 2. The main thread calls `wait.wait_for` and sleeps on the queue `cell.inbox`. Three things wake it: a question for the
    user, the end of the cell, and SIGINT, whose handler puts an empty notice into the queue.
-3. Output arrives. The driver thread merges it (`Cell.feed`) and emits what is due (`Fed.flush`), every 50 ms at most.
-4. An `InputRequest` becomes a `Question` in the queue. The main thread asks the user, and sends the answer by `reply`.
+3. Output arrives. The driver thread merges it (`RunningCell.feed`) and emits what is due (`OutputFlusher.flush`), every
+   50 ms at most.
+4. An `InputRequest` becomes an `InputQuestion` in the queue. The main thread asks the user, and sends the answer by
+   `reply`.
 5. `Done` of a rank becomes the event `CellDone`. After the last rank's, the state machine decides on `EndCell`. That
    action is deferred until the driver thread has handled all that has arrived: another thread's event, such as a
    second interrupt, must not end a cell while the driver thread is in the middle of merging its output.
 6. The driver thread ends the cell: it shows the rest of the output, builds the `CellResult`, calls the cell's listeners
-   (`on_change`), and puts `Ended` into the queue. The main thread returns from `wait_for`; all of the output has been
-   shown by then. Ranks that still run (stragglers) may send more, which is shown in the same cell.
+   (`on_change`), and puts `CellEnded` into the queue. The main thread returns from `wait_for`; by then all of the
+   output has been shown. Ranks that still run (stragglers) may send more, which is shown in the same cell.
 
-Failures. After an interrupt (`InterruptCell`) grace periods (`SetGrace`) determine when the cell's collectives are
+Failures. After an interrupt (`InterruptCell`) grace periods (`StartTimer`) determine when the cell's collectives are
 aborted, and when the cell ends without its stragglers. The end of a process is handled 20 ms after the forkserver has
 reported it, because the rank's last messages may still be on the link; `RankGone` then settles what waited for the
-rank. While a cell runs, the event `Look` compares what the ranks report of their collectives, and finds those that wait
-for a peer that will never come. A message that cannot be handled costs the rank that sent it (inbox.py). Any other
-exception on the driver thread ends all cells (`_fail`), so that no thread waits forever.
+rank. While a cell runs, the event `CheckCollectives` compares what the ranks report of their collectives, and finds
+those that wait for a peer that will never come. A message that cannot be handled costs the rank that sent it
+(inbox.py). Any other exception on the driver thread ends all cells (`_fail`), so that no thread waits forever.
 
 What is to be done later.
 
@@ -57,40 +59,40 @@ from collections.abc import Callable, Mapping
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.deadlock import CollectiveReport
 from rankbook.coordinator.exit_status import describe_exit, describe_failure, feed_last, sent_last
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.liveness import Presence, RankInfo, describe_straggler
-from rankbook.coordinator.running_cell import Cell, Fed, nobody_to_ask
+from rankbook.coordinator.liveness import LivenessTracker, RankProcess, describe_straggler
+from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, nobody_to_ask
 from rankbook.coordinator.state_machine import ClusterState
-from rankbook.coordinator.states import Rank, RankState
+from rankbook.coordinator.states import RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.launcher import Launcher
-from rankbook.protocol.comm import CommSaid, DebugSaid
+from rankbook.protocol.comm import CommFromRank, DapFromRank
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
-    AskCollectives,
     Clear,
     Collectives,
     Display,
     Done,
     FromForkserver,
     FromRank,
-    Hello,
+    GetCollectives,
     InputReply,
     InputRequest,
     Interrupt,
-    Leave,
-    Lingering,
+    RankReady,
     Regroup,
+    Shutdown,
+    ShutdownDelayed,
     Stack,
     StartFailed,
     Text,
     TextCut,
 )
-from rankbook.protocol.queries import Answered
-from rankbook.protocol.reattach import Here
+from rankbook.protocol.queries import QueryReply
+from rankbook.protocol.reattach import ReplayStart
 from rankbook.transport.link import HubLink, Sender
 
 _LAST_WORDS_SECONDS = 0.02
@@ -108,21 +110,21 @@ class Driver:
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
     ) -> None:
         self.state = state
-        self.infos = {rank: RankInfo() for rank in state.ranks}
+        self.infos = {rank: RankProcess() for rank in state.ranks}
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
-        self.presence = Presence(self.changed, hub.send, lambda rank: self.infos[rank].pid)
+        self.presence = LivenessTracker(self.changed, hub.send, lambda rank: self.infos[rank].pid)
         self.failure: BaseException | None = None
         self._hub = hub
         self._launcher = launcher
         self._request = request
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[int, RunningCell] = {}
         self._recent: deque[int] = deque()
-        self._fed = Fed(self._cells)
+        self._fed = OutputFlusher(self._cells)
         self._ending: deque[act.EndCell] = deque()
-        self._timers = Timers()
-        self.farewells = Farewells(hub, launcher, self.after, state.grace)
-        self._inbox = Inbox(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
+        self._timers = TimerQueue()
+        self.farewells = ShutdownManager(hub, launcher, self.after, state.grace)
+        self._inbox = MessageReceiver(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
         self._look_at: float | None = None
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
@@ -140,7 +142,7 @@ class Driver:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, cell: Cell) -> None:
+    def submit(self, cell: RunningCell) -> None:
         """Run `cell` as soon as its ranks are free. Any thread."""
         with self.changed:
             self._cells[cell.cell] = cell
@@ -176,16 +178,16 @@ class Driver:
         """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
         return self.presence.wait_stacks(self.answering(), timeout=timeout)
 
-    def cell_of(self, rank: int) -> Cell | None:
+    def cell_of(self, rank: int) -> RunningCell | None:
         """The cell that the rank runs."""
         number = self.state.ranks[rank].cell
         return None if number is None else self._cells.get(number)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[RunningCell]:
         """Those that run, wait, or have ended lately, oldest first."""
         return list(self._cells.values())
 
-    def active_cells(self) -> list[Cell]:
+    def active_cells(self) -> list[RunningCell]:
         """The cells that have not ended, oldest first."""
         return [cell for cell in self.cells() if cell.result is None and cell.number >= 0]
 
@@ -194,14 +196,16 @@ class Driver:
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Fork(rank, incarnation):
-                self.infos[rank] = RankInfo()
+                self.infos[rank] = RankProcess()
                 self.presence.forget(rank)
                 self._fork(rank, incarnation)
             case act.Kill(rank, incarnation, idle):
                 self.farewells.part(rank, incarnation, politely=idle)
-            case act.Regroup(number, generation):
+            case act.FormGroup(number, generation):
                 tasks = {rank: (Regroup(cell=number, generation=generation), ()) for rank in self.state.ranks}
-                self._cells[number] = Cell(number, -1, tasks, cluster_key="", sink=None, label="forming the group")
+                self._cells[number] = RunningCell(
+                    number, -1, tasks, cluster_key="", sink=None, label="forming the group"
+                )
             case act.SendTask(number, ranks):
                 cell = self._cells[number]
                 for rank in ranks:
@@ -212,28 +216,28 @@ class Driver:
             case act.SendInterrupt(number, ranks):
                 for rank in ranks:
                     self._hub.send(rank, Interrupt(cell=number))
-            case act.SetGrace() | act.LookSoon() | act.AskCollectives() | act.SendAbort():
+            case act.StartTimer() | act.ScheduleCheck() | act.RequestCollectives() | act.SendAbort():
                 self._supervise(action)
-            case act.TellPerson(told, text):
+            case act.NotifyUser(told, text):
                 self.after(0.0, lambda: self._cells[told].note(text))
-            case act.TellQueued(number, busy):
+            case act.NotifyQueued(number, busy):
                 self._cells[number].waiting_behind = busy
                 self._cells[number].tell()
-            case act.TellLoss(rank, words, number, _expected):
+            case act.NotifyRankLost(rank, words, number, _expected):
                 self._tell_loss(rank, words, number)
             case act.EndCell():
                 self._ending.append(action)
 
-    def _supervise(self, action: act.SetGrace | act.LookSoon | act.AskCollectives | act.SendAbort) -> None:
+    def _supervise(self, action: act.StartTimer | act.ScheduleCheck | act.RequestCollectives | act.SendAbort) -> None:
         match action:
-            case act.SetGrace(ending, seconds, step):
-                self.after(seconds, lambda: self.post(ev.GraceOver(ending, step)))
-            case act.LookSoon(seconds):
+            case act.StartTimer(ending, seconds, step):
+                self.after(seconds, lambda: self.post(ev.TimerFired(ending, step)))
+            case act.ScheduleCheck(seconds):
                 now, before = time.monotonic(), self._look_at or 0.0
                 self._look_at = before if now <= before <= now + seconds else now + seconds
-            case act.AskCollectives(ranks):
+            case act.RequestCollectives(ranks):
                 for rank in ranks:
-                    self._hub.send(rank, AskCollectives(token=0))
+                    self._hub.send(rank, GetCollectives(token=0))
             case act.SendAbort(ranks, groups, cause, lost):
                 whose, gone = (ranks, False) if lost is None else ((lost,), True)
                 for rank in self.answering():
@@ -279,7 +283,7 @@ class Driver:
         self._timers.run_due()
         if self._look_at is not None and (now := time.monotonic()) >= self._look_at:
             self._look_at = None
-            self.post(ev.Look(now))
+            self.post(ev.CheckCollectives(now))
         self._end_cells()
         self._fed.flush(time.monotonic())
 
@@ -316,16 +320,16 @@ class Driver:
         rank, incarnation = sender
         self.presence.hear(rank)
         match message:
-            case Hello():
-                self.post(ev.SaidHello(rank, incarnation))
+            case RankReady():
+                self.post(ev.RankConnected(rank, incarnation))
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
-            case Lingering():
+            case ShutdownDelayed():
                 self.farewells.linger(rank, incarnation, message.seconds)
-            case Stack() | Answered() | CommSaid() | DebugSaid():
+            case Stack() | QueryReply() | CommFromRank() | DapFromRank():
                 self.presence.answer(rank, message, frames)
             case Collectives():
-                self.post(ev.CollectivesTold(rank, incarnation, Told(message, time.monotonic())))
+                self.post(ev.CollectivesReceived(rank, incarnation, CollectiveReport(message, time.monotonic())))
             case Done():
                 self._done(rank, incarnation, message, frames)
             case InputRequest():
@@ -334,7 +338,7 @@ class Driver:
                     cell.ask(rank, message)
                 else:
                     self._hub.send(rank, nobody_to_ask(message.cell))
-            case Here():
+            case ReplayStart():
                 pass  # an answer to a question of reunion.py that had been given up
             case _:
                 if message.cell in self._cells:
@@ -396,7 +400,7 @@ class Driver:
         sys.excepthook(type(error), error, error.__traceback__)
 
 
-class Timers:
+class TimerQueue:
     """Callbacks and when they are due. Any thread may add one."""
 
     def __init__(self) -> None:
@@ -423,12 +427,23 @@ class Timers:
             callback()
 
 
-_DISPENSABLE = (Text, TextCut, Display, Clear, CommSaid, DebugSaid, Stack, Collectives, Answered, Lingering)
+_DISPENSABLE = (
+    Text,
+    TextCut,
+    Display,
+    Clear,
+    CommFromRank,
+    DapFromRank,
+    Stack,
+    Collectives,
+    QueryReply,
+    ShutdownDelayed,
+)
 _LONGEST = 500
 """Characters of an error that stand in the reason; an `IllegalTransition` tells a long story."""
 
 
-class Inbox:
+class MessageReceiver:
     """The messages from `ranks` over `hub`, each passed to `handle(sender, message, frames)`.
 
     `cell_of(rank)` is the cell that the rank runs, `kill(rank, incarnation)` ends the rank. The driver's thread.
@@ -437,9 +452,9 @@ class Inbox:
     def __init__(
         self,
         hub: HubLink,
-        ranks: Mapping[int, Rank],
+        ranks: Mapping[int, RankEntry],
         handle: Callable[[Sender, FromRank, list[memoryview]], None],
-        cell_of: Callable[[int], Cell | None],
+        cell_of: Callable[[int], RunningCell | None],
         kill: Callable[[int, int], None],
     ) -> None:
         self._hub = hub
@@ -515,7 +530,7 @@ def _brief(error: Exception) -> str:
     return told.partition("\n")[0][:_LONGEST]
 
 
-class Farewells:
+class ShutdownManager:
     """`after(seconds, callback)` calls back later, on the driver thread."""
 
     def __init__(
@@ -532,7 +547,7 @@ class Farewells:
 
     def part(self, rank: int, incarnation: int, *, politely: bool) -> None:
         """Have the rank end: at once, or by itself where it can listen."""
-        if politely and self._hub.send(rank, Leave(patience=self.patience)):
+        if politely and self._hub.send(rank, Shutdown(patience=self.patience)):
             self._until[rank, incarnation] = time.monotonic() + self._leave
             self._after(self._leave, lambda: self._look(rank, incarnation))
         else:

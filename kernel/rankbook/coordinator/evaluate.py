@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rankbook.coordinator.driver import Driver
 from rankbook.errors import BadRequest
-from rankbook.protocol.queries import AskPeek, NothingTold, PeekTold
+from rankbook.protocol.queries import GetValue, QueryFailed, ValueReply
 
 _GRACE = 1.0
 """Seconds that a rank has to tell that the time is over."""
@@ -50,7 +50,7 @@ def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float)
     source = check_expression(source)
     answers = driver.presence.questions.wait_answers(
         [rank for rank in ranks if rank in driver.answering()],
-        lambda token, _: AskPeek(token, source, timeout),
+        lambda token, _: GetValue(token, source, timeout),
         timeout=timeout + _GRACE,
         there=driver.answering,
     )
@@ -58,9 +58,9 @@ def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float)
     found = []
     for rank in ranks:
         match answers.get(rank):
-            case PeekTold(text=text, trouble=trouble, cell=cell):
+            case ValueReply(text=text, trouble=trouble, cell=cell):
                 found.append(Peeked(rank, text, trouble, "" if cell is None else labels.get(cell, "a cell")))
-            case NothingTold(trouble=trouble):
+            case QueryFailed(trouble=trouble):
                 found.append(Peeked(rank, "", trouble, ""))
             case _ if rank in driver.answering():
                 found.append(Peeked(rank, "", f"no answer within {timeout + _GRACE:g} s; %distributed status", ""))

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankbook.coordinator.actions import Step
-from rankbook.coordinator.deadlock import Told
+from rankbook.coordinator.deadlock import CollectiveReport
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRanks:
     """These ranks shall be there, anew where they are there already."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class SaidHello:
+class RankConnected:
     """A rank's process has dialled home."""
 
     rank: int
@@ -65,16 +65,16 @@ class StateRestored:
 
 
 @dataclass(frozen=True)
-class CollectivesTold:
-    """A rank has answered `AskCollectives`."""
+class CollectivesReceived:
+    """A rank has answered `RequestCollectives`."""
 
     rank: int
     incarnation: int
-    told: Told
+    told: CollectiveReport
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckCollectives:
     """It is time to see whether somebody waits in vain. `now` is in seconds, on any clock that only goes forward."""
 
     now: float
@@ -88,8 +88,8 @@ class InterruptCell:
 
 
 @dataclass(frozen=True)
-class GraceOver:
-    """The time that `SetGrace` set is over."""
+class TimerFired:
+    """The time that `StartTimer` set is over."""
 
     cell: int
     step: Step
@@ -100,5 +100,5 @@ class Stop:
     """Everything shall end."""
 
 
-_OfRanks = Launch | SaidHello | RankGone | StateRestored
-Event = _OfRanks | Submit | CellDone | CollectivesTold | Look | InterruptCell | GraceOver | Stop
+_OfRanks = LaunchRanks | RankConnected | RankGone | StateRestored
+Event = _OfRanks | Submit | CellDone | CollectivesReceived | CheckCollectives | InterruptCell | TimerFired | Stop

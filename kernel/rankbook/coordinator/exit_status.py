@@ -11,33 +11,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.running_cell import RunningCell
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, Text
 from rankbook.transport.cell_sources import number_of
-from rankbook.transport.output_journal import Said, take_crash, take_last_words, words_of
+from rankbook.transport.output_journal import JournalTail, take_crash, take_last_words, words_of
 
 _OF_A_CELL = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
 """What the rank calls the file of a cell, and what ipykernel's debugger does."""
 
 
 @dataclass(frozen=True)
-class Left:
+class CrashRemains:
     """What a rank has left behind in its files: what it took out of its pipes last, and the stacks of a crash."""
 
-    said: tuple[Said, ...] = ()
+    said: tuple[JournalTail, ...] = ()
     crash: str = ""
 
 
-def sent_last(message: RankExited, segments: str) -> Left:
+def sent_last(message: RankExited, segments: str) -> CrashRemains:
     """What the rank has left in its files, which are removed."""
     if not segments:
-        return Left()
+        return CrashRemains()
     path = words_of(Path(segments), message.rank, message.incarnation)
-    return Left(tuple(take_last_words(path)), take_crash(path))
+    return CrashRemains(tuple(take_last_words(path)), take_crash(path))
 
 
-def feed_last(message: RankExited, left: Left, cells: Mapping[int, Cell], running: Cell | None) -> None:
+def feed_last(
+    message: RankExited, left: CrashRemains, cells: Mapping[int, RunningCell], running: RunningCell | None
+) -> None:
     """Give the cells what the rank sent and never came, then what it left in its pipes, then where it crashed."""
     for said in left.said:
         cell = cells.get(said.cell)
@@ -93,7 +95,7 @@ def describe_exit(message: RankExited) -> str:
     return f"was killed by signal {number}{hints.get(number, f' ({name})')}"  # type: ignore[call-overload]
 
 
-def describe_failure(done: Done, cell: Cell | None) -> str:
+def describe_failure(done: Done, cell: RunningCell | None) -> str:
     """How a cell went wrong on a rank, as in `raised ValueError at cell [5] line 3`; empty if it went well."""
     if done.status == "ok":
         return ""

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rankbook.coordinator.channels import Comms, Debugs
-from rankbook.coordinator.queries import Questions
-from rankbook.launch.process_info import Look, describe_look, look_at
-from rankbook.protocol.comm import CommSaid, DebugSaid
-from rankbook.protocol.messages import AskStack, Stack
+from rankbook.coordinator.channels import CommChannels, DapChannels
+from rankbook.coordinator.queries import QueryClient
+from rankbook.launch.process_info import ProcessInfo, describe_look, look_at
+from rankbook.protocol.comm import CommFromRank, DapFromRank
+from rankbook.protocol.messages import GetStack, Stack
 from rankbook.protocol.queries import Answer
 
 _LOOK_AFTER = 0.3
@@ -31,7 +31,7 @@ _LOOK_EVERY = 0.05
 
 
 @dataclass
-class RankInfo:
+class RankProcess:
     """What is known of a rank's process."""
 
     pid: int | None = None
@@ -39,7 +39,7 @@ class RankInfo:
     segments: str = ""
 
 
-class Presence:
+class LivenessTracker:
     """Asks through `send`, in which `pid_of` tells a rank's process. `changed` is told of every answer. Any thread."""
 
     def __init__(
@@ -51,9 +51,9 @@ class Presence:
         self._changed = changed
         self._send = send
         self._pid_of = pid_of
-        self.questions = Questions(send)
-        self.comms = Comms(send)
-        self.debugs = Debugs(send)
+        self.questions = QueryClient(send)
+        self.comms = CommChannels(send)
+        self.debugs = DapChannels(send)
         self._tokens = itertools.count()
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._asked: dict[int, float] = {}
@@ -77,13 +77,13 @@ class Presence:
                 self._changed.notify_all()
 
     def answer(
-        self, rank: int, stack: Stack | Answer | CommSaid | DebugSaid, frames: Sequence[memoryview] = ()
+        self, rank: int, stack: Stack | Answer | CommFromRank | DapFromRank, frames: Sequence[memoryview] = ()
     ) -> None:
         """The rank has answered, or something on it speaks; an answer that nobody waits for any more is dropped."""
-        if isinstance(stack, CommSaid):
+        if isinstance(stack, CommFromRank):
             self.comms.said(rank, stack, frames)
             return
-        if isinstance(stack, DebugSaid):
+        if isinstance(stack, DapFromRank):
             self.debugs.said(rank, stack)
             return
         if not isinstance(stack, Stack):
@@ -115,7 +115,7 @@ class Presence:
                 self._changed.wait(left)
             return self._stacks.pop(token)
 
-    def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Silence]:
+    def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
         """Those of `ranks` that do not answer within `timeout` seconds; sooner where only stopped ones are left.
 
         With no time nobody is asked: these are the ones that owe an answer already.
@@ -152,7 +152,7 @@ class Presence:
             del self._stacks[token]
         return ended
 
-    def silent(self, ranks: Iterable[int]) -> dict[int, Silence]:
+    def silent(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:
         """Those of `ranks` that owe an answer, with a look at their processes."""
         now = time.monotonic()
         found = {}
@@ -161,22 +161,22 @@ class Presence:
             if asked is not None:
                 pid = self._pid_of(rank)
                 heard = self._heard.get(rank, asked)
-                found[rank] = Silence(rank, pid, now - asked, now - heard, look_at(pid))
+                found[rank] = UnresponsiveRank(rank, pid, now - asked, now - heard, look_at(pid))
         return found
 
-    def straggler(self, rank: int) -> Silence | None:
+    def straggler(self, rank: int) -> UnresponsiveRank | None:
         """The silence of a rank that should have ended its cell by now; None for one that may answer."""
         silence = self.silent((rank,)).get(rank)
         if silence is not None:
             return silence
         pid, now = self._pid_of(rank), time.monotonic()
-        unasked = Silence(rank, pid, 0.0, now - self._heard.get(rank, now), look_at(pid))
+        unasked = UnresponsiveRank(rank, pid, 0.0, now - self._heard.get(rank, now), look_at(pid))
         return unasked if unasked.stopped else None
 
     def _ask(self, rank: int, token: int) -> bool:
         with self._changed:  # before it is sent, for the answer may be quick
             self._asked.setdefault(rank, time.monotonic())
-        sent = self._send(rank, AskStack(token=token))
+        sent = self._send(rank, GetStack(token=token))
         if not sent:
             self.forget(rank)
         return sent
@@ -188,14 +188,14 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Silence:
+class UnresponsiveRank:
     """A rank that has not answered for `seconds` and was last heard `heard` seconds ago; `look` is at its process."""
 
     rank: int
     pid: int | None
     seconds: float
     heard: float
-    look: Look | None
+    look: ProcessInfo | None
 
     @property
     def stopped(self) -> bool:
@@ -203,7 +203,7 @@ class Silence:
         return self.look is not None and (self.look.stopped or self.look.traced)
 
 
-def describe_silence(silence: Silence) -> str:
+def describe_silence(silence: UnresponsiveRank) -> str:
     """The rank's state: `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
     if silence.seconds >= 1:
         since = f"unresponsive for {silence.seconds:.0f} s"
@@ -212,7 +212,7 @@ def describe_silence(silence: Silence) -> str:
     return f"{since}, {describe_look(silence.look, silence.pid)}"
 
 
-def describe_straggler(rank: int, silence: Silence | None) -> str:
+def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
     """What is to be said of a rank that still runs a cell which the notebook waits for no more."""
     fresh = f"%distributed restart {rank} gives it a fresh process"
     if silence is None:

@@ -21,27 +21,27 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rankbook.coordinator.cluster_processes import Crew
+from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.queries import Questions
+from rankbook.coordinator.queries import QueryClient
 from rankbook.coordinator.states import RankState
 from rankbook.errors import BadRequest, LostRank, RankbookError
 from rankbook.formatting import strip_ansi
 from rankbook.protocol.queries import (
     Answer,
-    AskDetail,
-    AskLook,
-    AskShards,
-    AskStatistic,
     Box,
-    DetailTold,
-    HeldTensor,
-    Looked,
-    NothingTold,
+    DetailReply,
+    GetDetail,
+    GetShards,
+    GetStatistic,
+    GetStatus,
+    QueryFailed,
     Question,
-    Sample,
-    ShardsTold,
-    StatisticTold,
+    RankSample,
+    RankTensor,
+    ShardsReply,
+    StatisticReply,
+    StatusReply,
 )
 from rankbook.protocol.telemetry import (
     Holding,
@@ -71,7 +71,7 @@ _LINES = 20
 Callback = Callable[[Struct], None]
 
 
-class Watcher:
+class Subscription:
     """Calls back on a thread of its own with the last picture; those that a slow callback has missed are left out."""
 
     def __init__(self, kind: str, callback: Callback) -> None:
@@ -121,13 +121,13 @@ class Watcher:
                 return
 
 
-class Lookout:
+class StatusMonitor:
     """Looks at the ranks of `crew`. Any thread but the driver's own."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ClusterProcesses) -> None:
         self._crew = crew
         self._lock = threading.Lock()
-        self._watchers: list[Watcher] = []
+        self._watchers: list[Subscription] = []
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
 
@@ -141,7 +141,7 @@ class Lookout:
         """
         if kind not in KINDS:
             raise BadRequest(f"{kind!r} cannot be watched; there are {', '.join(KINDS)}")
-        watcher = Watcher(kind, callback)
+        watcher = Subscription(kind, callback)
         with self._lock:
             self._watchers.append(watcher)
             if self._thread is None:
@@ -156,8 +156,8 @@ class Lookout:
         return end
 
     def _run(self) -> None:
-        board = Board(_name_of(self._crew))
-        questions: Questions | None = None
+        board = StatusAggregator(_name_of(self._crew))
+        questions: QueryClient | None = None
         token = 0
         while (watchers := self._still_watching()) is not None:
             began = time.monotonic()
@@ -179,7 +179,7 @@ class Lookout:
         if questions is not None:
             questions.close(token)
 
-    def _still_watching(self) -> list[Watcher] | None:
+    def _still_watching(self) -> list[Subscription] | None:
         with self._lock:
             self._watchers = [each for each in self._watchers if not each.ended]
             if not self._watchers:
@@ -187,12 +187,12 @@ class Lookout:
                 return None
             return list(self._watchers)
 
-    def _deliver_to(self, board: Board) -> Callable[[int, Answer], None]:
+    def _deliver_to(self, board: StatusAggregator) -> Callable[[int, Answer], None]:
         def deliver(rank: int, answer: Answer) -> None:
             with self._changed:
-                if isinstance(answer, Looked):
+                if isinstance(answer, StatusReply):
                     board.told(rank, answer)
-                elif isinstance(answer, NothingTold):
+                elif isinstance(answer, QueryFailed):
                     board.refused(rank)
                 if not board.owed():  # each wake-up of the thread that looks costs who trains
                     self._changed.notify_all()
@@ -210,7 +210,7 @@ class Lookout:
     def _round(
         self,
         driver: Driver,
-        board: Board,
+        board: StatusAggregator,
         token: int,
         kinds: set[str],
         *,
@@ -224,14 +224,14 @@ class Lookout:
         for rank, version in due.items():
             with self._changed:
                 board.asked(rank, time.monotonic())
-            question = AskLook(token, "placement" in kinds, version, fresh, "saves" in kinds)
+            question = GetStatus(token, "placement" in kinds, version, fresh, "saves" in kinds)
             if not questions.ask(rank, question):
                 with self._changed:
                     board.refused(rank)
         with self._changed:
             self._changed.wait_for(lambda: not board.owed(), timeout)
 
-    def _show(self, board: Board, watchers: list[Watcher]) -> None:
+    def _show(self, board: StatusAggregator, watchers: list[Subscription]) -> None:
         with self._changed:
             views = self._views()
             placement = board.placement(views, now=time.monotonic(), wall=time.time())
@@ -242,15 +242,15 @@ class Lookout:
     def _views(self) -> list[RankView]:
         return views_of(self._crew, self._driver)
 
-    def glance(self) -> Glance:
+    def glance(self) -> NonBlockingMonitor:
         """Return a non-blocking monitor for the driver thread."""
-        return Glance(self._crew)
+        return NonBlockingMonitor(self._crew)
 
     # Asking
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """All ranks, looked at now. A rank that does not answer in time is in it as unresponsive."""
-        board = Board(_name_of(self._crew))
+        board = StatusAggregator(_name_of(self._crew))
         driver = self._driver
         if driver is not None:
             questions = driver.presence.questions
@@ -267,8 +267,8 @@ class Lookout:
         output = self._last_lines(rank)
         if rank not in self._crew.driver.answering():
             return RankDetail(rank, (), output, ())
-        answer = self._ask_one(rank, AskDetail, timeout)
-        assert isinstance(answer, DetailTold)
+        answer = self._ask_one(rank, GetDetail, timeout)
+        assert isinstance(answer, DetailReply)
         return msgspec.structs.replace(answer.detail, output=output)
 
     def variables(self, ranks: tuple[int, ...], *, timeout: float) -> dict[int, tuple[Variable, ...]]:
@@ -276,10 +276,10 @@ class Lookout:
         driver = self._crew.driver
         there = [rank for rank in ranks if rank in driver.answering()]
         answers = driver.presence.questions.wait_answers(
-            there, lambda token, _: AskDetail(token), timeout=timeout, there=driver.answering
+            there, lambda token, _: GetDetail(token), timeout=timeout, there=driver.answering
         )
         told = {rank: answers[rank] for rank in ranks if rank in answers}
-        return {rank: each.detail.variables for rank, each in told.items() if isinstance(each, DetailTold)}
+        return {rank: each.detail.variables for rank, each in told.items() if isinstance(each, DetailReply)}
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Where the tensors of the ranks' variable `name` lie. Raises `BadRequest` where no rank has such a one."""
@@ -289,24 +289,24 @@ class Lookout:
         first = ranks[:1]
         answers = driver.presence.questions.wait_answers(
             ranks,
-            lambda token, rank: AskShards(token, name, others=rank in first),
+            lambda token, rank: GetShards(token, name, others=rank in first),
             timeout=timeout,
             there=driver.answering,
         )
         missing = set(devices) - answers.keys()
         if missing and (told := [rank for rank in answers if rank not in first]) and not set(first) & answers.keys():
             answers |= driver.presence.questions.wait_answers(
-                told[:1], lambda token, _: AskShards(token, name, others=True), timeout=timeout, there=driver.answering
+                told[:1], lambda token, _: GetShards(token, name, others=True), timeout=timeout, there=driver.answering
             )
-        refusals = {each.trouble for each in answers.values() if isinstance(each, NothingTold)}
-        if answers and all(isinstance(each, NothingTold) for each in answers.values()):
+        refusals = {each.trouble for each in answers.values() if isinstance(each, QueryFailed)}
+        if answers and all(isinstance(each, QueryFailed) for each in answers.values()):
             raise BadRequest("; ".join(sorted(refusals)))
         return fold_shards(name, answers, tuple(devices), devices)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
         """The numbers of what `rank` holds of the tensor `key`. Raises `BadRequest`, `LostRank`."""
-        answer = self._ask_one(rank, lambda token: AskStatistic(token, name, key), timeout)
-        assert isinstance(answer, StatisticTold)
+        answer = self._ask_one(rank, lambda token: GetStatistic(token, name, key), timeout)
+        assert isinstance(answer, StatisticReply)
         return answer.statistic
 
     def _ask_one(self, rank: int, make: Callable[[int], Question], timeout: float) -> Answer:
@@ -321,7 +321,7 @@ class Lookout:
                 f"rank {rank} has not answered within {timeout:g} s; %distributed status tells how it is", (rank,)
             )
         answer = answers[rank]
-        if isinstance(answer, NothingTold):
+        if isinstance(answer, QueryFailed):
             raise BadRequest(f"rank {rank}: {answer.trouble}")
         return answer
 
@@ -337,12 +337,12 @@ class Lookout:
         return tuple(lines[-_LINES:])
 
 
-class Glance:
+class NonBlockingMonitor:
     """Monitors the ranks without waiting, for the driver thread: asks, and reports what was answered until then."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ClusterProcesses) -> None:
         self._crew, self._driver = crew, crew.driver
-        self._board = Board(_name_of(crew))
+        self._board = StatusAggregator(_name_of(crew))
         self._token = self._driver.presence.questions.open(self._deliver)
 
     def placement(self) -> Placement:
@@ -352,7 +352,7 @@ class Glance:
         picture = self._board.placement(views, now=now, wall=time.time())
         for rank, version in self._board.to_ask(views).items():
             self._board.asked(rank, now)
-            if not driver.presence.questions.ask(rank, AskLook(self._token, False, version, False, False)):
+            if not driver.presence.questions.ask(rank, GetStatus(self._token, False, version, False, False)):
                 self._board.refused(rank)
         return picture
 
@@ -361,13 +361,13 @@ class Glance:
         self._driver.presence.questions.close(self._token)
 
     def _deliver(self, rank: int, answer: Answer) -> None:
-        if isinstance(answer, Looked):
+        if isinstance(answer, StatusReply):
             self._board.told(rank, answer)
-        elif isinstance(answer, NothingTold):
+        elif isinstance(answer, QueryFailed):
             self._board.refused(rank)
 
 
-def views_of(crew: Crew, driver: Driver | None) -> list[RankView]:
+def views_of(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
     """The ranks as the cluster's state has them; `driver` None: they are stopped."""
     return [
         RankView(
@@ -384,7 +384,7 @@ def views_of(crew: Crew, driver: Driver | None) -> list[RankView]:
     ]
 
 
-def _name_of(crew: Crew) -> str:
+def _name_of(crew: ClusterProcesses) -> str:
     """What ranks that are kept are attached by; others have no name that anybody needs."""
     return "" if crew.keep is None else crew.key
 
@@ -426,7 +426,7 @@ class _Known:
 
     incarnation: int
     asked: float | None = None
-    looked: Looked | None = None
+    looked: StatusReply | None = None
     holdings: tuple[Holding, ...] = ()
     version: int = -1
     host: str = ""
@@ -434,7 +434,7 @@ class _Known:
     steps: deque[tuple[float, int]] = field(default_factory=deque)
 
 
-class Board:
+class StatusAggregator:
     """What is known of the ranks of the cluster `name`."""
 
     def __init__(self, name: str) -> None:
@@ -456,7 +456,7 @@ class Board:
         """It was sent a question."""
         self._known[rank].asked = now
 
-    def told(self, rank: int, looked: Looked) -> None:
+    def told(self, rank: int, looked: StatusReply) -> None:
         """It has answered."""
         known = self._known.get(rank)
         if known is None:
@@ -540,7 +540,7 @@ def _state_of(view: RankView, known: _Known, now: float) -> str:
     return "waiting" if waits else "running"
 
 
-def _note_steps(history: deque[tuple[float, int]], sample: Sample) -> None:
+def _note_steps(history: deque[tuple[float, int]], sample: RankSample) -> None:
     if sample.steps is None:
         return
     if history and sample.steps < history[-1][1]:  # another optimizer, or a checkpoint was loaded
@@ -585,11 +585,11 @@ def fold_shards(
     name: str, answers: Mapping[int, Answer], everyone: Collection[int], devices: Mapping[int, str]
 ) -> ShardMap:
     """The map. What a rank says of its own part counts; what others have computed stands for ranks that are silent."""
-    told = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, ShardsTold)}
+    told = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, ShardsReply)}
     troubles = group_ranks(
         (rank, answer.trouble)
         for rank, answer in sorted(answers.items())
-        if isinstance(answer, NothingTold | ShardsTold) and answer.trouble
+        if isinstance(answer, QueryFailed | ShardsReply) and answer.trouble
     )
     for rank in everyone:
         if rank not in answers:
@@ -602,9 +602,9 @@ def fold_shards(
     return ShardMap(name, kind, tuple(_tensors(told, devices)), words)
 
 
-def _tensors(told: Mapping[int, ShardsTold], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
-    tensors: dict[str, HeldTensor] = {}
-    boxes: dict[str, dict[tuple[int, Box | None], tuple[Box, HeldTensor]]] = {}
+def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
+    tensors: dict[str, RankTensor] = {}
+    boxes: dict[str, dict[tuple[int, Box | None], tuple[Box, RankTensor]]] = {}
     spoken: set[tuple[str, int]] = set()
     for rank, each in told.items():
         for tensor in each.tensors:
@@ -626,7 +626,7 @@ def _tensors(told: Mapping[int, ShardsTold], devices: Mapping[int, str]) -> list
 
 
 def _shards(
-    kept: list[tuple[Box, HeldTensor]], told: Mapping[int, ShardsTold], devices: Mapping[int, str]
+    kept: list[tuple[Box, RankTensor]], told: Mapping[int, ShardsReply], devices: Mapping[int, str]
 ) -> tuple[Shard, ...]:
     copies: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
     for box, _ in kept:

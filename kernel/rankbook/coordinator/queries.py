@@ -18,7 +18,7 @@ _LOOK_EVERY = 0.1
 Deliver = Callable[[int, Answer], None]
 
 
-class Questions:
+class QueryClient:
     """Asks through `send`. Any thread."""
 
     def __init__(self, send: Callable[[int, Question], bool]) -> None:

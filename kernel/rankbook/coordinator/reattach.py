@@ -16,21 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from rankbook.coordinator.cluster_processes import Crew, remember
+from rankbook.coordinator.cluster_processes import ClusterProcesses, remember
 from rankbook.coordinator.deferred_interrupts import held_interrupts
 from rankbook.coordinator.exit_status import describe_exit, describe_failure
-from rankbook.coordinator.recovered_state import AdoptedState, FoundCell, FoundRank, Inventory, KeptDriver
-from rankbook.coordinator.running_cell import Cell, Sink
+from rankbook.coordinator.recovered_state import (
+    ReattachedDriver,
+    RecoveredCell,
+    RecoveredClusterState,
+    RecoveredRank,
+    RecoveredState,
+)
+from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.errors import BadRequest, NoCluster, StartError, UnreadableMessage
-from rankbook.launch.environment import Placement
-from rankbook.launch.local import KeptLauncher
-from rankbook.launch.paths import Folders
-from rankbook.launch.registry import Found, Record, this_session
+from rankbook.launch.environment import DeviceAssignment
+from rankbook.launch.local import ReattachedLauncher
+from rankbook.launch.paths import ClusterPaths
+from rankbook.launch.registry import ClusterRecord, DetachedCluster, this_session
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
-from rankbook.protocol.reattach import Here, Recall
+from rankbook.protocol.reattach import ReplayStart, RequestReplay
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.transport.link import HubLink, Sender
 from rankbook.transport.shared_memory import SegmentStore
@@ -39,7 +45,7 @@ from rankbook.transport.zmq_link import ZmqHub
 _REUNION_TIMEOUT = 10.0
 
 
-def choose(found: Found, key: str | None) -> Record:
+def choose(found: DetachedCluster, key: str | None) -> ClusterRecord:
     """Return the cluster that is meant: `key`'s, else this notebook's, else the only one whose notebook is unknown.
 
     Raises `NoCluster`, and `BadRequest` where none is or several are.
@@ -66,7 +72,7 @@ def choose(found: Found, key: str | None) -> Record:
     raise BadRequest(f"no ranks are kept as {key!r}; there are: {keys}{told}")
 
 
-class AdoptedCrew(Crew):
+class ReattachedProcesses(ClusterProcesses):
     """Takes over what `record` says is there. What nobody has seen is shown in `sink`.
 
     Raises `BadRequest` while another notebook owns it, `StartError` when it does not answer; then it is kept as before.
@@ -74,14 +80,14 @@ class AdoptedCrew(Crew):
 
     missed: list[CellResult]
 
-    def __init__(self, record: Record, *, sink: Sink | None) -> None:
+    def __init__(self, record: ClusterRecord, *, sink: Sink | None) -> None:
         self._name(record.key, record.seconds, record.token)
-        self._folders = Folders(Path(record.sockets), Path(record.segments), Path(record.logs))
+        self._folders = ClusterPaths(Path(record.sockets), Path(record.segments), Path(record.logs))
         self._port = record.master_port
-        self.placement = Placement(record.devices, record.backend, record.threads)
+        self.placement = DeviceAssignment(record.devices, record.backend, record.threads)
         self.segments = SegmentStore(self._folders.segments)
         with held_interrupts():
-            launcher = self._launcher = KeptLauncher(record)
+            launcher = self._launcher = ReattachedLauncher(record)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 self._take_over(launcher, record, self._hub, sink)
@@ -93,7 +99,7 @@ class AdoptedCrew(Crew):
             if record.interrupted and sink is not None:
                 sink.emit([Stream("stderr", f"{record.interrupted}, perhaps by its restart\n")])
 
-    def _take_over(self, launcher: KeptLauncher, record: Record, hub: ZmqHub, sink: Sink | None) -> None:
+    def _take_over(self, launcher: ReattachedLauncher, record: ClusterRecord, hub: ZmqHub, sink: Sink | None) -> None:
         incarnations = {rank: told.incarnation for rank, told in launcher.forked.items()}
         pids = {rank: told.pid for rank, told in launcher.forked.items()}
         for rank, incarnation in incarnations.items():
@@ -101,20 +107,22 @@ class AdoptedCrew(Crew):
         accounts = wait_reunited(
             hub, pids, incarnations, token=record.token, since=launcher.lost, timeout=_REUNION_TIMEOUT
         )
-        self.state = state = AdoptedState(take_stock(len(record.ranks), incarnations, launcher.exited, accounts))
-        adoption = Adoption(accounts, cluster_key=record.key, sink=sink, exits=launcher.exited)
+        self.state = state = RecoveredClusterState(
+            take_stock(len(record.ranks), incarnations, launcher.exited, accounts)
+        )
+        adoption = OutputReplay(accounts, cluster_key=record.key, sink=sink, exits=launcher.exited)
         self.missed = adoption.tell()
         self._discard_answers([*adoption.cells, *adoption.ended])
         if not any(account.here.running for account in accounts.values()):
             self.segments.clear()  # who was to read them is gone, or has them mapped
-        self._driver = driver = KeptDriver(state, hub, launcher, self._request)
+        self._driver = driver = ReattachedDriver(state, hub, launcher, self._request)
         for rank, info in driver.infos.items():
             info.pid = pids.get(rank)
         driver.resume(state, adoption.cells, adoption.ended, _later(accounts, incarnations))
         driver.start()
         self._record()
 
-    def _discard_answers(self, cells: Sequence[Cell]) -> None:
+    def _discard_answers(self, cells: Sequence[RunningCell]) -> None:
         """What calls and pulls have returned, to a notebook that is gone."""
         for cell in cells:
             for payload, _ in cell.values.values():
@@ -125,7 +133,7 @@ class AdoptedCrew(Crew):
 
 
 def _later(
-    accounts: Mapping[int, Account], incarnations: Mapping[int, int]
+    accounts: Mapping[int, RankReport], incarnations: Mapping[int, int]
 ) -> Iterator[tuple[Sender, FromRank, list[memoryview]]]:
     for rank, account in accounts.items():
         for message, frames in account.later:
@@ -133,10 +141,10 @@ def _later(
 
 
 @dataclass
-class Account:
+class RankReport:
     """What one rank says: its last task, and what of it nobody has seen. `later` came after that."""
 
-    here: Here
+    here: ReplayStart
     missed: list[FromRank] = field(default_factory=list)
     later: list[tuple[FromRank, list[memoryview]]] = field(default_factory=list)
 
@@ -146,11 +154,11 @@ class Account:
         return len(self.missed) >= self.here.entries
 
 
-class Reunion:
+class ReattachHandshake:
     """Sorts what arrives from these incarnations of the ranks, once they were asked with `nonce`."""
 
     def __init__(self, incarnations: Mapping[int, int], nonce: str) -> None:
-        self.accounts: dict[int, Account] = {}
+        self.accounts: dict[int, RankReport] = {}
         self._incarnations = dict(incarnations)
         self._nonce = nonce
 
@@ -165,9 +173,9 @@ class Reunion:
         if self._incarnations.get(sender.rank) != sender.incarnation:
             return
         account = self.accounts.get(sender.rank)
-        if isinstance(message, Here):
+        if isinstance(message, ReplayStart):
             if message.nonce == self._nonce:
-                self.accounts[sender.rank] = Account(message)
+                self.accounts[sender.rank] = RankReport(message)
         elif account is not None and account.complete:
             account.later.append((message, frames))
         elif account is not None:
@@ -183,12 +191,12 @@ class Reunion:
 
 def wait_reunited(
     hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
-) -> dict[int, Account]:
+) -> dict[int, RankReport]:
     """Ask the ranks and wait for what all of them tell. Raises `StartError` that names those which do not answer."""
-    reunion = Reunion(incarnations, secrets.token_hex(8))
+    reunion = ReattachHandshake(incarnations, secrets.token_hex(8))
     deadline = time.monotonic() + timeout
     for rank in incarnations:
-        hub.send(rank, Recall(token=token, nonce=reunion._nonce, since=since))
+        hub.send(rank, RequestReplay(token=token, nonce=reunion._nonce, since=since))
     while reunion.missing and (left := deadline - time.monotonic()) > 0:
         hub.wait(left, ())
         while _take_next(hub, reunion):
@@ -202,7 +210,7 @@ def wait_reunited(
     return reunion.accounts
 
 
-def _take_next(hub: HubLink, reunion: Reunion) -> bool:
+def _take_next(hub: HubLink, reunion: ReattachHandshake) -> bool:
     """Take the next message; return whether there was one. One that cannot be read is told in its place."""
     try:
         parcel = hub.receive()
@@ -219,7 +227,7 @@ _INTERNAL = -1
 
 
 @dataclass(frozen=True)
-class Task:
+class RecoveredTask:
     """A task that some of the ranks had when the owner went, or had finished without the owner having seen it.
 
     `answers`: how it went wrong on each rank that has answered, in words; empty where it went well.
@@ -239,7 +247,7 @@ class Task:
         return self.number == _INTERNAL
 
 
-def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
+def tasks_of(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
     """The tasks of which something is to be told, oldest first."""
     by_cell = group_ranks(
         (rank, account.here.cell)
@@ -251,10 +259,10 @@ def tasks_of(accounts: Mapping[int, Account]) -> list[Task]:
         here = accounts[ranks[0]].here
         running = tuple(rank for rank in sorted(ranks) if accounts[rank].here.running)
         ended = {rank: each for rank in ranks for each in accounts[rank].missed if _ends(each, cell)}
-        made = Cell(cell, here.number, {}, cluster_key="", sink=None, label=here.label)
+        made = RunningCell(cell, here.number, {}, cluster_key="", sink=None, label=here.label)
         answers = {rank: describe_failure(each, made) for rank, each in ended.items()}
         collectives = sum(each.collectives for each in ended.values())
-        tasks.append(Task(cell, here.number, here.label, tuple(sorted(ranks)), running, answers, collectives))
+        tasks.append(RecoveredTask(cell, here.number, here.label, tuple(sorted(ranks)), running, answers, collectives))
     return tasks
 
 
@@ -263,8 +271,11 @@ def _ends(message: FromRank, cell: int) -> TypeGuard[Done]:
 
 
 def take_stock(
-    world_size: int, incarnations: Mapping[int, int], exits: Mapping[int, RankExited], accounts: Mapping[int, Account]
-) -> Inventory:
+    world_size: int,
+    incarnations: Mapping[int, int],
+    exits: Mapping[int, RankExited],
+    accounts: Mapping[int, RankReport],
+) -> RecoveredState:
     """What the state begins with."""
     ranks = []
     for rank in range(world_size):
@@ -272,12 +283,12 @@ def take_stock(
         if account is None:
             incarnation = gone.incarnation if gone is not None else 0
             words = describe_exit(gone) if gone is not None else "was not there any more"
-            ranks.append(FoundRank(rank, incarnation, words))
+            ranks.append(RecoveredRank(rank, incarnation, words))
         else:
-            ranks.append(FoundRank(rank, incarnations[rank]))
+            ranks.append(RecoveredRank(rank, incarnations[rank]))
     tasks = tasks_of(accounts)
     running = tuple(
-        FoundCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
+        RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
         for task in tasks
         if task.running
     )
@@ -289,22 +300,22 @@ def take_stock(
     grouped = len(accounts) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
     last_cell = max((account.here.cell for account in accounts.values()), default=0)
     # A group that was being formed may have a number that no rank tells yet; a number may be left out.
-    return Inventory(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
+    return RecoveredState(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
 
 
-class Adoption:
+class OutputReplay:
     """Feeds what was missed into cells, which show it in `sink` below a heading each."""
 
     def __init__(
         self,
-        accounts: Mapping[int, Account],
+        accounts: Mapping[int, RankReport],
         *,
         cluster_key: str,
         sink: Sink | None,
         exits: Mapping[int, RankExited] | None = None,
     ) -> None:
-        self.cells: list[Cell] = []
-        self.ended: list[Cell] = []
+        self.cells: list[RunningCell] = []
+        self.ended: list[RunningCell] = []
         self._accounts = accounts
         self._exits = exits or {}
         self._key = cluster_key
@@ -347,7 +358,9 @@ class Adoption:
         if not stray:
             return
         self._say("printed meanwhile by threads of cells that had ended:")
-        cell = Cell(0, 0, dict.fromkeys(stray, _NOTHING), cluster_key=self._key, sink=self._sink, label="threads")
+        cell = RunningCell(
+            0, 0, dict.fromkeys(stray, _NOTHING), cluster_key=self._key, sink=self._sink, label="threads"
+        )
         for rank, messages in stray.items():
             for message in messages:
                 if isinstance(message, Text | TextCut | Display | Clear):
@@ -362,15 +375,15 @@ class Adoption:
                 self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{words}", "stderr")
 
     @staticmethod
-    def _open_cell(account: Account) -> int | None:
+    def _open_cell(account: RankReport) -> int | None:
         return None if account.here.seen and not account.here.running else account.here.cell
 
-    def _make(self, task: Task) -> Cell:
+    def _make(self, task: RecoveredTask) -> RunningCell:
         tasks = dict.fromkeys(task.ranks, _NOTHING)
         sink = None if task.internal else self._sink
-        return Cell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
+        return RunningCell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
-    def _feed(self, cell: Cell) -> None:
+    def _feed(self, cell: RunningCell) -> None:
         told = [(rank, each) for rank in cell.ranks for each in self._accounts[rank].missed]
         told = [(rank, each) for rank, each in told if getattr(each, "cell", None) == cell.cell]
         for rank, message in told:
@@ -391,7 +404,7 @@ _NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.
 """In place of the task, which the ranks have had long since."""
 
 
-def _heading(task: Task) -> str:
+def _heading(task: RecoveredTask) -> str:
     if task.running:
         done = [rank for rank in task.ranks if rank not in task.running and not task.answers.get(rank)]
         told = [f"rank {rank} {words}" for rank, words in sorted(task.answers.items()) if words]

@@ -1,6 +1,6 @@
 """The state of a cluster that was kept, as its new owner finds it.
 
-Owns: how it begins, and the `Seen` that a driver of such a cluster sends. Refuses: to know how it was found out
+Owns: how it begins, and the `Acknowledge` that a driver of such a cluster sends. Refuses: to know how it was found out
 (reunion.py, adoption.py). From there on everything is state.py's, and what each rank went through to be where it is
 are the steps of its table.
 """
@@ -14,20 +14,20 @@ from rankbook.coordinator import actions as act
 from rankbook.coordinator.deadlock import LOOK_AFTER_END
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.running_cell import Cell
+from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.state_machine import ClusterState
-from rankbook.coordinator.states import Cell as CellOfState
+from rankbook.coordinator.states import CellEntry as CellOfState
 from rankbook.coordinator.states import CellStep, RankStep
 from rankbook.launch.environment import abort_grace
 from rankbook.launch.launcher import Launcher
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import Done, FromRank
-from rankbook.protocol.reattach import Seen
+from rankbook.protocol.reattach import Acknowledge
 from rankbook.transport.link import HubLink, Sender
 
 
 @dataclass(frozen=True)
-class FoundRank:
+class RecoveredRank:
     """A rank as it was found; `loss` says how it ended, if it has."""
 
     rank: int
@@ -36,7 +36,7 @@ class FoundRank:
 
 
 @dataclass(frozen=True)
-class FoundCell:
+class RecoveredCell:
     """A cell of `ranks` that `running` still run; `internal`: it forms the group. The rest is as in the state's."""
 
     cell: int
@@ -48,24 +48,24 @@ class FoundCell:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class RecoveredState:
     """All that is known of the cluster. `grouped`: all ranks are in one process group, or about to be.
 
     `stale`: a cell failed there meanwhile that may have left them at different collectives.
     """
 
-    ranks: tuple[FoundRank, ...]
-    cells: tuple[FoundCell, ...]
+    ranks: tuple[RecoveredRank, ...]
+    cells: tuple[RecoveredCell, ...]
     last_cell: int
     generation: int
     grouped: bool
     stale: bool = False
 
 
-class AdoptedState(ClusterState):
+class RecoveredClusterState(ClusterState):
     """A `ClusterState` that begins in the middle."""
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: RecoveredState) -> None:
         super().__init__(len(inventory.ranks), grace=GracePeriods(raised=abort_grace()))
         self._last_cell, self.generation = inventory.last_cell, inventory.generation
         for found in inventory.ranks:
@@ -88,11 +88,11 @@ class AdoptedState(ClusterState):
 
         Some of a cell's ranks may have failed while nobody was there, and others wait for them since.
         """
-        watched = [act.LookSoon(LOOK_AFTER_END)] if any(not each.internal for each in self.cells.values()) else []
+        watched = [act.ScheduleCheck(LOOK_AFTER_END)] if any(not each.internal for each in self.cells.values()) else []
         return [*watched, *self._regroup_if_complete(), *self._dispatch()]
 
 
-class KeptDriver(Driver):
+class ReattachedDriver(Driver):
     """A driver whose ranks keep what they send until they hear that it was seen."""
 
     kept = True
@@ -105,9 +105,9 @@ class KeptDriver(Driver):
 
     def resume(
         self,
-        state: AdoptedState,
-        cells: Iterable[Cell],
-        ended: Iterable[Cell],
+        state: RecoveredClusterState,
+        cells: Iterable[RunningCell],
+        ended: Iterable[RunningCell],
         later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
     ) -> None:
         """Go on with `cells` and what came since. Before `start`."""
@@ -143,4 +143,4 @@ class KeptDriver(Driver):
 
     def _say_seen(self, cell: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._hub.send(rank, Seen(cell=cell))
+            self._hub.send(rank, Acknowledge(cell=cell))

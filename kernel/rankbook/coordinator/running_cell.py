@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankbook.output.cell_result import CellResult, ResultBuilder
-from rankbook.output.merger import Emit, OutputMerger, Page, Stream
+from rankbook.output.merger import Emit, OutputMerger, OutputView, Stream
 from rankbook.protocol.messages import (
     Assign,
     CallFunction,
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Show these, in order."""
 
 
-class Head(Protocol):
+class StatusHeader(Protocol):
     """What stands above the output of a cell that takes a while. Called from the driver's thread."""
 
     def now(self) -> Mapping[str, str]:
@@ -62,7 +62,7 @@ class Head(Protocol):
 
 
 @dataclass(frozen=True)
-class Question:
+class InputQuestion:
     """A rank waits for a line from the person."""
 
     rank: int
@@ -70,11 +70,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CellEnded:
     """The cell is over; its result is there."""
 
 
-class Cell:
+class RunningCell:
     """One cell, call, push or pull. `tasks[rank]` is what that rank is sent.
 
     `page` is what its output is shown on, by default one stream; `head` makes what stands above that, once it takes a
@@ -90,15 +90,15 @@ class Cell:
         cluster_key: str,
         sink: Sink | None,
         label: str = "",
-        page: Page | None = None,
-        head: Callable[[Cell], Head] | None = None,
+        page: OutputView | None = None,
+        head: Callable[[RunningCell], StatusHeader] | None = None,
     ) -> None:
         self.cell = cell
         self.number = number
         self.ranks = tuple(sorted(tasks))
         self.tasks = tasks
         self.label = label or (f"cell [{number}]" if number else "a call")
-        self.inbox: queue.SimpleQueue[Question | Ended | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[InputQuestion | CellEnded | None] = queue.SimpleQueue()
         self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
         self.result: CellResult | None = None
         self.ended = False
@@ -113,7 +113,7 @@ class Cell:
         self._sink = sink
         self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key, page=page)
         self._make_head = head
-        self._head: Head | None = None
+        self._head: StatusHeader | None = None
         self._head_due: float | None = None
         self._builder = ResultBuilder(cell, number, self.ranks)
         self._submitted = time.monotonic()
@@ -183,7 +183,7 @@ class Cell:
     def ask(self, rank: int, request: InputRequest) -> None:
         """A rank waits for a line: what it printed before is shown first."""
         self._show(lambda now: self._merger.drain_rank(rank, now))
-        self.inbox.put(Question(rank, request))
+        self.inbox.put(InputQuestion(rank, request))
 
     def flush(self) -> None:
         """Show what may be shown by now."""
@@ -226,7 +226,7 @@ class Cell:
             self._show(lambda now: self._merger.head(bundle, now))
         self.tell()
         self.ended = True  # last: a thread that waits for it returns, and nothing may be shown after that
-        self.inbox.put(Ended())
+        self.inbox.put(CellEnded())
 
     def _show(self, merge: Callable[[float], Sequence[Emit] | None]) -> None:
         """Show what `merge` gives for the present time. Output that cannot be shown is left out; the cell goes on."""
@@ -255,10 +255,10 @@ class Cell:
             self._sink.emit((Stream("stderr", text),))
 
 
-class Fed:
+class OutputFlusher:
     """The cells that have output to show, by their numbers in `cells`. The driver's thread."""
 
-    def __init__(self, cells: Mapping[int, Cell]) -> None:
+    def __init__(self, cells: Mapping[int, RunningCell]) -> None:
         self._cells = cells
         self._numbers: set[int] = set()
 

@@ -19,9 +19,18 @@ from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import LOOK_AFTER_END, LOOK_EVERY, Supervisor
+from rankbook.coordinator.deadlock import LOOK_AFTER_END, LOOK_EVERY, CollectiveMonitor
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.states import CELL_TABLE, RANK_TABLE, Cell, CellState, CellStep, Rank, RankState, RankStep
+from rankbook.coordinator.states import (
+    CELL_TABLE,
+    RANK_TABLE,
+    CellEntry,
+    CellState,
+    CellStep,
+    RankEntry,
+    RankState,
+    RankStep,
+)
 from rankbook.errors import IllegalTransition
 
 _ANEW = "collectives were broken off: the process group is formed anew, and models and optimizers go on with it\n"
@@ -32,12 +41,12 @@ class ClusterState:
 
     def __init__(self, world_size: int, *, grace: GracePeriods | None = None) -> None:
         self.grace = grace or GracePeriods()
-        self.ranks = {rank: Rank(rank) for rank in range(world_size)}
-        self.cells: dict[int, Cell] = {}
+        self.ranks = {rank: RankEntry(rank) for rank in range(world_size)}
+        self.cells: dict[int, CellEntry] = {}
         self.grouped = False
         self.generation = 0
         self._stale = False
-        self._supervisor = Supervisor(self.grace)
+        self._supervisor = CollectiveMonitor(self.grace)
         self._queue: list[int] = []
         self._last_cell = 0
         self._launches = 0
@@ -48,7 +57,7 @@ class ClusterState:
         self._last_cell += 1
         return self._last_cell
 
-    def unavailable(self, ranks: Iterable[int]) -> dict[int, Rank]:
+    def unavailable(self, ranks: Iterable[int]) -> dict[int, RankEntry]:
         """Those of `ranks` that cannot take a cell and will not without help."""
         gone = (RankState.ABSENT, RankState.DEAD, RankState.LEAVING)
         return {
@@ -68,7 +77,7 @@ class ClusterState:
 
     # Ranks
 
-    def _launch(self, event: ev.Launch) -> list[act.Action]:
+    def _launch(self, event: ev.LaunchRanks) -> list[act.Action]:
         actions: list[act.Action] = []
         self._launches += 1
         alone = len(event.ranks) < len(self.ranks)
@@ -82,21 +91,21 @@ class ClusterState:
                 actions += self._remove(rank)
         return actions
 
-    def _fork(self, rank: Rank) -> list[act.Action]:
+    def _fork(self, rank: RankEntry) -> list[act.Action]:
         self._move(rank, RankStep.FORK)
         rank.incarnation += 1
         rank.refork, rank.loss, rank.cell = False, None, None
         self.grouped = False
         return [act.Fork(rank.rank, rank.incarnation)]
 
-    def _remove(self, rank: Rank) -> list[act.Action]:
+    def _remove(self, rank: RankEntry) -> list[act.Action]:
         was = rank.state
         self._move(rank, RankStep.REMOVE)
         if rank.state is RankState.ABSENT or was is RankState.LEAVING:
             return []
         return [act.Kill(rank.rank, rank.incarnation, idle=was is RankState.IDLE)]
 
-    def _said_hello(self, event: ev.SaidHello) -> list[act.Action]:
+    def _said_hello(self, event: ev.RankConnected) -> list[act.Action]:
         rank = self.ranks[event.rank]
         if event.incarnation != rank.incarnation:
             return []
@@ -116,10 +125,10 @@ class ClusterState:
             return []
         self.generation += 1
         self.grouped, self._stale = True, False
-        cell = Cell(self.new_cell(), tuple(self.ranks), internal=True)
+        cell = CellEntry(self.new_cell(), tuple(self.ranks), internal=True)
         self.cells[cell.cell] = cell
         self._queue.insert(0, cell.cell)
-        return [act.Regroup(cell.cell, self.generation)]
+        return [act.FormGroup(cell.cell, self.generation)]
 
     def _exited(self, event: ev.RankGone) -> list[act.Action]:
         rank = self.ranks[event.rank]
@@ -130,11 +139,11 @@ class ClusterState:
         self.grouped = False
         cell, rank.cell = rank.cell, None
         rank.loss = None if expected else event.words
-        actions: list[act.Action] = [act.TellLoss(rank.rank, event.words, cell, expected)]
+        actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.words, cell, expected)]
         self._supervisor.forget(rank.rank)
         if not rank.refork and self._alive():
             cause = f"rank {rank.rank} {event.words}"
-            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.AskCollectives(self._alive())]
+            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(self._alive())]
         waiting = () if rank.refork else tuple(self._queue)
         for number in (cell, *waiting):
             if number in self.cells and rank.rank in self.cells[number].ranks:
@@ -146,15 +155,15 @@ class ClusterState:
     # Cells
 
     def _submit(self, event: ev.Submit) -> list[act.Action]:
-        self.cells[event.cell] = Cell(event.cell, event.ranks, fills=event.fills)
+        self.cells[event.cell] = CellEntry(event.cell, event.ranks, fills=event.fills)
         self._queue.append(event.cell)
         actions = self._dispatch()
         if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
             busy = tuple(rank for rank in event.ranks if self._is_busy(self.ranks[rank]))
-            actions.append(act.TellQueued(event.cell, busy))
+            actions.append(act.NotifyQueued(event.cell, busy))
         return actions
 
-    def _is_busy(self, rank: Rank) -> bool:
+    def _is_busy(self, rank: RankEntry) -> bool:
         """Whether a person would say so: forming the group is nothing to wait for."""
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
@@ -179,7 +188,7 @@ class ClusterState:
                 self.ranks[rank].cell = number
             actions.append(act.SendTask(number, cell.ranks))
             if not cell.internal:
-                actions.append(act.LookSoon(LOOK_EVERY))
+                actions.append(act.ScheduleCheck(LOOK_EVERY))
         return actions
 
     def _done(self, event: ev.CellDone) -> list[act.Action]:
@@ -200,14 +209,14 @@ class ClusterState:
                 self.grouped = False
             actions += self._end_if_complete(cell)
             if cell.running and not cell.internal:
-                actions.append(act.LookSoon(LOOK_AFTER_END))
+                actions.append(act.ScheduleCheck(LOOK_AFTER_END))
         elif event.collectives:  # it came after the cell's end, from where nobody knows
             self._stale = True
         if self._stale:
             actions += self._regroup_if_complete()
         return actions + self._dispatch()
 
-    def _lose_rank(self, cell: Cell, rank: int) -> list[act.Action]:
+    def _lose_rank(self, cell: CellEntry, rank: int) -> list[act.Action]:
         if cell.state is CellState.QUEUED:
             self._queue.remove(cell.cell)
             self._step(cell, CellStep.RANK_LOST)
@@ -219,9 +228,9 @@ class ClusterState:
         if ended or not first:
             return ended
         return [
-            act.SetGrace(cell.cell, self.grace.death_interrupt, "nudge"),
-            act.SetGrace(cell.cell, self.grace.death_abort, "abort"),
-            act.SetGrace(cell.cell, self.grace.death_release, "release"),
+            act.StartTimer(cell.cell, self.grace.death_interrupt, "nudge"),
+            act.StartTimer(cell.cell, self.grace.death_abort, "abort"),
+            act.StartTimer(cell.cell, self.grace.death_release, "release"),
         ]
 
     def _interrupt(self, event: ev.InterruptCell) -> list[act.Action]:
@@ -240,11 +249,11 @@ class ClusterState:
             return [*self._nudge(cell), *self._end(cell), *self._dispatch()]
         return [
             *self._nudge(cell),
-            act.SetGrace(cell.cell, self.grace.interrupt_abort, "abort"),
-            act.SetGrace(cell.cell, self.grace.interrupt_release, "release"),
+            act.StartTimer(cell.cell, self.grace.interrupt_abort, "abort"),
+            act.StartTimer(cell.cell, self.grace.interrupt_release, "release"),
         ]
 
-    def _grace_over(self, event: ev.GraceOver) -> list[act.Action]:
+    def _grace_over(self, event: ev.TimerFired) -> list[act.Action]:
         cell = self.cells.get(event.cell)
         if cell is None or cell.state is not CellState.ENDING:
             return []
@@ -257,7 +266,7 @@ class ClusterState:
                 self._step(cell, CellStep.RELEASE)
                 return self._end(cell)
 
-    def _nudge_apart(self, cell: Cell) -> list[act.Action]:
+    def _nudge_apart(self, cell: CellEntry) -> list[act.Action]:
         """One rank died: break off what waits for it, and interrupt the others."""
         lost = self._lost(cell)
         waiting = tuple(sorted(cell.running & self._supervisor.waiting_for(lost)))
@@ -265,7 +274,7 @@ class ClusterState:
         nudges: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
         return self._abort(cell, waiting) + nudges
 
-    def _abort(self, cell: Cell, ranks: tuple[int, ...]) -> list[act.Action]:
+    def _abort(self, cell: CellEntry, ranks: tuple[int, ...]) -> list[act.Action]:
         if not ranks:
             return []
         lost = min(self._lost(cell), default=None)
@@ -275,34 +284,34 @@ class ClusterState:
         cell.aborted = True
         return [act.SendAbort(ranks, (), words)]
 
-    def _lost(self, cell: Cell) -> set[int]:
+    def _lost(self, cell: CellEntry) -> set[int]:
         """Its ranks that are dead, and those whose processes ended in the midst of it, which may have new ones."""
         dead = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
         return dead | set(cell.ranks).difference(cell.running, cell.answers)
 
-    def _told(self, event: ev.CollectivesTold) -> list[act.Action]:
+    def _told(self, event: ev.CollectivesReceived) -> list[act.Action]:
         if event.incarnation == self.ranks[event.rank].incarnation:
             self._supervisor.hear(event.rank, event.told)
         return []
 
-    def _look(self, event: ev.Look) -> list[act.Action]:
+    def _look(self, event: ev.CheckCollectives) -> list[act.Action]:
         return self._supervisor.look(event.now, self.ranks, self.cells)
 
-    def _nudge(self, cell: Cell) -> list[act.Action]:
+    def _nudge(self, cell: CellEntry) -> list[act.Action]:
         return [act.SendInterrupt(cell.cell, tuple(sorted(cell.running)))] if cell.running else []
 
-    def _end_if_complete(self, cell: Cell) -> list[act.Action]:
+    def _end_if_complete(self, cell: CellEntry) -> list[act.Action]:
         if cell.running:
             return []
         self._step(cell, CellStep.LAST_DONE)
         return self._end(cell)
 
-    def _end(self, cell: Cell) -> list[act.Action]:
+    def _end(self, cell: CellEntry) -> list[act.Action]:
         del self.cells[cell.cell]
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
         broken = cell.aborted or any("CollectiveAborted" in words for words in cell.answers.values())
-        told = [act.TellPerson(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
+        told = [act.NotifyUser(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
         return [*told, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
 
     def _stop(self, _event: ev.Stop) -> list[act.Action]:
@@ -319,13 +328,13 @@ class ClusterState:
 
     # Tables
 
-    def _move(self, rank: Rank, step: RankStep) -> None:
+    def _move(self, rank: RankEntry, step: RankStep) -> None:
         after = RANK_TABLE[rank.state].get(step)
         if after is None:
             raise IllegalTransition(f"rank {rank.rank} is {rank.state.name}: no {step.name}\n{self._journal.story()}")
         rank.state = after
 
-    def _step(self, cell: Cell, step: CellStep) -> None:
+    def _step(self, cell: CellEntry, step: CellStep) -> None:
         after = CELL_TABLE[cell.state].get(step)
         if after is None:
             raise IllegalTransition(f"cell {cell.cell} is {cell.state.name}: no {step.name}\n{self._journal.story()}")
@@ -333,16 +342,16 @@ class ClusterState:
 
 
 _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
-    ev.Launch: ClusterState._launch,
-    ev.SaidHello: ClusterState._said_hello,
+    ev.LaunchRanks: ClusterState._launch,
+    ev.RankConnected: ClusterState._said_hello,
     ev.RankGone: ClusterState._exited,
     ev.StateRestored: ClusterState._state_restored,
     ev.Submit: ClusterState._submit,
     ev.CellDone: ClusterState._done,
-    ev.CollectivesTold: ClusterState._told,
-    ev.Look: ClusterState._look,
+    ev.CollectivesReceived: ClusterState._told,
+    ev.CheckCollectives: ClusterState._look,
     ev.InterruptCell: ClusterState._interrupt,
-    ev.GraceOver: ClusterState._grace_over,
+    ev.TimerFired: ClusterState._grace_over,
     ev.Stop: ClusterState._stop,
 }
 

@@ -100,7 +100,7 @@ CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
 
 
 @dataclass
-class Rank:
+class RankEntry:
     """One place in the world: its state outlives its processes, which `incarnation` counts.
 
     `empty`: its process was started alone, and neither heal nor a cell has given it variables. `since` orders the ranks
@@ -117,7 +117,7 @@ class Rank:
     since: int = 0
 
 
-def choose_donor(ranks: Iterable[Rank]) -> int | None:
+def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
     """Return which of `ranks` heal takes the state from: the oldest state, rather of an idle rank; never an empty one.
 
     A rank that was restarted and has run a cell has less than one that has been there from the start.
@@ -128,7 +128,7 @@ def choose_donor(ranks: Iterable[Rank]) -> int | None:
 
 
 @dataclass
-class Cell:
+class CellEntry:
     """One task for some ranks. `running` are the ranks that have it and have not answered.
 
     `answers` tells what each other one raised, in words; empty if it went well. Together they began `collectives`

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deferred_interrupts import Held, note_interrupt, plain_interrupts, wait_ending
+from rankbook.coordinator.deferred_interrupts import DeferredInterrupts, note_interrupt, plain_interrupts, wait_ending
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.liveness import Silence, describe_silence
-from rankbook.coordinator.running_cell import Cell, Question
+from rankbook.coordinator.liveness import UnresponsiveRank, describe_silence
+from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.protocol.messages import InputReply
 
 Ask = Callable[[str, bool], str]
@@ -36,12 +36,12 @@ def ask_in_terminal(prompt: str, password: bool) -> str:
     return getpass.getpass(prompt) if password else input(prompt)
 
 
-def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, ask: Ask) -> None:
+def wait_for(driver: Driver, cell: RunningCell, held: DeferredInterrupts, *, patience: float | None, ask: Ask) -> None:
     """Wait until `cell` has ended, or for `patience` seconds.
 
     An interrupt goes to its ranks; the second gives control back at once.
     """
-    desk = _Desk(driver, cell, ask)
+    desk = _InputPrompter(driver, cell, ask)
     held.on_interrupt = lambda: cell.inbox.put(None)  # reentrant: it may hit this very thread in `inbox.get`
     give_up = None if patience is None else time.monotonic() + patience
     while not cell.ended and (give_up is None or time.monotonic() < give_up):
@@ -53,7 +53,7 @@ def wait_for(driver: Driver, cell: Cell, held: Held, *, patience: float | None, 
 
 
 @contextlib.contextmanager
-def _interrupted_at_end(cell: Cell) -> Iterator[None]:
+def _interrupted_at_end(cell: RunningCell) -> Iterator[None]:
     """Within it, the main thread is interrupted when `cell` ends: nobody is left to read the answer."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,12 +76,12 @@ def _interrupted_at_end(cell: Cell) -> Iterator[None]:
         cell.on_change.remove(look)
 
 
-class _Desk:
+class _InputPrompter:
     """The ranks' questions, one at a time; a rank that was just answered comes first."""
 
-    def __init__(self, driver: Driver, cell: Cell, ask: Ask) -> None:
-        self.questions: list[Question] = []
-        self.vigil = Vigil(driver, cell)
+    def __init__(self, driver: Driver, cell: RunningCell, ask: Ask) -> None:
+        self.questions: list[InputQuestion] = []
+        self.vigil = LivenessWarning(driver, cell)
         self._driver = driver
         self._cell = cell
         self._ask = ask
@@ -93,7 +93,7 @@ class _Desk:
         with contextlib.suppress(queue.Empty):
             notice = self._cell.inbox.get(timeout=0.01 if self.questions else _STEP)
             while True:
-                if isinstance(notice, Question):
+                if isinstance(notice, InputQuestion):
                     self.questions.append(notice)
                 notice = self._cell.inbox.get_nowait()
 
@@ -148,10 +148,10 @@ _PATIENCE = 8.0
 """Seconds of silence after which it is told. A long call into C is no news before; a stopped process always is."""
 
 
-class Vigil:
+class LivenessWarning:
     """Watches over `cell` until it has ended; tells of each rank's silence once."""
 
-    def __init__(self, driver: Driver, cell: Cell) -> None:
+    def __init__(self, driver: Driver, cell: RunningCell) -> None:
         self._driver = driver
         self._cell = cell
         self._told: set[int] = set()
@@ -177,6 +177,6 @@ class Vigil:
     def _running(self) -> list[int]:
         return [rank for rank in self._cell.ranks if self._driver.cell_of(rank) is self._cell]
 
-    def _tell(self, silence: Silence) -> None:
+    def _tell(self, silence: UnresponsiveRank) -> None:
         text = f"rank {silence.rank}: {describe_silence(silence)}\n"
         self._driver.after(0.0, lambda: self._cell.note(text))

@@ -19,7 +19,7 @@ _MOST_AT_LEAST = 64
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceAssignment:
     """Where the ranks of one host go: `devices[rank]`, one backend, threads per rank."""
 
     devices: tuple[str, ...]
@@ -27,7 +27,7 @@ class Placement:
     threads: int
 
 
-def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> Placement:
+def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> DeviceAssignment:
     """Decide it. `ranks` None: one per CUDA device, else two on the CPU.
 
     nccl when each rank has a device of its own (beside gloo for CPU tensors); gloo when they share one, which nccl
@@ -43,7 +43,7 @@ def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: i
         backend = "cpu:gloo,cuda:nccl" if cuda_devices and count <= cuda_devices else "gloo"
     elif "nccl" in backend and count > cuda_devices:
         raise BadRequest(f"nccl needs a CUDA device per rank: {count} ranks, {cuda_devices} devices; use gloo")
-    return Placement(devices, backend, max(1, cores // count))
+    return DeviceAssignment(devices, backend, max(1, cores // count))
 
 
 def default_ranks(cuda_devices: int) -> int:

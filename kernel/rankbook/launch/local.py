@@ -27,7 +27,7 @@ import psutil
 
 from rankbook.errors import BadRequest, StartError
 from rankbook.launch.process_info import describe_look, look_at
-from rankbook.launch.registry import Record
+from rankbook.launch.registry import ClusterRecord
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -40,7 +40,7 @@ from rankbook.protocol.forkserver import (
     RankForked,
 )
 from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
-from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
+from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
 from rankbook.transport.framed_socket import MessageStream
 
 _T = TypeVar("_T")
@@ -126,7 +126,7 @@ class LocalLauncher:
 
     def keep(self, address: str, *, token: str, seconds: float) -> None:
         """Let the cluster outlive this process: whoever has `token` may claim it at the socket `address`."""
-        self._stream.send(KeepCluster(address=address, token=token, seconds=seconds))
+        self._stream.send(DetachCluster(address=address, token=token, seconds=seconds))
 
     def leave(self) -> None:
         """Let go of a kept cluster, which goes on."""
@@ -284,7 +284,7 @@ if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says
 _CLAIM_TIMEOUT = 10.0
 
 
-class _Foreign:
+class _ForeignProcess:
     """A process that is not our child."""
 
     def __init__(self, pid: int) -> None:
@@ -304,13 +304,13 @@ class _Foreign:
         return 0
 
 
-class KeptLauncher(LocalLauncher):
+class ReattachedLauncher(LocalLauncher):
     """Claims the cluster of `record`. It ends with that cluster, for it is not this notebook's own.
 
     Raises `BadRequest` while another notebook owns it, `StartError` when it does not answer.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ClusterRecord) -> None:
         self._errors = io.BytesIO()
         self._given_up = 0
         self.up = ForkserverUp(torch="", python="", seconds=0.0)
@@ -318,7 +318,7 @@ class KeptLauncher(LocalLauncher):
         self.exited: dict[int, RankExited] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._process = _Foreign(record.forkserver)
+            self._process = _ForeignProcess(record.forkserver)
             connection.connect(record.address)
             self._stream: MessageStream[FromForkserver] = MessageStream(connection, decode_from_forkserver)
             self.lost = self._claim(record)
@@ -339,9 +339,9 @@ class KeptLauncher(LocalLauncher):
                 os.kill(self._process.pid, signal.SIGKILL)
         self.terminate()
 
-    def _claim(self, record: Record) -> float:
-        self._stream.send(Claim(token=record.token, pid=os.getpid()))
-        claimed: Claimed | None = None
+    def _claim(self, record: ClusterRecord) -> float:
+        self._stream.send(ClaimCluster(token=record.token, pid=os.getpid()))
+        claimed: ClaimAccepted | None = None
         deadline = time.monotonic() + _CLAIM_TIMEOUT
         while claimed is None or len(self.forked) + len(self.exited) < claimed.ranks:
             left = deadline - time.monotonic()
@@ -350,11 +350,11 @@ class KeptLauncher(LocalLauncher):
             select.select([self._stream], [], [], left)
             for message in self._stream.read():
                 match message:
-                    case Claimed():
+                    case ClaimAccepted():
                         claimed = message
-                    case ClaimRefused(owner=0):
+                    case ClaimRejected(owner=0):
                         raise StartError(f"the ranks of {record.key} refused: their record is not the one they know")
-                    case ClaimRefused(owner=owner):
+                    case ClaimRejected(owner=owner):
                         raise BadRequest(
                             f"the kernel {owner} still has the ranks of {record.key}; one notebook at a time can:"
                             " shut that one down first"

@@ -26,7 +26,7 @@ _LOG_DAYS = 7
 
 
 @dataclass(frozen=True)
-class Folders:
+class ClusterPaths:
     """The folders of one cluster. `sockets` and `segments` are 0700 and die with it; `logs` stay for a week.
 
     `locks` are descriptors that keep other starts from removing them while this process lives.
@@ -45,7 +45,7 @@ class Folders:
             os.close(self.locks.pop())
 
 
-def make_folders(owner: int | None = None) -> Folders:
+def make_folders(owner: int | None = None) -> ClusterPaths:
     """Fresh folders for a cluster. Raises `StartError` that names the folder and what to set.
 
     They belong to the process `owner`, or to this one: a later start removes them once it is gone.
@@ -61,11 +61,11 @@ def make_folders(owner: int | None = None) -> Folders:
     try:
         segments = sockets if shared == base else _make(shared, owner, locks)
     except StartError:
-        Folders(sockets, sockets, sockets, locks).remove()
+        ClusterPaths(sockets, sockets, sockets, locks).remove()
         raise
     logs = Path(os.environ.get("RANKBOOK_LOG_DIR") or platformdirs.user_log_path("rankbook"))
     _sweep_logs(logs)
-    return Folders(sockets, segments, logs / sockets.name, locks)
+    return ClusterPaths(sockets, segments, logs / sockets.name, locks)
 
 
 def socket_base() -> Path:

@@ -11,7 +11,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessInfo:
     """A living process at one moment: `doing` is psutil's word (running, sleeping, disk-sleep).
 
     `stopped`: by a signal, as SIGSTOP and Ctrl-Z are; `traced`: by a debugger. `cpu_seconds` is what it used so far, of
@@ -24,7 +24,7 @@ class Look:
     traced: bool = False
 
 
-def look_at(pid: int | None) -> Look | None:
+def look_at(pid: int | None) -> ProcessInfo | None:
     """What the process `pid` does; None when it is gone, or about to be."""
     if pid is None:
         return None
@@ -36,7 +36,7 @@ def look_at(pid: int | None) -> Look | None:
         return None
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return None
-    return Look(
+    return ProcessInfo(
         doing=status,
         cpu_seconds=times.user + times.system,
         stopped=status == psutil.STATUS_STOPPED,
@@ -44,7 +44,7 @@ def look_at(pid: int | None) -> Look | None:
     )
 
 
-def describe_look(look: Look | None, pid: int | None) -> str:
+def describe_look(look: ProcessInfo | None, pid: int | None) -> str:
     """Return what the process `pid` does, in words: `process sleeping, 3.1 s of CPU time`."""
     if look is None:
         return "process ending"

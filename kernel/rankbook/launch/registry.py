@@ -29,7 +29,7 @@ _CLOCK_STEP = 2.0
 
 
 @dataclass(frozen=True)
-class KeptRank:
+class DetachedRank:
     """What a rank was when the record was written."""
 
     rank: int
@@ -39,7 +39,7 @@ class KeptRank:
 
 
 @dataclass(frozen=True)
-class Record:
+class ClusterRecord:
     """One kept cluster. `notebook` is its owner's process id, `forkserver` that of the process which holds it.
 
     `session` is the owner's notebook file as Jupyter names it, empty where it does not. `created` and the two moments
@@ -61,7 +61,7 @@ class Record:
     master_port: int
     backend: str
     threads: int
-    ranks: tuple[KeptRank, ...]
+    ranks: tuple[DetachedRank, ...]
     session: str = ""
     created: float = 0.0
     notebook_started: float = 0.0
@@ -88,10 +88,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Found:
+class DetachedCluster:
     """What there is: clusters that can be asked, and a line about each that is gone or not to be trusted."""
 
-    records: tuple[Record, ...] = ()
+    records: tuple[ClusterRecord, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -117,7 +117,7 @@ def started_at(pid: int) -> float | None:
         return None
 
 
-def write_record(record: Record) -> None:
+def write_record(record: ClusterRecord) -> None:
     """Put the record into its cluster's folder, in place of the one before. Raises `StartError`."""
     path = Path(record.sockets, RECORD)
     fresh = path.with_suffix(".new")
@@ -131,9 +131,9 @@ def write_record(record: Record) -> None:
         raise StartError(f"cannot write {path}: {error.strerror}; the ranks could not be found again") from error
 
 
-def find_records() -> Found:
+def find_records() -> DetachedCluster:
     """Every kept cluster of this user on this machine. What is left of those that have ended is removed."""
-    records: list[Record] = []
+    records: list[ClusterRecord] = []
     notes: list[str] = []
     for path in sorted(socket_base().glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
         problem = _distrust(path)
@@ -157,7 +157,7 @@ def find_records() -> Found:
             notes.append(
                 f"{record.describe()}: their process cannot be seen from here (another container?); nothing is removed"
             )
-    return Found(tuple(records), tuple(notes))
+    return DetachedCluster(tuple(records), tuple(notes))
 
 
 def _distrust(path: Path) -> str | None:
@@ -176,10 +176,10 @@ def _distrust(path: Path) -> str | None:
     return None
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> ClusterRecord:
     fields: dict[str, Any] = json.loads(path.read_text())
-    fields["ranks"] = tuple(KeptRank(**each) for each in fields["ranks"])
-    record = Record(**fields)
+    fields["ranks"] = tuple(DetachedRank(**each) for each in fields["ranks"])
+    record = ClusterRecord(**fields)
     if Path(record.sockets) != path.parent:
         raise ValueError("it is about another folder")
     return record

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankbook.output.interleave import Clearing, Lines, One, Ranks, Rows, Shown
-from rankbook.output.terminal import LiveRegions, Row, StreamName
+from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
+from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
 
 _LARGEST = 16 << 10
 """Characters after which lines go to a new piece."""
@@ -24,7 +24,7 @@ _MANY = 400
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputBlock:
     """Lines of one stream, rows that are still written on (`live`), or a display (`data`, `metadata`), of `ranks`."""
 
     key: int
@@ -37,14 +37,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Put:
+class BlockAdded:
     """The piece is new, at the end; or it is what the one with its key has become."""
 
-    piece: Piece
+    piece: OutputBlock
 
 
 @dataclass(frozen=True)
-class More:
+class TextAppended:
     """Text at the end of the piece `key`."""
 
     key: int
@@ -52,7 +52,7 @@ class More:
 
 
 @dataclass(frozen=True)
-class Drop:
+class BlockRemoved:
     """The piece is gone. `forgotten`: for want of room."""
 
     key: int
@@ -60,16 +60,16 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHeader:
     """What stands above the pieces, as a mime bundle."""
 
     bundle: Mapping[str, str]
 
 
-Change = Put | More | Drop | Head
+Change = BlockAdded | TextAppended | BlockRemoved | OutputHeader
 
 
-class Pieces:
+class ByRankOutput:
     """A page for `rankbook.output.merger.OutputMerger`: tells `told` what has changed, and emits nothing itself.
 
     `key` starts the names of its live regions.
@@ -78,9 +78,9 @@ class Pieces:
     def __init__(
         self, told: Callable[[Sequence[Change]], None], *, key: str, live_after: float = 0.3, live_every: float = 0.1
     ) -> None:
-        self.live = LiveRegions(f"{key}-live", after=live_after, every=live_every)
+        self.live = LiveDisplays(f"{key}-live", after=live_after, every=live_every)
         self._told = told
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, OutputBlock] = {}
         self._texts: dict[int, list[str]] = {}
         self._sizes: dict[int, int] = {}
         self._size = 0
@@ -92,30 +92,30 @@ class Pieces:
         self._changes: list[Change] = []
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[OutputBlock]:
         """Everything that is there, in order."""
         return [self._whole(key) for key in self._pieces]
 
     def head(self, bundle: Mapping[str, str]) -> None:
-        """See `Page`."""
-        self._changes.append(Head(bundle))
+        """See `OutputView`."""
+        self._changes.append(OutputHeader(bundle))
 
-    def put(self, turn: Lines | One) -> None:
-        """See `Page`."""
+    def put(self, turn: TextBatch | SingleItem) -> None:
+        """See `OutputView`."""
         match turn:
-            case Lines(stream, rows):
+            case TextBatch(stream, rows):
                 self._clear_of(set().union(*{ranks for ranks, _ in rows}))
                 self._lines(stream, rows)
-            case One(Shown() as shown, ranks):
+            case SingleItem(DisplayItem() as shown, ranks):
                 self._clear_of(ranks)
                 self._display(shown, ranks)
-            case One(Clearing(wait=wait), ranks):
+            case SingleItem(ClearItem(wait=wait), ranks):
                 self._clearing.update(ranks)
                 if not wait:
                     self._clear_of(ranks)
 
-    def show_live(self, rows: Sequence[Row], now: float) -> None:
-        """See `Page`."""
+    def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
+        """See `OutputView`."""
         for row in rows:
             self._clear_of((row.screen.rank,))
             self.live.place(row)
@@ -126,13 +126,15 @@ class Pieces:
             for rank in there.keys() - by_rank.keys():
                 self._drop(there.pop(rank))
             for rank, texts in by_rank.items():
-                there[rank] = self._put(Piece(there.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True))
+                there[rank] = self._put(
+                    OutputBlock(there.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True)
+                )
         for row in self.live.retire():
             if row.region is not None:
                 self._rows.pop(row.region.display_id, None)
 
     def take(self) -> list[Any]:
-        """See `Page`: the changes have been told."""
+        """See `OutputView`: the changes have been told."""
         changes, self._changes = self._changes, []
         if len(self._pieces) < _MANY:
             last = next(reversed(self._pieces), None)
@@ -148,7 +150,7 @@ class Pieces:
             key = self._open.get(group)
             if key is None or self._sizes[key] > _LARGEST:
                 self._close(ranks)
-                key = self._open[group] = self._new(Piece(-1, ranks, stream))
+                key = self._open[group] = self._new(OutputBlock(-1, ranks, stream))
                 grown[key] = []
             grown.setdefault(key, []).append(line)
             self._sizes[key] += len(line) + 1
@@ -156,24 +158,26 @@ class Pieces:
         for key, lines in grown.items():
             text, first = "\n".join(lines) + "\n", not self._texts[key]
             self._texts[key].append(text)
-            self._changes.append(Put(replace(self._pieces[key], text=text)) if first else More(key, text))
+            self._changes.append(
+                BlockAdded(replace(self._pieces[key], text=text)) if first else TextAppended(key, text)
+            )
         self.live.bury()
         self._forget()
 
-    def _display(self, shown: Shown, ranks: Ranks) -> None:
+    def _display(self, shown: DisplayItem, ranks: Ranks) -> None:
         message = shown.message
         name = None if message.display_id is None else (ranks[0], message.display_id)
         if message.kind == "update":
             if name is not None and (key := self._displays.get(name)) in self._pieces:
-                self._put(Piece(key, ranks, data=message.data, metadata=message.metadata))
+                self._put(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
-        key = self._put(Piece(-1, ranks, data=message.data, metadata=message.metadata))
+        key = self._put(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))
         if name is not None:
             self._displays[name] = key
         self.live.bury()
         self._forget()
 
-    def _put(self, piece: Piece) -> int:
+    def _put(self, piece: OutputBlock) -> int:
         """The new piece, its key -1, or what a piece has become; its key."""
         if piece.key not in self._pieces:
             self._close(piece.ranks)
@@ -184,10 +188,10 @@ class Pieces:
             size = sum(len(each) for each in piece.data.values() if isinstance(each, (str, bytes))) // 16
         self._size += size - self._sizes[piece.key]
         self._sizes[piece.key] = size
-        self._changes.append(Put(piece))
+        self._changes.append(BlockAdded(piece))
         return piece.key
 
-    def _new(self, piece: Piece) -> int:
+    def _new(self, piece: OutputBlock) -> int:
         key, self._next = self._next, self._next + 1
         self._pieces[key], self._texts[key], self._sizes[key] = replace(piece, key=key), [], 0
         return key
@@ -196,7 +200,7 @@ class Pieces:
         """What comes now of `ranks` stands below what they have printed."""
         self._open = {group: key for group, key in self._open.items() if not set(group[1]) & set(ranks)}
 
-    def _whole(self, key: int) -> Piece:
+    def _whole(self, key: int) -> OutputBlock:
         piece, texts = self._pieces[key], self._texts[key]
         return replace(piece, text="".join(texts)) if texts else piece
 
@@ -206,7 +210,7 @@ class Pieces:
         del self._texts[key]
         self._size -= self._sizes.pop(key)
         self._open = {group: each for group, each in self._open.items() if each != key}
-        self._changes.append(Drop(key, forgotten))
+        self._changes.append(BlockRemoved(key, forgotten))
 
     def _forget(self) -> None:
         while len(self._pieces) > _MOST or (self._size > _MOST_TEXT and len(self._pieces) > 1):
@@ -229,6 +233,6 @@ class Pieces:
             self._open = {group: each for group, each in self._open.items() if each != key}
             if left:
                 self._pieces[key] = replace(self._pieces[key], ranks=left)
-                self._changes.append(Put(replace(piece, ranks=left)))
+                self._changes.append(BlockAdded(replace(piece, ranks=left)))
             else:
                 self._drop(key)

@@ -132,7 +132,7 @@ class CellResult:
         return f"CellResult{number}: {told} in {self.seconds:.2f} s"
 
 
-class _Bytes:
+class _TextBytes:
     """The first `room` bytes of a stream."""
 
     __slots__ = ("cut", "pieces", "room")
@@ -159,7 +159,7 @@ class _Bytes:
 class _Part:
     """One rank's part, as far as it has come."""
 
-    streams: dict[str, _Bytes] = field(default_factory=dict)
+    streams: dict[str, _TextBytes] = field(default_factory=dict)
     displays: list[Display] = field(default_factory=list)
     result: Display | None = None
     done: Done | None = None
@@ -187,7 +187,7 @@ class ResultBuilder:
             case Text(stream=stream, data=data):
                 kept = part.streams.get(stream)
                 if kept is None:
-                    kept = part.streams[stream] = _Bytes(self._keep)
+                    kept = part.streams[stream] = _TextBytes(self._keep)
                 kept.add(data)
             case TextCut():
                 part.truncated = True

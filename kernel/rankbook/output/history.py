@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rankbook.output.interleave import Ranks, Rows, Shown
+from rankbook.output.interleave import DisplayItem, Ranks, Rows
 from rankbook.output.terminal import StreamName
 from rankbook.protocol.messages import Display
 
@@ -19,24 +19,24 @@ _LARGEST = 16 << 10
 
 
 @dataclass(eq=False)
-class Entry:
+class HistoryEntry:
     """Lines of one stream, each with the ranks that printed it, or one display."""
 
     stream: StreamName | None
     ranks: set[int] = field(default_factory=set)
     size: int = 0
     rows: list[tuple[Ranks, str]] = field(default_factory=list)
-    shown: Shown | None = None
+    shown: DisplayItem | None = None
 
 
-class Record:
+class OutputHistory:
     """What stands in the notebook, and whose it is, so that it can be shown again without some ranks' part.
 
     `forgotten` are the ranks of which something stands there that is not in the record any more.
     """
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque()
+        self.entries: deque[HistoryEntry] = deque()
         self.forgotten: set[int] = set()
         self._size = 0
 
@@ -48,15 +48,15 @@ class Record:
             self.forgotten |= ranks
         last = self.entries[-1] if self.entries else None
         if last is None or last.stream != stream or last.size > _LARGEST:
-            last = Entry(stream)
+            last = HistoryEntry(stream)
             self.entries.append(last)
         last.ranks |= ranks
         last.rows += rows
         self._grow(last, size)
 
-    def add_display(self, shown: Shown, ranks: Ranks) -> None:
+    def add_display(self, shown: DisplayItem, ranks: Ranks) -> None:
         """A display was shown. It counts a sixteenth: figures are large, and are to survive another rank's clearing."""
-        entry = Entry(None, set(ranks), shown=shown)
+        entry = HistoryEntry(None, set(ranks), shown=shown)
         self.entries.append(entry)
         self._grow(entry, shown.size // 16)
 
@@ -67,7 +67,7 @@ class Record:
                 entry.shown = entry.shown.updated(message)
                 return
 
-    def _grow(self, entry: Entry, size: int) -> None:
+    def _grow(self, entry: HistoryEntry, size: int) -> None:
         entry.size += size
         self._size += size
         while self._size > _MOST_TEXT or len(self.entries) > _MOST:

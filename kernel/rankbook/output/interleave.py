@@ -14,7 +14,7 @@ from operator import lt
 from typing import cast
 
 from rankbook.formatting import format_bytes, plural
-from rankbook.output.terminal import Screen, StreamName
+from rankbook.output.terminal import StreamName, TerminalStream
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 
 Ranks = tuple[int, ...]
@@ -31,7 +31,7 @@ _TOGETHER = 0.01
 """Seconds within which lines make one run."""
 
 
-class Run:
+class TextRun:
     """Lines that came together, of one stream. Those before `at` have been shown."""
 
     __slots__ = ("_blocks", "_lines", "at", "size", "stream", "time")
@@ -66,7 +66,7 @@ class Run:
         return self.lines[self.at : self.at + count]
 
 
-class Shown:
+class DisplayItem:
     """A display. Equal ones of several ranks are shown once, but for those that can be updated."""
 
     __slots__ = ("alone", "message", "size", "time")
@@ -77,14 +77,14 @@ class Shown:
         self.alone = message.display_id is not None
         self.size = sum(len(value) for value in message.data.values() if isinstance(value, (str, bytes)))
 
-    def updated(self, update: Display) -> Shown:
+    def updated(self, update: Display) -> DisplayItem:
         """The display as it is after `update`."""
         was = self.message
         now = Display(was.cell, was.kind, update.data, update.metadata, was.display_id)
-        return Shown(now, self.time)
+        return DisplayItem(now, self.time)
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Shown) or self.alone or other.alone:
+        if self is other or not isinstance(other, DisplayItem) or self.alone or other.alone:
             return self is other
         return self.message.data == other.message.data and self.message.metadata == other.message.metadata
 
@@ -93,7 +93,7 @@ class Shown:
         return hash((self.size, text if isinstance(text, str) else None))
 
 
-class Clearing:
+class ClearItem:
     """A rank's `clear_output`. Two are the same whatever they say about waiting."""
 
     __slots__ = ("time", "wait")
@@ -106,29 +106,29 @@ class Clearing:
         self.time = time
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Clearing)
+        return isinstance(other, ClearItem)
 
     def __hash__(self) -> int:
         return 0
 
 
-Key = str | tuple[str] | Shown | Clearing
+Key = str | tuple[str] | DisplayItem | ClearItem
 """What two queues are compared by: a line of stdout, one of stderr, or something else."""
 Turn = tuple[Key, tuple[int, ...]]
 """What is next, and the indices of the queues that have it at their head."""
 
 
-class Source:
+class RankQueue:
     """What one rank has sent and nobody has seen."""
 
     __slots__ = ("count", "items", "rank", "screens", "size")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.items: deque[Run | Shown | Clearing] = deque()
+        self.items: deque[TextRun | DisplayItem | ClearItem] = deque()
         self.count = 0
         self.size = 0
-        self.screens: dict[StreamName, Screen] = {}
+        self.screens: dict[StreamName, TerminalStream] = {}
 
     @property
     def alone(self) -> bool:
@@ -146,18 +146,18 @@ class Source:
             case Text(stream=stream, data=data):
                 screen = self.screens.get(stream)
                 if screen is None:
-                    screen = self.screens[stream] = Screen(self.rank, stream)
+                    screen = self.screens[stream] = TerminalStream(self.rank, stream)
                 self._add_lines(stream, screen.feed(data, now), now)
             case Clear():
                 self.end_rows(now)
-                self._add(Clearing(message.wait, now))
+                self._add(ClearItem(message.wait, now))
             case _:
                 for stream, screen in self.screens.items():
                     self._add_lines(stream, screen.end_half(), now)
                 if isinstance(message, TextCut):
                     self._add_lines("stderr", _describe_cut(message), now)
                 else:
-                    self._add(Shown(message, now))
+                    self._add(DisplayItem(message, now))
 
     def end_rows(self, now: float) -> None:
         """Make lines of what has been begun."""
@@ -170,10 +170,10 @@ class Source:
         self.count += block.count("\n") + 1
         self.size += len(block)
         last = self.items[-1] if self.items else None
-        if not (isinstance(last, Run) and last.extend(stream, block, now)):
-            self.items.append(Run(stream, block, now))
+        if not (isinstance(last, TextRun) and last.extend(stream, block, now)):
+            self.items.append(TextRun(stream, block, now))
 
-    def _add(self, item: Shown | Clearing) -> None:
+    def _add(self, item: DisplayItem | ClearItem) -> None:
         self.count += 1
         self.size += item.size
         self.items.append(item)
@@ -182,7 +182,7 @@ class Source:
         """The first items."""
         keys: list[Key] = []
         for item in self.items:
-            if not isinstance(item, Run):
+            if not isinstance(item, TextRun):
                 keys.append(item)
             elif item.stream == "stdout":
                 keys += item.next(limit - len(keys))
@@ -200,7 +200,7 @@ class Source:
         for item in islice(self.items, LOOK_AHEAD):
             if item.time + hold > now and not item.alone:
                 break
-            due += len(item.lines) - item.at if isinstance(item, Run) else 1
+            due += len(item.lines) - item.at if isinstance(item, TextRun) else 1
         return due
 
     def take(self, count: int) -> None:
@@ -208,7 +208,7 @@ class Source:
         self.count -= count
         while count:
             item = self.items[0]
-            if isinstance(item, Run):
+            if isinstance(item, TextRun):
                 taken = min(count, len(item.lines) - item.at)
                 item.at += taken
                 count -= taken
@@ -221,7 +221,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class TextBatch:
     """Lines to show, of one stream."""
 
     stream: StreamName
@@ -229,25 +229,25 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class One:
+class SingleItem:
     """A display or a clearing, and the ranks that have it."""
 
-    item: Shown | Clearing
+    item: DisplayItem | ClearItem
     ranks: Ranks
 
 
-def advance(sources: Sequence[Source], may: list[int]) -> Iterator[Lines | One]:
+def advance(sources: Sequence[RankQueue], may: list[int]) -> Iterator[TextBatch | SingleItem]:
     """Take what is next out of the queues of `sources`, one item at least.
 
     Only the first `may` items of each are to be shown now; others just together with the same of another rank.
     """
-    runs = [source.items[0] for source in sources if isinstance(source.items[0], Run)]
+    runs = [source.items[0] for source in sources if isinstance(source.items[0], TextRun)]
     if len(runs) == len(sources) and all(run.stream == runs[0].stream for run in runs):
         alone = len(runs) == 1
         common = min(may[0], len(runs[0].lines) - runs[0].at) if alone else _count_common(runs)
         if common:
             who = tuple(source.rank for source in sources)
-            yield Lines(runs[0].stream, [(who, line) for line in runs[0].next(common)])
+            yield TextBatch(runs[0].stream, [(who, line) for line in runs[0].next(common)])
             for source in sources:
                 source.take(common)
             return
@@ -268,7 +268,7 @@ def advance(sources: Sequence[Source], may: list[int]) -> Iterator[Lines | One]:
         source.take(taken)
 
 
-def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[Lines | One]:
+def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[TextBatch | SingleItem]:
     """Neighbouring lines of one stream together, and ranks for indices."""
     rows: list[tuple[Ranks, str]] = []
     stream: StreamName = "stdout"
@@ -278,22 +278,22 @@ def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[Lines | One
         if isinstance(key, str | tuple):
             here: StreamName = "stdout" if isinstance(key, str) else "stderr"
             if here != stream and rows:
-                yield Lines(stream, rows)
+                yield TextBatch(stream, rows)
                 rows = []
             stream = here
             rows.append((who, key if isinstance(key, str) else key[0]))
         else:
             if rows:
-                yield Lines(stream, rows)
+                yield TextBatch(stream, rows)
                 rows = []
-            yield One(key, who)
+            yield SingleItem(key, who)
     if rows:
-        yield Lines(stream, rows)
+        yield TextBatch(stream, rows)
 
 
 def _lines_apart(
     queues: Sequence[Sequence[Key]], ranks: Sequence[int], most: Sequence[int], at: list[int]
-) -> Lines | None:
+) -> TextBatch | None:
     """As `_take_turns`, faster, for lines none of which two ranks have, as far as one can see; None for others."""
     kinds = set(map(type, chain(*queues)))
     together: set[Key] = set()
@@ -310,7 +310,7 @@ def _lines_apart(
             columns.append([(who, line) for line in cast("Sequence[str]", queues[index][:taken])])
         elif taken:
             columns.append([(who, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:taken])])
-    return Lines("stdout" if kinds == {str} else "stderr", list(chain.from_iterable(zip(*columns, strict=True))))
+    return TextBatch("stdout" if kinds == {str} else "stderr", list(chain.from_iterable(zip(*columns, strict=True))))
 
 
 def _take_turns(queues: Sequence[Sequence[Key]], stops: Sequence[int], may: list[int], at: list[int]) -> Iterator[Turn]:
@@ -354,7 +354,7 @@ def _take_turns(queues: Sequence[Sequence[Key]], stops: Sequence[int], may: list
             yield key, tuple(group)
 
 
-def _count_common(runs: Sequence[Run]) -> int:
+def _count_common(runs: Sequence[TextRun]) -> int:
     """How many lines, from where they stand, all runs have in common. Doubles its steps, then halves them."""
     first, *others = runs
     most = min(len(run.lines) - run.at for run in runs)

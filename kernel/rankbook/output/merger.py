@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rankbook.output.history import Record
-from rankbook.output.interleave import Clearing, Lines, One, Ranks, Rows, Shown, Source, advance
-from rankbook.output.terminal import LiveRegions, Row, StreamName
+from rankbook.output.history import OutputHistory
+from rankbook.output.interleave import ClearItem, DisplayItem, RankQueue, Ranks, Rows, SingleItem, TextBatch, advance
+from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
 
@@ -34,7 +34,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Rich:
+class RichOutput:
     """Display a mime bundle, or replace the one that was displayed as `display_id`."""
 
     data: dict[str, Any]
@@ -50,21 +50,21 @@ class ClearOutput:
     wait: bool
 
 
-Emit = Stream | Rich | ClearOutput
+Emit = Stream | RichOutput | ClearOutput
 
 
-class Page(Protocol):
+class OutputView(Protocol):
     """What stands in the notebook, and what is to be sent next so that it stands there."""
 
-    live: LiveRegions
+    live: LiveDisplays
 
     def head(self, bundle: Mapping[str, str]) -> None:
         """Show this above everything else, or in place of what stands there."""
 
-    def put(self, turn: Lines | One) -> None:
+    def put(self, turn: TextBatch | SingleItem) -> None:
         """Show what is next."""
 
-    def show_live(self, rows: Sequence[Row], now: float) -> None:
+    def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         """Show what has changed in the live regions, and `rows` in one of them from now on."""
 
     def take(self) -> list[Emit]:
@@ -89,23 +89,23 @@ class OutputMerger:
         hold: float = 0.1,
         live_after: float = 0.3,
         live_every: float = 0.1,
-        page: Page | None = None,
+        page: OutputView | None = None,
     ) -> None:
         self._open = set(ranks)
         self._hold = hold
-        self._sources: dict[int, Source] = {}
-        self._queued: dict[int, Source] = {}
+        self._sources: dict[int, RankQueue] = {}
+        self._queued: dict[int, RankQueue] = {}
         self._last = float("-inf")
         if page is None:
-            live = LiveRegions(f"{key}-live", after=live_after, every=live_every)
-            page = _Page(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
+            live = LiveDisplays(f"{key}-live", after=live_after, every=live_every)
+            page = _MergedView(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
         self._page = page
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear, now: float) -> None:
         """A rank has printed, displayed or cleared something."""
         source = self._sources.get(rank)
         if source is None:
-            source = self._sources[rank] = Source(rank)
+            source = self._sources[rank] = RankQueue(rank)
         source.feed(message, now)
         if source.items:
             self._queued[rank] = source
@@ -169,7 +169,7 @@ class OutputMerger:
             self._last = now
         return emits
 
-    def _hidden_rows(self) -> list[Row]:
+    def _hidden_rows(self) -> list[TerminalRow]:
         """Unfinished rows that may be shown: all that their rank sent before them is."""
         return [
             row
@@ -203,29 +203,29 @@ class _Labels(dict[Ranks, str]):
         return label
 
 
-class _Page:
+class _MergedView:
     """The cell's output: what is to be sent next, and what stands there. `width` is the number of the cell's ranks."""
 
-    def __init__(self, width: int, prefix: str, head: str, live: LiveRegions) -> None:
+    def __init__(self, width: int, prefix: str, head: str, live: LiveDisplays) -> None:
         self.live = live
         self._width = width
         self._prefix = prefix
         self._head_name = head
-        self._head: Rich | None = None
+        self._head: RichOutput | None = None
         self._labels = _Labels()
-        self._record = Record()
+        self._record = OutputHistory()
         self._clearing: set[int] = set()
         self._emits: list[Emit] = []
-        self._updates: dict[str, Rich] = {}
+        self._updates: dict[str, RichOutput] = {}
         self._stream: StreamName = "stdout"
         self._texts: list[str] = []
 
     def head(self, bundle: Mapping[str, str]) -> None:
-        """See `Page`. Where something stands there already it is shown again below, unless part of it is forgotten."""
+        """See `OutputView`. What stands there already is shown again below, unless part of it is forgotten."""
         update = self._head is not None
-        self._head = Rich(dict(bundle), {}, self._head_name)
+        self._head = RichOutput(dict(bundle), {}, self._head_name)
         if update:
-            self._updates[self._head_name] = Rich(dict(bundle), {}, self._head_name, update=True)
+            self._updates[self._head_name] = RichOutput(dict(bundle), {}, self._head_name, update=True)
         elif self._record.entries or self.live.shown or self._emits or self._texts:
             if self._record.forgotten or self._clearing:
                 self._end_text()
@@ -235,14 +235,14 @@ class _Page:
         else:
             self._emits.append(self._head)
 
-    def put(self, turn: Lines | One) -> None:
+    def put(self, turn: TextBatch | SingleItem) -> None:
         """Show what is next."""
         match turn:
-            case Lines(stream, rows):
+            case TextBatch(stream, rows):
                 self.lines(stream, rows)
-            case One(Shown() as shown, ranks):
+            case SingleItem(DisplayItem() as shown, ranks):
                 self.display(shown, ranks)
-            case One(Clearing(wait=wait), ranks):
+            case SingleItem(ClearItem(wait=wait), ranks):
                 self._clearing.update(ranks)
                 if not wait:
                     self._clear(wait=False)
@@ -258,7 +258,7 @@ class _Page:
         self._record.add_lines(stream, rows)
         self.live.bury()
 
-    def display(self, shown: Shown, ranks: Ranks) -> None:
+    def display(self, shown: DisplayItem, ranks: Ranks) -> None:
         """Show a display, or update one."""
         message, label, name = shown.message, self._labels[ranks], None
         if message.display_id is not None:
@@ -266,18 +266,18 @@ class _Page:
             self._updates.pop(name, None)
         data = _label_bundle(message.data, label)
         if name is not None and message.kind == "update":
-            self._updates[name] = Rich(data, message.metadata, name, update=True)
+            self._updates[name] = RichOutput(data, message.metadata, name, update=True)
             self._record.update(ranks[0], message)
             return
         self._begin()
         self._end_text()
         if self._width > 1 and "text/html" not in data and data.keys() != {"text/plain"}:
-            self._emits.append(Rich({"text/plain": label}, {}))
-        self._emits.append(Rich(data, message.metadata, name))
+            self._emits.append(RichOutput({"text/plain": label}, {}))
+        self._emits.append(RichOutput(data, message.metadata, name))
         self._record.add_display(shown, ranks)
         self.live.bury()
 
-    def show_live(self, rows: Sequence[Row], now: float) -> None:
+    def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         """Show what has changed in the live regions, and `rows` in one of them from now on."""
         if rows:
             self._begin()
@@ -285,7 +285,7 @@ class _Page:
             self.live.place(row)
         for name, live, update in self.live.updates(now):
             text = "\n".join(f"[{rank}] {row}" for rank, row in live)
-            rich = Rich({"text/plain": text}, {}, name, update)
+            rich = RichOutput({"text/plain": text}, {}, name, update)
             if update:
                 self._updates[name] = rich
             else:
@@ -308,7 +308,7 @@ class _Page:
     def _clear(self, *, wait: bool) -> None:
         """Clear the notebook's cell, which cannot be done in part, and show again what other ranks had there."""
         cleared, self._clearing = self._clearing, set()
-        record, self._record = self._record, Record()
+        record, self._record = self._record, OutputHistory()
         self._end_text()
         self._emits.append(ClearOutput(wait))
         if self._head is not None:

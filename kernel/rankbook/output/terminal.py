@@ -36,7 +36,7 @@ LiveRows = tuple[tuple[int, str], ...]
 """What a live region shows: ranks, each with the text of a row."""
 
 
-class Row:
+class TerminalRow:
     """One row of a screen. `column` is where the cursor stands, None behind the text; `since` is its first write.
 
     `returned`: a carriage return or the like has made it a row to be overwritten. `region`: where it is shown live.
@@ -58,14 +58,14 @@ class Row:
         "since",
     )
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: TerminalStream) -> None:
         self.screen = screen
         self.column: int | None = None
         self.blank = True
         self.length = 0
         self.live = self.kept = True
         self.nth = 0
-        self.region: Region | None = None
+        self.region: LiveDisplay | None = None
         self.returned = False
         self.since = 0.0
         self._text = ""
@@ -157,7 +157,7 @@ def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
     return min(len(text), start + width - seen)
 
 
-class Screen:
+class TerminalStream:
     """One stream of one rank: bytes in, blocks of whole lines out (joined by newlines, without the last one)."""
 
     __slots__ = ("_bytes", "_escape", "_rows", "_y", "rank", "stream")
@@ -167,7 +167,7 @@ class Screen:
         self.stream = stream
         self._bytes = b""
         self._escape = ""
-        self._rows = [Row(self)]
+        self._rows = [TerminalRow(self)]
         self._y = 0
 
     def feed(self, data: bytes, now: float) -> str | None:
@@ -213,14 +213,14 @@ class Screen:
         self._reset()
         return row.text
 
-    def hidden(self) -> list[Row]:
+    def hidden(self) -> list[TerminalRow]:
         """The rows that no region shows yet."""
         return [row for row in self._rows if row.region is None and not row.blank]
 
     def _reset(self) -> None:
         for row in self._rows:
             row.live = row.kept = False
-        self._rows, self._y = [Row(self)], 0
+        self._rows, self._y = [TerminalRow(self)], 0
 
     def _hold_escape(self, text: str) -> str:
         start = text.rfind("\x1b", -16)
@@ -255,7 +255,7 @@ class Screen:
     def _down(self) -> None:
         self._y += 1
         if self._y == len(self._rows):
-            self._rows.append(Row(self))
+            self._rows.append(TerminalRow(self))
         else:
             self._rows[self._y].move("\r")
 
@@ -279,12 +279,12 @@ class Screen:
         return "\n".join(lines) if lines else None
 
 
-class Region:
+class LiveDisplay:
     """A display that shows unfinished rows, and those that were."""
 
     __slots__ = ("buried", "changed", "display_id", "rows", "shown")
 
-    def __init__(self, display_id: str, rows: list[Row]) -> None:
+    def __init__(self, display_id: str, rows: list[TerminalRow]) -> None:
         self.display_id = display_id
         self.rows = rows
         self.changed = True
@@ -298,7 +298,7 @@ class Region:
         """Whether one of its rows is not finished."""
         return any(row.live for row in self.rows)
 
-    def drop(self, row: Row) -> None:
+    def drop(self, row: TerminalRow) -> None:
         """Show `row` here no more."""
         self.rows.remove(row)
         row.region = None
@@ -316,7 +316,7 @@ def _clip(text: str) -> str:
     return text if len(text) <= WIDEST else "…" + text[1 - WIDEST :]
 
 
-class LiveRegions:
+class LiveDisplays:
     """The live regions of one cell. Their display ids start with `prefix`."""
 
     def __init__(self, prefix: str, *, after: float, every: float) -> None:
@@ -325,9 +325,9 @@ class LiveRegions:
         self._after = after
         self._every = every
         self._count = 0
-        self._regions: list[Region] = []
+        self._regions: list[LiveDisplay] = []
 
-    def when(self, row: Row) -> float:
+    def when(self, row: TerminalRow) -> float:
         """When a hidden row may be shown: half lines get time to be completed, progress bars need none."""
         return row.since if row.returned else row.since + self._after
 
@@ -341,7 +341,7 @@ class LiveRegions:
         """Whether there are any."""
         return bool(self._regions)
 
-    def place(self, row: Row) -> None:
+    def place(self, row: TerminalRow) -> None:
         """Show `row` from now on: in the last region, or below what has been printed since it was finished."""
         region = self._regions[-1] if self._regions else None
         row.nth = sum(other.screen is row.screen for other in region.rows) if region is not None else 0
@@ -371,7 +371,7 @@ class LiveRegions:
             self.turn = now + self._every
         return found
 
-    def retire(self) -> list[Row]:
+    def retire(self) -> list[TerminalRow]:
         """Forget the regions that will not change any more; the rows that they show."""
         old = [
             region for region in self._regions[:-1] if not region.changed and not any(row.kept for row in region.rows)
@@ -392,6 +392,6 @@ class LiveRegions:
             self._open(kept)
             self.turn = float("-inf")
 
-    def _open(self, rows: list[Row]) -> None:
-        self._regions.append(Region(f"{self._prefix}-{self._count}", rows))
+    def _open(self, rows: list[TerminalRow]) -> None:
+        self._regions.append(LiveDisplay(f"{self._prefix}-{self._count}", rows))
         self._count += 1

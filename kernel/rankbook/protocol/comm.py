@@ -14,7 +14,7 @@ from typing import Literal
 from rankbook.protocol.base import Message
 
 
-class CommSaid(Message, frozen=True):
+class CommFromRank(Message, frozen=True):
     """A rank's end of a comm opens it, says something, or closes it. `target` is who is to hear, at the opening."""
 
     kind: Literal["open", "msg", "close"]
@@ -24,7 +24,7 @@ class CommSaid(Message, frozen=True):
     metadata: str
 
 
-class CommHeard(Message, frozen=True):
+class CommToRank(Message, frozen=True):
     """The front end's end says something, or has closed it."""
 
     kind: Literal["msg", "close"]
@@ -33,13 +33,13 @@ class CommHeard(Message, frozen=True):
     metadata: str
 
 
-class DebugHeard(Message, frozen=True):
+class DapToRank(Message, frozen=True):
     """A request for the rank's debugger, as JSON; the first one starts it, `disconnect` ends it."""
 
     content: str
 
 
-class DebugSaid(Message, frozen=True):
+class DapFromRank(Message, frozen=True):
     """What the rank's debugger says, a response or an event, as JSON; "" once it has ended without being asked to."""
 
     content: str

@@ -15,7 +15,7 @@ import msgspec
 
 from rankbook.errors import ProtocolError
 from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
-from rankbook.protocol.comm import CommHeard, CommSaid, DebugHeard, DebugSaid
+from rankbook.protocol.comm import CommFromRank, CommToRank, DapFromRank, DapToRank
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -29,7 +29,15 @@ from rankbook.protocol.forkserver import (
 )
 from rankbook.protocol.profiling import Measure
 from rankbook.protocol.queries import Answer, Question
-from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, Here, KeepCluster, Recall, Seen
+from rankbook.protocol.reattach import (
+    Acknowledge,
+    ClaimAccepted,
+    ClaimCluster,
+    ClaimRejected,
+    DetachCluster,
+    ReplayStart,
+    RequestReplay,
+)
 from rankbook.protocol.telemetry import GroupReport
 
 _T = TypeVar("_T")
@@ -104,7 +112,7 @@ class Assign(Message, frozen=True):
     payload: Payload
 
 
-class Fetch(Message, frozen=True):
+class FetchValue(Message, frozen=True):
     """Answer with the value of `name`, a variable or a dotted attribute of one."""
 
     cell: int
@@ -152,13 +160,13 @@ class InputReply(Message, frozen=True):
     reason: str = ""
 
 
-class AskStack(Message, frozen=True):
+class GetStack(Message, frozen=True):
     """Answer with `Stack`, from the control thread, whatever the main thread does."""
 
     token: int
 
 
-class AskCollectives(Message, frozen=True):
+class GetCollectives(Message, frozen=True):
     """Answer with `Collectives`, from the control thread, whatever the main thread does."""
 
     token: int
@@ -178,7 +186,7 @@ class Abort(Message, frozen=True):
     lost: bool = False
 
 
-class Leave(Message, frozen=True):
+class Shutdown(Message, frozen=True):
     """Leave the process group and exit. Saves in the background and exit functions may take `patience` seconds."""
 
     patience: float = 0.0
@@ -187,7 +195,7 @@ class Leave(Message, frozen=True):
 # Rank to notebook ---------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class RankReady(Message, frozen=True):
     """The first message of a rank: its link works and it takes tasks. `device` is as torch writes it (`cuda:0`)."""
 
     rank: int
@@ -198,7 +206,7 @@ class Hello(Message, frozen=True):
     threads: int
 
 
-class Lingering(Message, frozen=True):
+class ShutdownDelayed(Message, frozen=True):
     """The rank leaves once its saves in the background and its exit functions are done, or after `seconds`."""
 
     seconds: float
@@ -254,7 +262,7 @@ class InputRequest(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The cell has ended on this rank. `payload` answers `CallFunction` and `Fetch`, or is what was `Measured`.
+    """The cell has ended on this rank. `payload` answers `CallFunction` and `FetchValue`, or is what was `Measured`.
 
     `collectives` is how many collectives it began there.
     """
@@ -289,19 +297,29 @@ class Stack(Message, frozen=True):
     paused: bool = False
 
 
-Task = RunCell | CallFunction | Assign | Fetch | ListState | ExportState | AdoptState | Regroup
+Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup
 """What a rank's main thread does, one at a time, and answers with `Done`."""
-_Aside = AskStack | AskCollectives | Abort | Leave | Seen | Recall | Question | CommHeard | DebugHeard
+_Aside = GetStack | GetCollectives | Abort | Shutdown | Acknowledge | RequestReplay | Question | CommToRank | DapToRank
 ToRank = Task | Interrupt | InputReply | _Aside
-_Shown = Text | TextCut | Display | Clear | CommSaid
+_Shown = Text | TextCut | Display | Clear | CommFromRank
 FromRank = (
-    Hello | StartFailed | Lingering | _Shown | InputRequest | Done | Stack | Collectives | Here | Answer | DebugSaid
+    RankReady
+    | StartFailed
+    | ShutdownDelayed
+    | _Shown
+    | InputRequest
+    | Done
+    | Stack
+    | Collectives
+    | ReplayStart
+    | Answer
+    | DapFromRank
 )
 
-ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | KeepCluster | Claim
-FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | Claimed | ClaimRefused
+ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | DetachCluster | ClaimCluster
+FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | ClaimAccepted | ClaimRejected
 
-_FROM_STREAMS = (Text, Display, CommSaid)
+_FROM_STREAMS = (Text, Display, CommFromRank)
 """What comes by the thousand, or is large; its fields are made of text where it is made."""
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -12,19 +12,19 @@ from rankbook.protocol.base import Message
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
 
 
-class Asked(Message, frozen=True):
+class QueryRequest(Message, frozen=True):
     """A question; its answer has the same token."""
 
     token: int
 
 
-class Answered(Message, frozen=True):
+class QueryReply(Message, frozen=True):
     """An answer."""
 
     token: int
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank at one moment. `cell` is the cluster's number of what it runs, `waited` the seconds of `waits_for`.
 
     `steps` is None where nobody counts optimizer steps; `at` is the rank's monotonic clock.
@@ -51,8 +51,8 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica: int = -1
 
 
-class HeldTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor on one rank: `grid` is its place in `ShardsTold.grids`; `shape` is the global one."""
+class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor on one rank: `grid` is its place in `ShardsReply.grids`; `shape` is the global one."""
 
     key: str
     dtype: str
@@ -62,10 +62,11 @@ class HeldTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: int
 
 
-class AskLook(Asked, frozen=True):
-    """Answer with `Looked`. `holdings`: what lives there too, unless that still is version `known`; `fresh`: look now.
+class GetStatus(QueryRequest, frozen=True):
+    """Answer with `StatusReply`.
 
-    `saves`: checkpoints too.
+    `holdings`: with what lives there, unless that still is version `known`. `fresh`: look now. `saves`: with
+    checkpoints.
     """
 
     holdings: bool
@@ -74,19 +75,19 @@ class AskLook(Asked, frozen=True):
     saves: bool
 
 
-class AskDetail(Asked, frozen=True):
-    """Answer with `DetailTold`."""
+class GetDetail(QueryRequest, frozen=True):
+    """Answer with `DetailReply`."""
 
 
-class AskShards(Asked, frozen=True):
-    """Answer with `ShardsTold` about the variable `name`. `others`: with the parts of the other ranks, as computed."""
+class GetShards(QueryRequest, frozen=True):
+    """Answer with `ShardsReply` about the variable `name`. `others`: with the parts of the other ranks, as computed."""
 
     name: str
     others: bool
 
 
-class AskStatistic(Asked, frozen=True):
-    """Answer with `StatisticTold` about what is here of the tensor `key` of the variable `name`."""
+class GetStatistic(QueryRequest, frozen=True):
+    """Answer with `StatisticReply` about what is here of the tensor `key` of the variable `name`."""
 
     name: str
     key: str
@@ -99,73 +100,73 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
 
 
-class AskCompletions(Asked, frozen=True):
-    """Answer with `CompletionsTold`: what may follow `text[:cursor]`. `variables`: the cells' own variables alone."""
+class GetCompletions(QueryRequest, frozen=True):
+    """Answer with `CompletionsReply`: what may follow `text[:cursor]`. `variables`: the cells' own variables alone."""
 
     text: str
     cursor: int
     variables: bool
 
 
-class AskInspection(Asked, frozen=True):
-    """Answer with `InspectionTold` about what is under the cursor in `text`. `source`: with its source."""
+class GetInspection(QueryRequest, frozen=True):
+    """Answer with `InspectionReply` about what is under the cursor in `text`. `source`: with its source."""
 
     text: str
     cursor: int
     source: bool
 
 
-class AskPeek(Asked, frozen=True):
-    """Answer with `PeekTold`: what the expression `source` gives, within `seconds` of evaluating it."""
+class GetValue(QueryRequest, frozen=True):
+    """Answer with `ValueReply`: what the expression `source` gives, within `seconds` of evaluating it."""
 
     source: str
     seconds: float
 
 
-class Looked(Answered, frozen=True):
+class StatusReply(QueryReply, frozen=True):
     """What was seen. Without `holdings` they are what they were, or were not asked for."""
 
-    sample: Sample
+    sample: RankSample
     version: int
     holdings: tuple[Holding, ...] | None
     saves: tuple[CheckpointSave, ...]
 
 
-class DetailTold(Answered, frozen=True):
+class DetailReply(QueryReply, frozen=True):
     """What the rank is at; its output is known where it was sent."""
 
     detail: RankDetail
 
 
-class ShardsTold(Answered, frozen=True):
+class ShardsReply(QueryReply, frozen=True):
     """What the rank holds of a variable. Each of `grids` is shared by the tensors that are cut alike."""
 
     kind: str
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[RankTensor, ...]
     grids: tuple[tuple[Box, ...], ...]
     trouble: str
 
 
-class StatisticTold(Answered, frozen=True):
+class StatisticReply(QueryReply, frozen=True):
     """The numbers."""
 
     statistic: Statistic
 
 
-class CompletionsTold(Answered, frozen=True):
+class CompletionsReply(QueryReply, frozen=True):
     """What may take the place of `text[start:cursor]`."""
 
     start: int
     completions: tuple[Completion, ...]
 
 
-class InspectionTold(Answered, frozen=True):
+class InspectionReply(QueryReply, frozen=True):
     """What is known of it, for people; "" where there is nothing under the cursor, or nothing of that name."""
 
     text: str
 
 
-class PeekTold(Answered, frozen=True):
+class ValueReply(QueryReply, frozen=True):
     """What an expression gave, as people read it, or the `trouble` with it. `cell` is what the rank ran meanwhile."""
 
     text: str
@@ -173,14 +174,23 @@ class PeekTold(Answered, frozen=True):
     cell: int | None
 
 
-class NothingTold(Answered, frozen=True):
+class QueryFailed(QueryReply, frozen=True):
     """The rank cannot answer, and says why."""
 
     trouble: str
 
 
-Hint = AskCompletions | AskInspection
+Hint = GetCompletions | GetInspection
 """What an editor asks while a person types: it cannot wait."""
-Look = AskLook | AskDetail | AskShards | AskStatistic
-Question = Look | Hint | AskPeek
-Answer = Looked | DetailTold | ShardsTold | StatisticTold | CompletionsTold | InspectionTold | PeekTold | NothingTold
+Look = GetStatus | GetDetail | GetShards | GetStatistic
+Question = Look | Hint | GetValue
+Answer = (
+    StatusReply
+    | DetailReply
+    | ShardsReply
+    | StatisticReply
+    | CompletionsReply
+    | InspectionReply
+    | ValueReply
+    | QueryFailed
+)

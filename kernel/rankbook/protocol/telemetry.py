@@ -14,7 +14,7 @@ Struct = msgspec.Struct
 """What all of these are."""
 
 
-class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One collective of one rank.
 
     `number` counts those of its group since the group was formed, 0 for sends and receives, whose other rank is `peer`.
@@ -40,8 +40,8 @@ class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     ranks: tuple[int, ...]
     count: int
-    pending: tuple[Launch, ...]
-    recent: tuple[Launch, ...]
+    pending: tuple[CollectiveLaunch, ...]
+    recent: tuple[CollectiveLaunch, ...]
     broken: bool = False
 
 

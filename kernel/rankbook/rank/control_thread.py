@@ -23,22 +23,22 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from rankbook.protocol.comm import CommHeard, DebugHeard
+from rankbook.protocol.comm import CommToRank, DapToRank
 from rankbook.protocol.messages import (
     Abort,
-    AskCollectives,
-    AskStack,
     Collectives,
+    GetCollectives,
+    GetStack,
     InputReply,
     Interrupt,
-    Leave,
+    Shutdown,
     Stack,
     ToRank,
 )
-from rankbook.protocol.queries import Asked, Question
+from rankbook.protocol.queries import QueryRequest, Question
 from rankbook.rank import originals, os_utils
 from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import Capture
+from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.transport.link import RankLink
 
 READ_AFTER = 0.01
@@ -69,7 +69,7 @@ _MOST_PUT_OFF = 40
 Task = tuple[ToRank, list[memoryview]]
 
 
-class Answers(Protocol):
+class MainThreadControl(Protocol):
     """What the thread can say and do about the main thread's work, from outside."""
 
     def stack(self, token: int) -> Stack:
@@ -81,7 +81,7 @@ class Answers(Protocol):
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on another thread."""
 
-    def debug(self, message: DebugHeard) -> None:
+    def debug(self, message: DapToRank) -> None:
         """Have the debugger hear it, soon, on another thread."""
 
     def abort(self, message: Abort) -> None:
@@ -272,15 +272,15 @@ class Interrupts:
             self._signal()
 
 
-class Control(threading.Thread):
+class ControlThread(threading.Thread):
     """Runs until the notebook says Leave or is gone. Tasks for the main thread go to `tasks`; None ends its loop."""
 
     def __init__(
         self,
         link: RankLink,
-        capture: Capture,
+        capture: OutputCapture,
         interrupts: Interrupts,
-        answers: Answers,
+        answers: MainThreadControl,
         liveness: int,
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
@@ -373,24 +373,24 @@ class Control(threading.Thread):
 
     def _dispatch(self, message: ToRank, frames: list[memoryview]) -> None:
         match message:
-            case Leave():
+            case Shutdown():
                 self._left, self.patience = True, message.patience
                 self.tasks.put(None)
             case Interrupt():
                 self._interrupts.request(message.cell)
             case InputReply():
                 self.replies.put(message)
-            case AskStack():
+            case GetStack():
                 self._link.send(self._answers.stack(message.token))
-            case AskCollectives():
+            case GetCollectives():
                 self._link.send(self._answers.collectives(message.token))
             case Abort():
                 self._answers.abort(message)
-            case CommHeard():
+            case CommToRank():
                 comms.hear(message, frames)
-            case DebugHeard():
+            case DapToRank():
                 self._answers.debug(message)
-            case Asked():
+            case QueryRequest():
                 self._answers.inquire(message)
             case _:
                 self.tasks.put((message, frames))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankbook.package_folders import PACKAGE_FOLDERS
-from rankbook.protocol.comm import DebugHeard, DebugSaid
+from rankbook.protocol.comm import DapFromRank, DapToRank
 
 _SECONDS = 10.0
 """For the engine to connect, and to be gone."""
@@ -42,7 +42,7 @@ Message = dict[str, Any]
 class Debuggee:
     """Speaks through `send`. `be_patient` is told whether the other ranks may have to wait for as long as it takes."""
 
-    def __init__(self, send: Callable[[DebugSaid], None], be_patient: Callable[[bool], None]) -> None:
+    def __init__(self, send: Callable[[DapFromRank], None], be_patient: Callable[[bool], None]) -> None:
         self.attached = False
         self._send = send
         self._be_patient = be_patient
@@ -66,7 +66,7 @@ class Debuggee:
 
     # Any thread
 
-    def hear(self, message: DebugHeard) -> None:
+    def hear(self, message: DapToRank) -> None:
         """Have the debugger hear it, soon, on another thread."""
         self._requests.put(message.content)
         if self._started.acquire(blocking=False):
@@ -119,7 +119,7 @@ class Debuggee:
                 self._pass_on(request)
             except Exception as error:  # noqa: BLE001 - whoever asked is told; it must not end this thread
                 words = f"{type(error).__name__}: {error}"
-                self._send(DebugSaid(json.dumps(_failure(request, words))))
+                self._send(DapFromRank(json.dumps(_failure(request, words))))
 
     def _pass_on(self, request: Message) -> None:
         command = request["command"]
@@ -134,7 +134,7 @@ class Debuggee:
             if command == "pause" and self._traced is None:  # it would stop the next task, at its first line
                 self._moving = False
                 words = "it runs nothing, or what began before it was debugged"
-                self._send(DebugSaid(json.dumps(_failure(request, words))))
+                self._send(DapFromRank(json.dumps(_failure(request, words))))
                 return
         if command == "disconnect":
             self._leaving = request["seq"]
@@ -222,7 +222,7 @@ class Debuggee:
         if last is not None:  # not before: whoever then starts another one would take the end of this one for its end
             self._tell(last)
         else:
-            self._send(DebugSaid(""))
+            self._send(DapFromRank(""))
 
     def _note(self, message: Message) -> bool:
         """Whether it is for the front end."""
@@ -242,7 +242,7 @@ class Debuggee:
     def _tell(self, message: Message) -> None:
         if message.get("event") == "continued":
             self._paused = None
-        self._send(DebugSaid(json.dumps(message)))
+        self._send(DapFromRank(json.dumps(message)))
 
 
 def read_message(stream: IO[bytes]) -> Message | None:

@@ -26,7 +26,7 @@ from IPython.core.error import UsageError
 
 from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
 from rankbook.formatting import suggest
-from rankbook.protocol.comm import DebugHeard
+from rankbook.protocol.comm import DapToRank
 from rankbook.protocol.messages import (
     Abort,
     AdoptState,
@@ -38,7 +38,7 @@ from rankbook.protocol.messages import (
     Done,
     ErrorReport,
     ExportState,
-    Fetch,
+    FetchValue,
     Frame,
     InputReply,
     InputRequest,
@@ -51,7 +51,7 @@ from rankbook.protocol.messages import (
     ToRank,
 )
 from rankbook.protocol.profiling import Measure
-from rankbook.protocol.queries import AskCompletions, AskInspection, AskPeek, Hint, Look, Question
+from rankbook.protocol.queries import GetCompletions, GetInspection, GetValue, Hint, Look, Question
 from rankbook.rank import (
     originals,
     os_utils,
@@ -62,11 +62,11 @@ from rankbook.rank import (
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom
-from rankbook.rank.inspect.completion import Guide
-from rankbook.rank.inspect.query_handlers import Inquiries, answer_apart
-from rankbook.rank.io.output_capture import Capture
-from rankbook.rank.io.output_widget import Target
-from rankbook.rank.process_groups.manager import GroupMember
+from rankbook.rank.inspect.completion import CompletionHandler
+from rankbook.rank.inspect.query_handlers import QueryThreads, answer_apart
+from rankbook.rank.io.output_capture import OutputCapture
+from rankbook.rank.io.output_widget import OutputWidgetTarget
+from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
 from rankbook.transport.link import Frames, RankLink
 from rankbook.transport.serialization import Packed, pack, unpack
@@ -75,8 +75,8 @@ from rankbook.transport.shared_memory import SegmentStore
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from rankbook.rank.inspect.evaluate import Peeks
-    from rankbook.rank.inspect.query_handlers import Lookout
+    from rankbook.rank.inspect.evaluate import Evaluator
+    from rankbook.rank.inspect.query_handlers import StatusHandler
     from rankbook.rank.measurement import Measurement
 
 
@@ -91,9 +91,9 @@ class Executor:
         self,
         shell: RankShell,
         link: RankLink,
-        capture: Capture,
+        capture: OutputCapture,
         interrupts: Interrupts,
-        group: GroupMember,
+        group: GroupManager,
         segments: Path,
     ) -> None:
         self.cell = 0
@@ -108,9 +108,9 @@ class Executor:
         self._group = group
         self._segments = SegmentStore(segments)
         self._pid = getpid()
-        self._looks = Inquiries[Look](link.send, self._lookout)
-        self._hints = Inquiries[Hint](link.send, self._guide)
-        self._peeks: Peeks | None = None
+        self._looks = QueryThreads[Look](link.send, self._lookout)
+        self._hints = QueryThreads[Hint](link.send, self._guide)
+        self._peeks: Evaluator | None = None
         self._measurement: Measurement | None = None
         self._debuggee = Debuggee(link.send, group.be_patient)
         shell.attach(self)
@@ -232,7 +232,7 @@ class Executor:
                 return pack(function(*args, **kwargs), store=self._segments)
             case Assign():
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
-            case Fetch():
+            case FetchValue():
                 return pack(self._fetch(message.name), store=self._segments)
             case ListState():
                 return pack(recovery.list_state(self._shell.user_ns, self._shell.user_ns_hidden), store=None)
@@ -296,7 +296,7 @@ class Executor:
     # The shell's session
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
-        """See `shell.Session`."""
+        """See `shell.ShellSession`."""
         if self._forked:
             print(data.get("text/plain", ""))  # noqa: T201 - a subprocess has no way to the notebook but its stdout
             return
@@ -308,20 +308,20 @@ class Executor:
         )
 
     def clear(self, *, wait: bool) -> None:
-        """See `shell.Session`."""
+        """See `shell.ShellSession`."""
         place = self._place()
         if place is not None:
             place.clear(wait=wait)
         elif not self._forked:
             self._send_in_order(Clear(cell=self.cell, wait=wait))
 
-    def _place(self) -> Target | None:
+    def _place(self) -> OutputWidgetTarget | None:
         """The widget that captures what this thread shows, if there is one; what was printed before is there."""
         place = self._capture.diverted()
         if place is not None:
             self._capture.flush()
             self._capture.drain()
-        return place if isinstance(place, Target) else None
+        return place if isinstance(place, OutputWidgetTarget) else None
 
     def tell(self, error: BaseException) -> ErrorReport:
         """An error in words, of a cell that goes on. The main thread."""
@@ -329,7 +329,7 @@ class Executor:
         return tracebacks.report(self._shell, error, self._cell_files())
 
     def ask(self, prompt: str, *, password: bool) -> str:
-        """See `shell.Session`. Raises EOFError where nobody can be asked."""
+        """See `shell.ShellSession`. Raises EOFError where nobody can be asked."""
         if self._forked:
             raise EOFError("a subprocess of a rank cannot ask")
         self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
@@ -385,29 +385,29 @@ class Executor:
 
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on a thread of its own. Any thread."""
-        if isinstance(question, AskPeek):
+        if isinstance(question, GetValue):
             answer_apart(self._link.send, self._make_peeks, question)
-        elif isinstance(question, (AskCompletions, AskInspection)):  # on a thread of its own: a look may take its time
+        elif isinstance(question, (GetCompletions, GetInspection)):  # on a thread of its own: a look may take its time
             self._hints.put(question)
         else:
             self._looks.put(question)
 
-    def debug(self, message: DebugHeard) -> None:
+    def debug(self, message: DapToRank) -> None:
         """Have the debugger hear it, soon, on a thread of its own. Any thread."""
         self._debuggee.hear(message)
 
-    def _guide(self) -> Guide:
-        return Guide(self, self._group.rank)
+    def _guide(self) -> CompletionHandler:
+        return CompletionHandler(self, self._group.rank)
 
-    def _lookout(self) -> Lookout:
-        from rankbook.rank.inspect.query_handlers import Lookout
+    def _lookout(self) -> StatusHandler:
+        from rankbook.rank.inspect.query_handlers import StatusHandler
 
-        return Lookout(self, self._group.rank, self._group.device)
+        return StatusHandler(self, self._group.rank, self._group.device)
 
-    def _make_peeks(self) -> Peeks:
-        from rankbook.rank.inspect.evaluate import Peeks
+    def _make_peeks(self) -> Evaluator:
+        from rankbook.rank.inspect.evaluate import Evaluator
 
-        self._peeks = self._peeks or Peeks(self, self._group.device)
+        self._peeks = self._peeks or Evaluator(self, self._group.device)
         return self._peeks
 
     def abort(self, message: Abort) -> None:

@@ -49,7 +49,7 @@ from rankbook.protocol.forkserver import (
     RankForked,
 )
 from rankbook.protocol.messages import Message, ToForkserver, decode_to_forkserver
-from rankbook.protocol.reattach import Claim, Claimed, ClaimRefused, KeepCluster
+from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
 from rankbook.rank import os_utils
 from rankbook.transport.framed_socket import MessageStream
 
@@ -97,7 +97,7 @@ class Forkserver:
     """Serves one notebook process, whose id is `notebook`, over `stream`."""
 
     def __init__(self, stream: MessageStream[ToForkserver], notebook: int) -> None:
-        self._owner = Owner(stream, notebook)
+        self._owner = Ownership(stream, notebook)
         self._notebook = notebook
         self._exits: dict[int, RankExited] = {}
         self._children: dict[int, Child] = {}
@@ -158,7 +158,7 @@ class Forkserver:
                 for child in self._children.values():
                     if (child.request.rank, child.request.incarnation) == (message.rank, message.incarnation):
                         self._kill(child.pid)
-            case KeepCluster():
+            case DetachCluster():
                 self._owner.keep(message)
             case CloseCluster():
                 self._owner.let_go()
@@ -345,7 +345,7 @@ _CLAIM_SECONDS = 5.0
 Stream = MessageStream[ToForkserver]
 
 
-class Owner:
+class Ownership:
     """The owner, seen from the forkserver: first the process `notebook`, its parent, over `stream`."""
 
     def __init__(self, stream: Stream, notebook: int) -> None:
@@ -353,7 +353,7 @@ class Owner:
         self.lost = 0.0
         self._gone: Callable[[], bool] = lambda: os.getppid() != notebook
         self._pid = notebook
-        self._kept: KeepCluster | None = None
+        self._kept: DetachCluster | None = None
         self._listener: socket.socket | None = None
         self._callers: list[tuple[Stream, int, float]] = []
         self._flag = mmap.mmap(-1, 1)  # shared with every process that is forked from here on
@@ -382,7 +382,7 @@ class Owner:
         if self.there():
             self.stream.send(message)
 
-    def keep(self, message: KeepCluster) -> None:
+    def keep(self, message: DetachCluster) -> None:
         """From now on the cluster outlives its owner."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
@@ -437,19 +437,19 @@ class Owner:
         self._callers.append((caller, pid or 0, time.monotonic() + _CLAIM_SECONDS))
 
     def _answer(self, caller: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:
-        if not isinstance(message, Claim) or not self._knows(message.token):
-            caller.send(ClaimRefused(owner=0))
+        if not isinstance(message, ClaimCluster) or not self._knows(message.token):
+            caller.send(ClaimRejected(owner=0))
             caller.close()
             return False
         if self.there():
-            caller.send(ClaimRefused(owner=self._pid))
+            caller.send(ClaimRejected(owner=self._pid))
             caller.close()
             return False
         self._pid = pid or message.pid
         self._gone = os_utils.end_of(self._pid)
         self.stream = caller
         self._flag[0] = 1
-        caller.send(Claimed(ranks=ranks, lost=self.lost))
+        caller.send(ClaimAccepted(ranks=ranks, lost=self.lost))
         return True
 
     def _knows(self, token: str) -> bool:

@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
-from rankbook.protocol.messages import ErrorReport, Hello, Lingering, StartFailed
+from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
 from rankbook.rank import originals, recovery, shutdown, tracebacks
-from rankbook.rank.control_thread import FAILURES_APART, Control, Interrupts
+from rankbook.rank.control_thread import FAILURES_APART, ControlThread, Interrupts
 from rankbook.rank.executor import Executor
 from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import Capture, Pace
-from rankbook.rank.io.output_widget import Office
+from rankbook.rank.io.output_capture import OutputCapture, RateLimit
+from rankbook.rank.io.output_widget import OutputWidgetHook
 from rankbook.rank.process_groups import gloo
-from rankbook.rank.process_groups.manager import GroupMember
-from rankbook.rank.replay_buffer import OFFER_SECONDS, KeptLink
+from rankbook.rank.process_groups.manager import GroupManager
+from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_of, words_of
@@ -89,7 +89,7 @@ def _make_link(request: ForkRank, owned: Callable[[], bool]) -> RankLink:
     if not request.keep:
         return ZmqRank(sender, request.uplink, request.downlink)
     link = ZmqRank(sender, request.uplink, request.downlink, patience=OFFER_SECONDS)
-    return KeptLink(link, request.keep, owned)
+    return DetachableLink(link, request.keep, owned)
 
 
 def _be_like_the_notebook(request: ForkRank) -> None:
@@ -106,9 +106,9 @@ def _be_like_the_notebook(request: ForkRank) -> None:
     torch.set_num_threads(request.threads)
 
 
-def _pace(world_size: int) -> Pace:
+def _pace(world_size: int) -> RateLimit:
     """The ranks' shares of what the server lets through, less labels and JSON."""
-    return Pace(rate=650_000 / world_size, burst=1_800_000 // world_size, window=2_400_000 // world_size)
+    return RateLimit(rate=650_000 / world_size, burst=1_800_000 // world_size, window=2_400_000 // world_size)
 
 
 def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> None:
@@ -119,8 +119,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     interrupts = Interrupts()
     pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
     words = None if request.keep else words_of(Path(request.segments), request.rank, request.incarnation)
-    capture = Capture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, words)
-    group = GroupMember(
+    capture = OutputCapture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, words)
+    group = GroupManager(
         rank=request.rank,
         world_size=request.world_size,
         backend=request.backend,
@@ -132,8 +132,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     assert shell is not None
     recovery.stand_for(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
-    comms.attach(link, Office(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
-    control = Control(link, capture, interrupts, executor, liveness)
+    comms.attach(link, OutputWidgetHook(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
+    control = ControlThread(link, capture, interrupts, executor, liveness)
     executor.wait_reply, executor.run_when_idle = control.replies.get, control.tasks.put
     shell.give(
         {
@@ -150,7 +150,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     interrupts.disarm()
     control.start()
     link.send(
-        Hello(
+        RankReady(
             rank=request.rank,
             pid=os.getpid(),
             incarnation=request.incarnation,
@@ -165,7 +165,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     capture.end()
 
 
-def _work(control: Control, executor: Executor) -> None:
+def _work(control: ControlThread, executor: Executor) -> None:
     """Run tasks until it is time to leave. An error between two of them, as of a signal handler, is told."""
     failed = -FAILURES_APART
     while True:
@@ -183,9 +183,9 @@ def _work(control: Control, executor: Executor) -> None:
         executor.execute(task)
 
 
-def _say_farewell(link: RankLink, group: GroupMember, patience: float) -> None:
+def _say_farewell(link: RankLink, group: GroupManager, patience: float) -> None:
     def linger(seconds: float) -> None:
-        link.send(Lingering(seconds=seconds))
+        link.send(ShutdownDelayed(seconds=seconds))
 
     trouble = shutdown.finish_saves(patience, linger)
     shutdown.run_exits(patience, linger)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Measurement:
-    """Of one cell on `rank`, which has begun `launched` collectives so far. The main thread; is a `waits.Watcher`."""
+    """Of one cell on `rank`, which has begun `launched` collectives so far. The main thread; is a `WaitObserver`."""
 
     def __init__(self, asked: Measure, rank: int, device: torch.device, launched: int) -> None:
         self._main_cpu = cpu_clock_of(threading.get_ident())
@@ -78,7 +78,7 @@ class Measurement:
                 self._trouble = f"what torch's profiler saw could not be told: {type(error).__name__}: {error}"
         return Measured(self._times, profile, self._trouble)
 
-    # waits.Watcher
+    # interruptible_work.WaitObserver
 
     @contextlib.contextmanager
     def begins(self, word: str) -> Iterator[None]:
@@ -116,7 +116,7 @@ class WaitClock:
         self._waited = 0.0
 
     @contextlib.contextmanager
-    def during(self, word: str) -> Iterator[None]:  # noqa: ARG002 - see `waits.Watcher`
+    def during(self, word: str) -> Iterator[None]:  # noqa: ARG002 - see `interruptible_work.WaitObserver`
         """A thread waits."""
         self._begin()
         try:

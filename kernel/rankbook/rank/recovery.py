@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from rankbook.errors import TransferError
 from rankbook.rank import model_reset
-from rankbook.rank.process_groups.recoverable_group import RecoverableGroup
+from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
 from rankbook.transport.serialization import Packed, Reduce, pack, why_not
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -50,7 +50,7 @@ class Exportable(TypedDict):
     missing: dict[str, str]
 
 
-class State(TypedDict):
+class ExportedState(TypedDict):
     """The exported part of a rank's state. `imports` maps names to modules."""
 
     variables: dict[str, Any]
@@ -59,7 +59,7 @@ class State(TypedDict):
     folder: str
 
 
-class Adopted(TypedDict):
+class AdoptedState(TypedDict):
     """What the new rank has: how many of each kind, and the reasons for what it has not.
 
     `refused` is the reason why nothing was adopted; empty otherwise.
@@ -97,16 +97,16 @@ def export_state(
         if isinstance(value, types.ModuleType) and not name.startswith("_") and name not in hidden
     }
     variables = {name: namespace[name] for name in names if name in namespace}
-    state = State(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
+    state = ExportedState(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
     return pack(state, store=store, reduce=_Reducer(namespace))
 
 
-def adopt_state(namespace: dict[str, Any], open_state: Callable[[], State] | None) -> Adopted:
+def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:
     """Put the state that `open_state` returns into `namespace`, or nothing where it raises.
 
     Without it, make this rank's models ready for the new ranks.
     """
-    adopted = Adopted(variables=0, functions=0, imports=0, missing={}, refused="")
+    adopted = AdoptedState(variables=0, functions=0, imports=0, missing={}, refused="")
     if open_state is None:
         model_reset.start_over()
         return adopted
@@ -155,7 +155,7 @@ class _Reducer:
     def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
             return _reduce_function(value)
-        if isinstance(value, RecoverableGroup):
+        if isinstance(value, RecoverableProcessGroup):
             return _group_here, (value.group_name,)
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())

@@ -22,7 +22,7 @@ from rankbook.protocol.messages import (
     Clear,
     Display,
     Done,
-    Fetch,
+    FetchValue,
     InputReply,
     InputRequest,
     Interrupt,
@@ -35,7 +35,7 @@ from rankbook.protocol.messages import (
     ToRank,
     encode_from_rank,
 )
-from rankbook.protocol.reattach import Here, Recall, Seen
+from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
 from rankbook.transport.link import Frames, RankLink
 
 MOST = 16 << 20
@@ -55,7 +55,7 @@ class _Entry:
         self.size = len(message.data) + 64 if isinstance(message, Text) else len(encode_from_rank(message)) + 64
 
 
-class Outbox:
+class ReplayBuffer:
     """The messages of the cell that runs, or of the last one until it was seen. Knows no link and no clock."""
 
     def __init__(self, *, most: int = MOST) -> None:
@@ -113,10 +113,10 @@ class Outbox:
         for each in [each for each in self._entries if isinstance(each.message, InputRequest)]:
             self._remove(each)
 
-    def recall(self, nonce: str, since: float) -> tuple[Here, list[Kept]]:
-        """What a new owner is told: see `Recall`."""
+    def recall(self, nonce: str, since: float) -> tuple[ReplayStart, list[Kept]]:
+        """What a new owner is told: see `RequestReplay`."""
         kept = [each.message for each in self._entries if each.message.cell > self._seen or each.when >= since]
-        here = Here(
+        here = ReplayStart(
             nonce=nonce,
             cell=self._cell,
             number=self._number,
@@ -162,7 +162,7 @@ def _label(task: Task) -> str:
             return "a cell"
         case Assign():
             return "a push"
-        case Fetch(name=name):
+        case FetchValue(name=name):
             return f"a pull of {name}"
         case Regroup():
             return "forming the group"
@@ -170,21 +170,21 @@ def _label(task: Task) -> str:
             return "a call"
 
 
-class PatientLink(RankLink, Protocol):
+class TimeoutLink(RankLink, Protocol):
     """A rank's link that does not wait for ever."""
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
         """Send, if there is room within a moment; whether there was."""
 
 
-class KeptLink:
+class DetachableLink:
     """A rank's link that keeps a copy. `owned()` says whether there is a notebook to send to."""
 
-    def __init__(self, link: PatientLink, token: str, owned: Callable[[], bool]) -> None:
+    def __init__(self, link: TimeoutLink, token: str, owned: Callable[[], bool]) -> None:
         self._link = link
         self._token = token
         self._owned = owned
-        self._outbox = Outbox()
+        self._outbox = ReplayBuffer()
         self._lock = threading.Lock()
 
     def send(self, message: Message, frames: Frames = ()) -> None:
@@ -203,9 +203,9 @@ class KeptLink:
 
     def _deal_with(self, message: ToRank) -> bool:
         match message:
-            case Seen():
+            case Acknowledge():
                 self._outbox.seen(message.cell)
-            case Recall():
+            case RequestReplay():
                 self._recall(message)
             case InputReply() | Interrupt():
                 self._outbox.answered()
@@ -216,7 +216,7 @@ class KeptLink:
                 return False
         return True
 
-    def _recall(self, message: Recall) -> None:
+    def _recall(self, message: RequestReplay) -> None:
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return
         here, kept = self._outbox.recall(message.nonce, message.since)

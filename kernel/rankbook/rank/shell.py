@@ -1,6 +1,6 @@
 """The IPython shell that a rank's cells run in.
 
-Owns: display, input and `!` on a rank. Refuses: the wire's details; it calls the rank's `Session`.
+Owns: display, input and `!` on a rank. Refuses: the wire's details; it calls the rank's `ShellSession`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _DEEPEST = 200
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
-class Session(Protocol):
+class ShellSession(Protocol):
     """What the shell needs of its rank."""
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
@@ -74,7 +74,7 @@ class Session(Protocol):
 class RankDisplayPublisher(DisplayPublisher):
     """Sends what `display()` makes to the notebook."""
 
-    session: Session | None = None
+    session: ShellSession | None = None
 
     def publish(
         self,
@@ -106,7 +106,7 @@ class RankDisplayPublisher(DisplayPublisher):
 class RankDisplayHook(DisplayHook):
     """Sends a cell's last expression to the notebook."""
 
-    session: Session | None = None
+    session: ShellSession | None = None
     source = ""
 
     def quiet(self) -> bool:
@@ -283,7 +283,7 @@ class RankShell(InteractiveShell):
         """Nothing: IPython's history would keep all text that was ever printed."""
         yield
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: ShellSession) -> None:
         """Send display and input through `session` from now on."""
         assert isinstance(self.display_pub, RankDisplayPublisher)
         assert isinstance(self.displayhook, RankDisplayHook)

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankbook.errors import BadRequest
 from rankbook.runtime import prepare, recovery
-from rankbook.runtime.comm.methods import Communication
+from rankbook.runtime.comm.methods import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -27,15 +27,15 @@ from rankbook.runtime.prepare import (
     prepare_scheduler,
     release_model,
 )
-from rankbook.runtime.prepared import Context
-from rankbook.runtime.saving.methods import Saving
-from rankbook.runtime.settings import Core
+from rankbook.runtime.prepared import PrepareContext
+from rankbook.runtime.saving.methods import SavingMethods
+from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.trackers import GeneralTracker, make_tracker
-from rankbook.runtime.training import Training
+from rankbook.runtime.training import TrainingMethods
 
 
-class Tracking(Core):
+class TrackingMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
     def init_trackers(
@@ -86,7 +86,7 @@ class Tracking(Core):
 _HERE_ONLY = {"state", "gradient_state", "_references", "trackers"}
 
 
-class Accelerator(Training, Communication, Saving, Tracking):
+class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMethods):
     """Prepares models, optimizers, loaders and schedulers for the ranks there are, and trains with them.
 
     A second `Accelerator()` keeps the settings that all in this process share; one with other settings changes them,
@@ -208,9 +208,9 @@ class Accelerator(Training, Communication, Saving, Tracking):
         if fresh:  # a new rank among others: they begin with an agreement, so it does too
             recovery.start_over()
 
-    def _context(self) -> Context:
+    def _context(self) -> PrepareContext:
         setup = self.setup
-        return Context(
+        return PrepareContext(
             setup=setup,
             strategy=self.strategy,
             precision=self.mixed_precision,

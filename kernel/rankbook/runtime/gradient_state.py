@@ -179,7 +179,7 @@ def _settings(plugin: object) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-class Window:
+class AccumulationWindow:
     """The window that is open now; one for the process, as there is one `GradientState`.
 
     `divisor` is what a loss is divided by. `scaler` is that of the optimizers that are prepared now. `parameters` gives
@@ -272,11 +272,11 @@ class Window:
         gradients._set_sync_gradients(True)
 
 
-window = Window()
+window = AccumulationWindow()
 """This process's."""
 
 
-class Accumulating:
+class AccumulateContext:
     """The block of one batch. `set_sync` is told whether the models reduce their gradients in it."""
 
     __slots__ = ("_gradients", "_held", "_set_sync")

@@ -20,7 +20,7 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Spelling:
+class LauncherVariables:
     """How one family of launchers names the four numbers."""
 
     launcher: str
@@ -31,16 +31,16 @@ class Spelling:
 
 
 SPELLINGS = (
-    Spelling("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Spelling("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Spelling(
+    LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherVariables(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    Spelling(
+    LauncherVariables(
         "MVAPICH",
         "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_SIZE",
@@ -48,12 +48,12 @@ SPELLINGS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     # The step's size, not the job's: a script that sbatch runs without srun is alone, whatever the job could hold.
-    Spelling("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
 @dataclass(frozen=True)
-class Setup:
+class LaunchSetup:
     """This process among the others of its launch. `master` is where rank 0 is met; None when nobody has to meet."""
 
     rank: int = 0
@@ -64,7 +64,7 @@ class Setup:
     master: tuple[str, int] | None = None
 
 
-def read_setup(environment: Mapping[str, str] | None = None) -> Setup:
+def read_setup(environment: Mapping[str, str] | None = None) -> LaunchSetup:
     """The setup that the environment describes; one process alone where it describes none.
 
     Raises `BadRequest` for a description that contradicts itself or that has a hole.
@@ -78,7 +78,7 @@ def read_setup(environment: Mapping[str, str] | None = None) -> Setup:
         raise BadRequest(f"{torch.world_size}={environment[torch.world_size]}, and no {torch.rank}: set both, or none")
     if _number(environment, torch.rank, 0) > 0:
         raise BadRequest(f"{torch.rank}={environment[torch.rank]}, and no {torch.world_size}: set both, or none")
-    return Setup()
+    return LaunchSetup()
 
 
 def local_rank_of(environment: Mapping[str, str] | None = None) -> int | None:
@@ -108,7 +108,7 @@ def text(*names: str, environment: Mapping[str, str] | None = None) -> str | Non
     return next((environment[name] for name in names if name in environment), None)
 
 
-def _read(environment: Mapping[str, str], spelling: Spelling) -> Setup:
+def _read(environment: Mapping[str, str], spelling: LauncherVariables) -> LaunchSetup:
     rank = _number(environment, spelling.rank, 0)
     world_size = _number(environment, spelling.world_size, 1)
     if not 0 <= rank < world_size:
@@ -121,10 +121,10 @@ def _read(environment: Mapping[str, str], spelling: Spelling) -> Setup:
     if local_rank < 0:
         raise BadRequest(f"rank {rank} of {world_size}: {spelling.local_rank} is missing, and there are several hosts")
     master = _master(environment, rank, world_size, local_world_size) if world_size > 1 else None
-    return Setup(rank, world_size, local_rank, local_world_size, spelling.launcher, master)
+    return LaunchSetup(rank, world_size, local_rank, local_world_size, spelling.launcher, master)
 
 
-def _local_world_size(environment: Mapping[str, str], spelling: Spelling, world_size: int) -> int:
+def _local_world_size(environment: Mapping[str, str], spelling: LauncherVariables, world_size: int) -> int:
     if spelling.launcher != "Slurm":
         return _number(environment, spelling.local_world_size, world_size)
     sizes: list[int] = []

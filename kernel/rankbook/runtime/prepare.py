@@ -30,7 +30,7 @@ from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.precision import install_forward, remove_forward
-from rankbook.runtime.prepared import Context, Generation, report_loader, report_model, report_optimizer
+from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.strategies.base import full, mesh_for
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
@@ -52,7 +52,7 @@ def kind_of(thing: object) -> str | None:
 
 def prepare_all(
     accelerator: Any,  # noqa: ANN401 - an Accelerator, which imports this
-    context: Context,
+    context: PrepareContext,
     things: Sequence[Any],
     placement: Sequence[bool] | None,
 ) -> Any:  # noqa: ANN401 - what was given
@@ -84,7 +84,7 @@ _loader_numbers = itertools.count()
 
 def prepare_loader(
     loader: Any,  # noqa: ANN401 - a DataLoader
-    context: Context,
+    context: PrepareContext,
     *,
     place: bool | None = None,
     slice_fn: Callable[..., Any] | None = None,
@@ -121,7 +121,7 @@ _model_numbers = itertools.count()
 
 
 def prepare_model(
-    model: nn.Module, context: Context, *, place: bool | None = None, evaluation: bool = False
+    model: nn.Module, context: PrepareContext, *, place: bool | None = None, evaluation: bool = False
 ) -> nn.Module:
     """The model to train with. A collective where there is more than one rank.
 
@@ -150,18 +150,18 @@ def prepare_model(
         _compile(wrapped, context)
     registry.remember(
         raw,
-        Generation(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
+        PreparedModel(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
     )
     report_model(name, raw, context, wrapper=context.strategy.wrapper if spread else "")
     return wrapped
 
 
-def adopt_model(wrapped: nn.Module, context: Context) -> None:
+def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
     """Know a prepared model that has arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     if registry.generation_of(raw) is None:
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
-        registry.remember(raw, Generation(weakref.ref(wrapped), context.strategy, signature, name))
+        registry.remember(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
 
 
 def release_model(model: nn.Module) -> nn.Module:
@@ -182,7 +182,7 @@ def release_model(model: nn.Module) -> nn.Module:
     return raw
 
 
-def _signature(raw: nn.Module, context: Context, evaluation: bool) -> tuple[Any, ...]:
+def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tuple[Any, ...]:
     """What would have to be done again, were it different: the settings, and which parameters there are."""
     return (
         context.strategy.signature,
@@ -194,7 +194,7 @@ def _signature(raw: nn.Module, context: Context, evaluation: bool) -> tuple[Any,
     )
 
 
-def _compile(model: nn.Module, context: Context) -> None:
+def _compile(model: nn.Module, context: PrepareContext) -> None:
     """In place, so that names and the state dict stay what they are."""
     options = context.dynamo.compile_kwargs()
     if not context.dynamo.use_regional_compilation:
@@ -228,7 +228,7 @@ _wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Accelera
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, context: Context, *, place: bool | None = None
+    optimizer: torch.optim.Optimizer, context: PrepareContext, *, place: bool | None = None
 ) -> AcceleratedOptimizer:
     """The optimizer's one wrapper, with the settings of now. A collective where its parameters changed their layout."""
     raw = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -301,7 +301,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
 def prepare_scheduler(
     scheduler: Any,  # noqa: ANN401 - anything with `step`
-    context: Context,
+    context: PrepareContext,
     optimizers: Sequence[AcceleratedOptimizer],
 ) -> AcceleratedScheduler:
     """The scheduler, following its own optimizer where that is prepared, else all `optimizers`."""

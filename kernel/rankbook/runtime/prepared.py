@@ -25,11 +25,11 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from rankbook.protocol import telemetry
 from rankbook.runtime.config import TorchDynamoPlugin
-from rankbook.runtime.strategies.base import Setup, Strategy
+from rankbook.runtime.strategies.base import Strategy, StrategySetup
 
 
 @dataclass
-class Generation:
+class PreparedModel:
     """A model as it was prepared last. `signature`: what would have to be done again, were it different."""
 
     wrapped: weakref.ref[nn.Module]
@@ -38,7 +38,7 @@ class Generation:
     name: str
 
 
-_generations: weakref.WeakKeyDictionary[nn.Module, Generation] = weakref.WeakKeyDictionary()
+_generations: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -51,7 +51,7 @@ def raw_of(model: nn.Module) -> nn.Module:
     return model
 
 
-def generation_of(raw: nn.Module) -> Generation | None:
+def generation_of(raw: nn.Module) -> PreparedModel | None:
     """How the model is prepared now, if it is."""
     return _generations.get(raw)
 
@@ -62,12 +62,12 @@ def strategy_of(model: nn.Module) -> Strategy | None:
     return found.strategy if found is not None else None
 
 
-def remember(raw: nn.Module, generation: Generation) -> None:
+def remember(raw: nn.Module, generation: PreparedModel) -> None:
     """This is the model's generation from now on."""
     _generations[raw] = generation
 
 
-def forget(raw: nn.Module) -> Generation | None:
+def forget(raw: nn.Module) -> PreparedModel | None:
     """The model is the person's own again."""
     return _generations.pop(raw, None)
 
@@ -108,10 +108,10 @@ def successor_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Context:
+class PrepareContext:
     """One `prepare` call's view. `before_step` is called by each optimizer ahead of a real step."""
 
-    setup: Setup
+    setup: StrategySetup
     strategy: Strategy
     precision: str
     dynamo: TorchDynamoPlugin
@@ -125,7 +125,7 @@ class Context:
     before_step: Callable[[], None]
 
 
-def report_model(name: str, model: nn.Module, context: Context, *, wrapper: str) -> None:
+def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrapper: str) -> None:
     """Tell the listener, if there is one."""
     if telemetry.listener is None:
         return

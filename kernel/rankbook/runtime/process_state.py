@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.runtime.comm import consistency
-from rankbook.runtime.launch_environment import Setup, flag, local_rank_of, read_setup, text
+from rankbook.runtime.launch_environment import LaunchSetup, flag, local_rank_of, read_setup, text
 
 
 def bounds(length: int, index: int, count: int) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class PartialState:
     @property
     def default_device(self) -> torch.device:
         """The device that one process alone would take here."""
-        return _device(Setup(), cpu=False)
+        return _device(LaunchSetup(), cpu=False)
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""
@@ -342,13 +342,13 @@ def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _setup_of_group() -> Setup:
+def _setup_of_group() -> LaunchSetup:
     """As the default group has it; of the environment only the place on this host, which no group knows."""
     rank, local_rank = dist.get_rank(), local_rank_of()
-    return Setup(rank, dist.get_world_size(), rank if local_rank is None else local_rank)
+    return LaunchSetup(rank, dist.get_world_size(), rank if local_rank is None else local_rank)
 
 
-def _device(setup: Setup, cpu: bool) -> torch.device:
+def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
     chosen = text("RANKBOOK_DEVICE", "ACCELERATE_TORCH_DEVICE")
     if chosen is not None and chosen != "cuda":  # without a number it is this process's own
         return torch.device(chosen)
@@ -368,7 +368,7 @@ def _make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _start_group(setup: Setup, device: torch.device, options: dict[str, Any]) -> None:
+def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, Any]) -> None:
     """`init_process_group`, which leaves nothing behind when it fails."""
     options = dict(options)
     if options.get("backend") is None:
@@ -417,7 +417,7 @@ def _check_backend(wanted: str) -> None:
             raise BadRequest(f"the backend {name!r} is not there; use one of {', '.join(there)}")
 
 
-def _backend(setup: Setup, device: torch.device) -> str:
+def _backend(setup: LaunchSetup, device: torch.device) -> str:
     """Nccl where each process has a device of its own, beside gloo for what is on the CPU; else gloo."""
     if device.type == "cuda" and dist.is_nccl_available() and setup.local_world_size <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"

@@ -31,7 +31,7 @@ from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.precision import check_precision, make_scaler
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.base import Setup, SingleDevice, Strategy
+from rankbook.runtime.strategies.base import SingleDevice, Strategy, StrategySetup
 from rankbook.runtime.strategies.ddp import DataParallel
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
 from rankbook.runtime.strategies.tensor_parallel import TensorParallel
@@ -40,7 +40,7 @@ from rankbook.runtime.trackers import Tracker, filter_trackers
 _RNG_TYPES = {"torch", "cuda", "generator", "xpu", "mps", "npu", "mlu", "musa", "xla", "hpu", "sdaa", "neuron"}
 
 
-class Core:
+class AcceleratorSettings:
     """See `Accelerator`, whose arguments these are."""
 
     def __init__(
@@ -116,9 +116,9 @@ class Core:
     # The way models are spread
 
     @property
-    def setup(self) -> Setup:
+    def setup(self) -> StrategySetup:
         """What the strategies are chosen by, as it is now."""
-        return Setup(
+        return StrategySetup(
             device=self.device,
             num_processes=self.num_processes,
             process_index=self.process_index,
@@ -352,7 +352,7 @@ def _check_types(fsdp: object, parallelism: object) -> None:
 STRATEGIES: list[type[Strategy]] = [SingleDevice, DataParallel, FullyShardedDataParallel, TensorParallel]
 
 
-def choose(setup: Setup) -> Strategy:
+def choose(setup: StrategySetup) -> Strategy:
     """The way that fits. Raises `BadRequest` with the arithmetic where the mesh does not fit the world."""
     if setup.parallelism is not None:
         setup.parallelism.check(setup.num_processes)

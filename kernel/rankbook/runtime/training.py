@@ -22,15 +22,15 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 
 from rankbook.runtime.comm.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
-from rankbook.runtime.gradient_state import Accumulating, window
+from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.precision import autocast
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import strategy_of
-from rankbook.runtime.settings import Core
+from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.strategies.base import full
 
 
-class Training(Core):
+class TrainingMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
@@ -43,7 +43,7 @@ class Training(Core):
         else:
             loss.backward(**kwargs)
 
-    def accumulate(self, *models: nn.Module) -> Accumulating:
+    def accumulate(self, *models: nn.Module) -> AccumulateContext:
         """The block of one batch. Its gradients gather up until the window is full, or its loader ends.
 
         `models` are those that train in it; without any, all that were prepared. A window that an error or a `break`
@@ -57,7 +57,7 @@ class Training(Core):
                 if strategy is not None:
                     strategy.set_sync(each, sync)
 
-        return Accumulating(self.gradient_state, set_sync)
+        return AccumulateContext(self.gradient_state, set_sync)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

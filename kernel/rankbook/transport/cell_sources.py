@@ -25,7 +25,7 @@ def number_of(file: str) -> int | None:
     return None if _numbers is None else _numbers.get(file)
 
 
-class Sources:
+class CellSources:
     """Of one pickle: each cell goes into it once."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _MOST = 4 << 20
 
 
 @dataclass(frozen=True)
-class Said:
+class JournalTail:
     """The end of one stream of one cell: `total` bytes were taken in all, `tail` are the last of them."""
 
     cell: int
@@ -36,7 +36,7 @@ class Said:
         return self.tail[-lost:] if lost > 0 else b""
 
 
-class LastWords:
+class OutputJournal:
     """The rank's end. Where a file cannot be written, in a full folder, or nothing spliced, it says so and ends."""
 
     def __init__(self, path: Path | None) -> None:
@@ -110,7 +110,7 @@ def take_crash(path: Path) -> str:
     return text
 
 
-def take_last_words(path: Path) -> Iterator[Said]:
+def take_last_words(path: Path) -> Iterator[JournalTail]:
     """What a rank that is dead has taken last; its files are removed. Nothing where there are none."""
     for stream in _STREAMS:
         part = _part(path, stream)
@@ -122,4 +122,4 @@ def take_last_words(path: Path) -> Iterator[Said]:
         if len(content) > _HEAD.size:
             cell, before = _HEAD.unpack_from(content)
             tail = content[_HEAD.size :]
-            yield Said(cell, stream, before + len(tail), tail)
+            yield JournalTail(cell, stream, before + len(tail), tail)

@@ -27,7 +27,7 @@ import cloudpickle
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
-from rankbook.transport.cell_sources import Sources
+from rankbook.transport.cell_sources import CellSources
 from rankbook.transport.shared_memory import Bytes, SegmentStore
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Chunks:
         return len(data)
 
 
-class _Nowhere:
+class _DiscardingFile:
     """The file of a trial."""
 
     @staticmethod
@@ -185,11 +185,11 @@ class _Beside:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle's, with tensors out of band."""
 
-    def __init__(self, file: _Chunks | _Nowhere, beside: _Beside, reduce: Reduce | None = None) -> None:
+    def __init__(self, file: _Chunks | _DiscardingFile, beside: _Beside, reduce: Reduce | None = None) -> None:
         super().__init__(file, protocol=PROTOCOL, buffer_callback=beside)
         self._storages = beside.storages
         self._reduce = reduce
-        self._sources = Sources()
+        self._sources = CellSources()
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         """Take tensors apart, and leave the rest to cloudpickle."""
@@ -216,7 +216,7 @@ def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
 
 def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | None:
     try:
-        _Pickler(_Nowhere(), _Beside(_storages()), reduce).dump(value)
+        _Pickler(_DiscardingFile(), _Beside(_storages()), reduce).dump(value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - returned; a value's own code may raise SystemExit

@@ -37,7 +37,7 @@ _memory_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 @dataclass(frozen=True)
-class Use:
+class StorageUse:
     """Where one tensor lies in its storage: from byte `low` to `high`, `size` bytes of them its own."""
 
     low: int
@@ -47,7 +47,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Part:
+class StorageSlice:
     """Bytes `low` to `high` of a storage. `one_view`: one view, of few of them, which is sent as a contiguous copy."""
 
     low: int
@@ -59,8 +59,8 @@ class Storages:
     """The storages that the tensors of one pickle rest on. It must outlive the buffers that it gave."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[Part]] = {}  # what to send of a storage; the whole of one that is not here
-        self._uses: dict[int, list[Use]] = {}
+        self._parts: dict[int, list[StorageSlice]] = {}  # what to send of a storage; the whole of one that is not here
+        self._uses: dict[int, list[StorageUse]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._sent: dict[tuple[int, int, int], _Sent] = {}
         self._copies: dict[tuple[object, ...], torch.Tensor] = {}
@@ -118,7 +118,7 @@ class Storages:
             return self._copied(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
         return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
 
-    def _part_of(self, storage: torch.UntypedStorage, use: Use) -> Part | None:
+    def _part_of(self, storage: torch.UntypedStorage, use: StorageUse) -> StorageSlice | None:
         parts = self._parts.get(self._key(storage), [])
         index = bisect_right(parts, use.low, key=lambda part: part.low) - 1
         return parts[index] if index >= 0 and use.high <= parts[index].high else None
@@ -126,7 +126,7 @@ class Storages:
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:  # noqa: ANN401 - as `reduce`
         if storage.device.type == "meta":
             return NotImplemented
-        self._uses.setdefault(self._key(storage), []).append(Use(0, storage.nbytes(), storage.nbytes(), ()))
+        self._uses.setdefault(self._key(storage), []).append(StorageUse(0, storage.nbytes(), storage.nbytes(), ()))
         return _same, (self._send(storage),)
 
     def _copied(self, tensor: torch.Tensor, copy: Callable[[], torch.Tensor]) -> Reduction:
@@ -233,28 +233,28 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _use_of(tensor: torch.Tensor) -> Use:
+def _use_of(tensor: torch.Tensor) -> StorageUse:
     size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
     view, item = (tensor.dtype, offset, size, stride), tensor.element_size()
     if not tensor.numel():
-        return Use(0, 0, 0, view)
+        return StorageUse(0, 0, 0, view)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    return Use(offset * item, (last + 1) * item, tensor.numel() * item, view)
+    return StorageUse(offset * item, (last + 1) * item, tensor.numel() * item, view)
 
 
-def _needed(uses: Sequence[Use]) -> tuple[list[Part], int]:
+def _needed(uses: Sequence[StorageUse]) -> tuple[list[StorageSlice], int]:
     """The parts of a storage that hold all `uses`, apart from each other, and how many bytes will be sent."""
     parts, total = [], 0
     for low, high, members in _clusters(uses):
         size = members[0].size
         one_view = size < (high - low) // _SPARSE_USE and len({member.view for member in members}) == 1
-        parts.append(Part(low, high, one_view))
+        parts.append(StorageSlice(low, high, one_view))
         total += size if one_view else high - low
     return parts, total
 
 
-def _clusters(uses: Sequence[Use]) -> Iterator[tuple[int, int, list[Use]]]:
-    low, high, members = 0, 0, list[Use]()
+def _clusters(uses: Sequence[StorageUse]) -> Iterator[tuple[int, int, list[StorageUse]]]:
+    low, high, members = 0, 0, list[StorageUse]()
     for use in sorted(uses, key=lambda use: use.low):
         start = use.low // _ALIGNMENT * _ALIGNMENT
         if members and start > high:

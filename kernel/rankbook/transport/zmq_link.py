@@ -231,7 +231,7 @@ class ZmqRank:
             _send(self._up, head, frames)
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
-        """See `rank.outbox.PatientLink`."""
+        """See `rank.replay_buffer.TimeoutLink`."""
         try:
             self.send(message, frames)
         except zmq.Again:

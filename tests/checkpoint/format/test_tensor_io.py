@@ -8,8 +8,8 @@ import torch
 from rankbook.checkpoint.format import tensor_io
 from rankbook.checkpoint.format.checksums import PIECE, pieces
 from rankbook.checkpoint.format.manifest import Chunk
-from rankbook.checkpoint.format.tensor_io import Damage, data_holds, dtype_named, envelope_holds, fill
-from rankbook.checkpoint.planning.load_plan import ChunkRead, Read
+from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_holds, dtype_named, envelope_holds, fill
+from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
 START = 100
 
@@ -47,7 +47,7 @@ class File:
     def into(self, target, source, *, check=True):
         """Fill `target` with the box of its shape that begins at `source`."""
         first = sum(at * step for at, step in zip(source, self.strides, strict=True))
-        part = Read(0, (0,) * target.ndim, source, tuple(target.shape), first)
+        part = ReadItem(0, (0,) * target.ndim, source, tuple(target.shape), first)
         chunk = ChunkRead("w", "f", self.chunk, self.dtype, self.itemsize, self.strides, (part,))
         fill(target, chunk, part, self.read, check)
         return target
@@ -86,7 +86,9 @@ def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
     file.into(torch.zeros(256, 1024, dtype=torch.int32), (0, 0))
     file.into(torch.zeros(256, 1024, dtype=torch.int32), (512, 0))
     for target, source in (((400, 1024), (0, 0)), ((1, 1024), (300, 0)), ((768, 1), (0, 9))):
-        with pytest.raises(Damage, match=f"other bytes than were written, between {PIECE} and {2 * PIECE} of its data"):
+        with pytest.raises(
+            ChunkDamage, match=f"other bytes than were written, between {PIECE} and {2 * PIECE} of its data"
+        ):
             file.into(torch.zeros(target, dtype=torch.int32), source)
         file.into(torch.zeros(target, dtype=torch.int32), source, check=False)
 
@@ -94,7 +96,7 @@ def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
 def test_a_file_that_ends_too_early_is_found():
     file = File(WHOLE)
     del file.bytes[-1:]
-    with pytest.raises(Damage, match=f"ends after {WHOLE.nbytes - 1} of {WHOLE.nbytes} bytes"):
+    with pytest.raises(ChunkDamage, match=f"ends after {WHOLE.nbytes - 1} of {WHOLE.nbytes} bytes"):
         file.into(torch.zeros_like(WHOLE), (0, 0), check=False)
 
 
@@ -110,7 +112,7 @@ def test_a_cast_and_memory_with_gaps_are_filled_as_well():
 
 
 def test_an_unknown_dtype_is_told():
-    with pytest.raises(Damage, match="dtype float5, which this torch does not know"):
+    with pytest.raises(ChunkDamage, match="dtype float5, which this torch does not know"):
         dtype_named("float5")
 
 

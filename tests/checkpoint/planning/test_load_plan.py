@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredTensor
-from rankbook.checkpoint.planning.load_plan import Wanted, plan_read
+from rankbook.checkpoint.planning.load_plan import WantedChunk, plan_read
 from tests.checkpoint.boxes import cuts, replaced, shapes
 
 
@@ -73,7 +73,7 @@ def test_any_grid_is_read_from_any_grid(data, order, gap, most):
         array = data.draw(arrays())
         tensors[f"t/{number}"] = (array, data.draw(cuts(array.shape)))
         for offset, shape in data.draw(cuts(array.shape)):
-            wanted.append(Wanted(f"t/{number}", array.dtype.name, array.shape, offset, shape))
+            wanted.append(WantedChunk(f"t/{number}", array.dtype.name, array.shape, offset, shape))
             truth.append(array[within(offset, shape)])
     files, manifest = store(tensors, order)
     plan = plan_read(wanted, manifest)
@@ -97,7 +97,7 @@ def test_another_global_shape_is_read_where_both_have_elements_and_zero_elsewher
     both = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, other, strict=True))
     padded[both] = array[both]
     boxes = data.draw(cuts(other))
-    wanted = [Wanted("w", array.dtype.name, other, *each, allow_shape_mismatch=True) for each in boxes]
+    wanted = [WantedChunk("w", array.dtype.name, other, *each, allow_shape_mismatch=True) for each in boxes]
     for found, each in zip(apply(plan_read(wanted, manifest), wanted, files), boxes, strict=True):
         np.testing.assert_array_equal(found, padded[within(*each)])
     if other != array.shape:
@@ -112,7 +112,7 @@ def test_runs_hold_the_wanted_bytes_and_between_gaps_no_others(data, gap):
     _, manifest = store({"w": (array, [((0,) * array.ndim, array.shape)])})
     several = data.draw(cuts(array.shape)) + data.draw(cuts(array.shape))
     boxes = data.draw(st.lists(st.sampled_from(several), min_size=1, max_size=4))
-    plan = plan_read([Wanted("w", array.dtype.name, array.shape, *each) for each in boxes], manifest)
+    plan = plan_read([WantedChunk("w", array.dtype.name, array.shape, *each) for each in boxes], manifest)
     needed = np.zeros(array.nbytes, bool)
     places = np.arange(array.nbytes).reshape(*array.shape, array.itemsize)
     for each in boxes:
@@ -135,19 +135,19 @@ def test_runs_hold_the_wanted_bytes_and_between_gaps_no_others(data, gap):
 def test_a_contiguous_slice_of_a_chunk_is_one_range():
     array = np.zeros((1024, 64), np.float32)
     _, manifest = store({"w": (array, [((0, 0), (1024, 64))])})
-    rows = plan_read([Wanted("w", "float32", (1024, 64), (16, 0), (8, 64))], manifest)
+    rows = plan_read([WantedChunk("w", "float32", (1024, 64), (16, 0), (8, 64))], manifest)
     assert rows.chunks[0].runs() == [(16 * 64 * 4, 8 * 64 * 4)]
-    columns = plan_read([Wanted("w", "float32", (1024, 64), (0, 32), (1024, 8))], manifest)
+    columns = plan_read([WantedChunk("w", "float32", (1024, 64), (0, 32), (1024, 8))], manifest)
     assert len(columns.chunks[0].runs()) == 1024
     assert columns.chunks[0].runs(gap=56 * 4) == [(128, 1023 * 256 + 32)]
-    both = [Wanted("w", "float32", (1024, 64), (0, at), (1024, 32)) for at in (0, 32)]
+    both = [WantedChunk("w", "float32", (1024, 64), (0, at), (1024, 32)) for at in (0, 32)]
     assert plan_read(both, manifest).chunks[0].runs() == [(0, array.nbytes)]
 
 
 def test_ranges_that_lie_in_others_are_read_once():
     array = np.zeros(100, np.int8)
     _, manifest = store({"w": (array, [((0,), (100,))])})
-    wanted = [Wanted("w", "int8", (100,), *each) for each in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
+    wanted = [WantedChunk("w", "int8", (100,), *each) for each in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
     assert plan_read(wanted, manifest).chunks[0].runs() == [(0, 90)]
 
 
@@ -155,7 +155,7 @@ def test_ranges_that_lie_in_others_are_read_once():
 def test_parts_span_no_more_than_asked_unless_they_are_one_element(most):
     array = np.arange(7 * 9 * 11, dtype=np.float32).reshape(7, 9, 11)
     files, manifest = store({"w": (array, [((0, 0, 0), (7, 9, 11))])}, "F")
-    wanted = [Wanted("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
+    wanted = [WantedChunk("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
     plan = plan_read(wanted, manifest)
     each = plan.chunks[0]
     for part in each.parts(each.reads[0], most):
@@ -173,10 +173,10 @@ def test_a_scalar_an_empty_chunk_and_prepended_axes():
     }
     files, manifest = store(stored)
     wanted = [
-        Wanted("scalar", "float32", (), (), ()),
-        Wanted("none", "int8", (0, 4), (0, 0), (0, 4)),
-        Wanted("layers", "int64", (4, 6), (4, 0), (0, 6)),
-        Wanted("layers", "int64", (4, 6), (2, 3), (1, 3)),  # one row of a stack, of local shape (3,)
+        WantedChunk("scalar", "float32", (), (), ()),
+        WantedChunk("none", "int8", (0, 4), (0, 0), (0, 4)),
+        WantedChunk("layers", "int64", (4, 6), (4, 0), (0, 6)),
+        WantedChunk("layers", "int64", (4, 6), (2, 3), (1, 3)),  # one row of a stack, of local shape (3,)
     ]
     plan = plan_read(wanted, manifest)
     assert plan.zeros == plan.mismatches == []
@@ -189,7 +189,7 @@ def test_a_scalar_an_empty_chunk_and_prepended_axes():
 def test_what_does_not_match_is_returned_with_its_key_and_both_sides():
     array = np.zeros((4, 4), np.float32)
     _, manifest = store({"w": (array, [((0, 0), (4, 4))])})
-    right = Wanted("w", "float32", (4, 4), (0, 0), (4, 4))
+    right = WantedChunk("w", "float32", (4, 4), (0, 0), (4, 4))
     wanted = [
         right,
         right._replace(key="v"),
@@ -227,7 +227,7 @@ def test_a_tensor_whose_stored_chunks_do_not_fill_it_is_never_read(data):
     else:
         boxes[at : at + 1] = [boxes[at]] * 2 if change == "twice" else []
     _, manifest = store({"w": (array, boxes), "sound": (array, [((0,) * array.ndim, array.shape)])})
-    whole = Wanted("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
+    whole = WantedChunk("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
     plan = plan_read([whole, whole._replace(key="sound")], manifest)
     assert [each.key for each in plan.chunks] == ["sound"]
     assert "do not fit together: " in plan.mismatches[0].what

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.state_dict import replicas
-from rankbook.checkpoint.state_dict.replicas import Copy, settle
+from rankbook.checkpoint.state_dict.replicas import ReplicatedEntry, settle
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
 from rankbook.errors import CheckpointingException
 
 
 def copy(key, holders, index=0, count=1, nbytes=4, together=None):
-    return Copy(ShardedTensor.from_rank_offsets(key, torch.zeros(1)), holders, index, count, nbytes, together)
+    return ReplicatedEntry(
+        ShardedTensor.from_rank_offsets(key, torch.zeros(1)), holders, index, count, nbytes, together
+    )
 
 
 def settled(ranks, errors=None):

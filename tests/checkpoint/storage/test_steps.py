@@ -260,7 +260,9 @@ def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(s
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)
         mine = lock.owner_of(storage, "step-50.partial.owner")
-        theirs = lock.Owner(**asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)})
+        theirs = lock.WriterIdentity(
+            **asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)}
+        )
         storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
         assert steps.sweep(storage) == []
         assert steps.owner_of(storage, "step-50.partial") == theirs
@@ -286,16 +288,16 @@ def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storag
     write_step(storage, 50)
     mine = lock.owner_of(storage, "step-50.partial.owner")
     assert mine.lives()
-    assert not lock.Owner(**asdict(mine) | {"pid": 1}).lives()
+    assert not lock.WriterIdentity(**asdict(mine) | {"pid": 1}).lives()
 
 
 def test_a_save_on_another_machine_is_left_alone_for_a_day(storage):
     write_step(storage, 50)
     mine = lock.owner_of(storage, "step-50.partial.owner")
     there = asdict(mine) | {"machine": "another"}
-    assert lock.Owner(**there).lives()
-    assert not lock.Owner(**there | {"since": time.time() - 2 * lock.PATIENCE}).lives()
-    assert not lock.Owner(**there | {"since": time.time() - 60}).lives(patience=30)
+    assert lock.WriterIdentity(**there).lives()
+    assert not lock.WriterIdentity(**there | {"since": time.time() - 2 * lock.PATIENCE}).lives()
+    assert not lock.WriterIdentity(**there | {"since": time.time() - 60}).lives(patience=30)
 
 
 def test_a_broken_off_save_is_swept_unless_asked_to_keep_it(storage):

@@ -11,9 +11,9 @@ import pandas
 import pytest
 import torch
 
-from rankbook.protocol.queries import AskCompletions, AskInspection
+from rankbook.protocol.queries import GetCompletions, GetInspection
 from rankbook.rank.inspect import completion
-from rankbook.rank.inspect.completion import MOST, Guide
+from rankbook.rank.inspect.completion import MOST, CompletionHandler
 
 RUN: list[str] = []
 
@@ -126,7 +126,7 @@ class Work:
         return frozenset({"rank", "torch"})
 
 
-guide = Guide(Work(), 1)
+guide = CompletionHandler(Work(), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ def nothing_is_run():
 
 
 def complete(text, **options):
-    question = AskCompletions(7, text, options.get("cursor", len(text)), options.get("variables", False))
+    question = GetCompletions(7, text, options.get("cursor", len(text)), options.get("variables", False))
     answer = guide.answer(question)
     assert answer.token == 7
     return answer
@@ -148,7 +148,7 @@ def names(text, **options):
 
 
 def inspect(text, *, source=False, cursor=None):
-    return guide.answer(AskInspection(7, text, len(text) if cursor is None else cursor, source)).text
+    return guide.answer(GetInspection(7, text, len(text) if cursor is None else cursor, source)).text
 
 
 # Completion ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from rankbook.protocol.queries import AskPeek
-from rankbook.rank.inspect.evaluate import Peeks, describe, names_in, read_locals
+from rankbook.protocol.queries import GetValue
+from rankbook.rank.inspect.evaluate import Evaluator, describe, names_in, read_locals
 from rankbook.rank.process_groups import interruptible_work
 from tests.conftest import wait_until
 
@@ -27,8 +27,8 @@ class Work:
 
 
 def peek(source, work=None, seconds=5.0, peeks=None):
-    peeks = peeks or Peeks(work or Work(), torch.device("cpu"))
-    return peeks.answer(AskPeek(3, source, seconds))
+    peeks = peeks or Evaluator(work or Work(), torch.device("cpu"))
+    return peeks.answer(GetValue(3, source, seconds))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_long_answer_is_cut_before_it_is_made():
 
 def test_what_does_not_end_is_given_up_and_ended_and_too_much_of_it_is_refused():
     gate = threading.Event()
-    peeks = Peeks(Work(gate=gate), torch.device("cpu"))
+    peeks = Evaluator(Work(gate=gate), torch.device("cpu"))
     assert peek("[0 for _ in iter(int, 1)]", seconds=0.1, peeks=peeks).trouble == "given up after 0.1 s"
     (spinning,) = peeks._given_up
     assert spinning.ended.wait(20), "Python code goes on after it was given up"

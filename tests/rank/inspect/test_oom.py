@@ -7,7 +7,7 @@ import torch
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.inspect import oom
-from rankbook.rank.inspect.oom import Found, Holding, describe_holdings, find_holdings, is_out_of_memory
+from rankbook.rank.inspect.oom import MemoryHolding, MemoryReport, describe_holdings, find_holdings, is_out_of_memory
 
 
 def from_(cause: BaseException) -> BaseException:
@@ -117,7 +117,7 @@ def test_the_device_is_the_one_that_the_error_names(cuda, error, device):
 
 
 def test_of_a_gpu_it_says_what_is_free_used_kept_and_others(cuda):
-    found = Found([Holding("model.weight", 40_000_000_000, (10,), "float32", "cuda:1")])
+    found = MemoryReport([MemoryHolding("model.weight", 40_000_000_000, (10,), "float32", "cuda:1")])
     first, second = oom._describe_cuda(torch.device("cuda:1"), found).splitlines()
     assert first == (
         "memory of cuda:1: 5 GB of 80 GB are free; this rank's tensors have 60 GB, "

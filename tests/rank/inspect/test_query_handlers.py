@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from rankbook.errors import BadRequest
 from rankbook.protocol import telemetry
-from rankbook.protocol.queries import AskLook, AskStatistic, NothingTold
+from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
 from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
 from rankbook.rank.inspect.object_info import list_variables
-from rankbook.rank.inspect.query_handlers import GradientCounter, Lookout, Utilisation, statistic
-from rankbook.rank.inspect.tensor_introspection import Breath
+from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, statistic
+from rankbook.rank.inspect.tensor_introspection import GilYield
 
 
 def inventory(namespace):
-    return object_discovery.take_inventory(object_discovery.find(namespace, Breath()), "cpu", Breath())
+    return object_discovery.take_inventory(object_discovery.find(namespace, GilYield()), "cpu", GilYield())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
         ("trainers[0].model", ""),
         ("loader", "batch size 2"),
     ]
-    assert [(each.name, each.preview) for each in list_variables(namespace, (), Breath())] == [
+    assert [(each.name, each.preview) for each in list_variables(namespace, (), GilYield())] == [
         ("trainers", "1 item"),
         ("loud", ""),
         ("loader", ""),
@@ -111,7 +111,7 @@ def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
 
 def test_variables_tell_what_metadata_says():
     namespace = {"_x": 1, "rank": 0, "x": torch.ones(2, 3), "s": "a" * 500, "big": 1 << 5000, "f": len}
-    found = {each.name: each for each in list_variables(namespace, {"rank"}, Breath())}
+    found = {each.name: each for each in list_variables(namespace, {"rank"}, GilYield())}
     assert list(found) == ["x", "s", "big"]
     assert (found["x"].shape, found["x"].dtype, found["x"].bytes, found["x"].device) == ((2, 3), "float32", 24, "cpu")
     assert len(found["s"].preview) <= 80
@@ -123,18 +123,18 @@ def test_an_untouched_wrapper_adds_nothing_to_names():
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapper)
     wrapper.module = inner
-    kind, found = shard_map.tensors_of({"m": wrapper}, "m", Breath())
+    kind, found = shard_map.tensors_of({"m": wrapper}, "m", GilYield())
     assert (kind, [each.key for each in found]) == ("model", ["weight", "bias"])
-    assert shard_map.tensors_of({"m": wrapper}, "m.module", Breath())[0] == "model"
+    assert shard_map.tensors_of({"m": wrapper}, "m.module", GilYield())[0] == "model"
     with pytest.raises(BadRequest, match="no variable 'q'"):
-        shard_map.tensors_of({"m": wrapper}, "q", Breath())
+        shard_map.tensors_of({"m": wrapper}, "q", GilYield())
     with pytest.raises(BadRequest, match="is a int"):
-        shard_map.tensors_of({"m": 3}, "m", Breath())
+        shard_map.tensors_of({"m": 3}, "m", GilYield())
 
 
 def test_a_state_dict_is_found_whole():
     state = {"model": {"w": torch.ones(2)}, "list": [torch.ones(3)], "step": 3}
-    kind, found = shard_map.tensors_of({"s": state}, "s", Breath())
+    kind, found = shard_map.tensors_of({"s": state}, "s", GilYield())
     assert (kind, [each.key for each in found]) == ("state dict", ["model.w", "list.0"])
 
 
@@ -165,15 +165,15 @@ class _Work:
 
 def test_a_second_look_tells_holdings_only_where_they_changed():
     work = _Work({"model": torch.nn.Linear(2, 2)})
-    lookout = Lookout(work, 0, torch.device("cpu"))
-    first = lookout.answer(AskLook(1, True, -1, True, False))
+    lookout = StatusHandler(work, 0, torch.device("cpu"))
+    first = lookout.answer(GetStatus(1, True, -1, True, False))
     assert [each.name for each in first.holdings] == ["model"]
-    assert lookout.answer(AskLook(1, True, first.version, True, False)).holdings is None
+    assert lookout.answer(GetStatus(1, True, first.version, True, False)).holdings is None
     work.variables["other"] = torch.nn.Linear(2, 2)
-    assert lookout.answer(AskLook(1, True, first.version, False, False)).holdings is None  # not yet due
-    assert len(lookout.answer(AskLook(1, True, first.version, True, False)).holdings) == 2
-    assert lookout.answer(AskLook(1, False, -1, False, False)).sample.memory is None
-    assert isinstance(lookout.answer(AskStatistic(1, "model", "nothing")), NothingTold)
+    assert lookout.answer(GetStatus(1, True, first.version, False, False)).holdings is None  # not yet due
+    assert len(lookout.answer(GetStatus(1, True, first.version, True, False)).holdings) == 2
+    assert lookout.answer(GetStatus(1, False, -1, False, False)).sample.memory is None
+    assert isinstance(lookout.answer(GetStatistic(1, "model", "nothing")), QueryFailed)
 
 
 def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while_a_cell_finds_nothing_new(monkeypatch):
@@ -181,9 +181,9 @@ def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while
     monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.monotonic", lambda: now[0])
     monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.thread_time", lambda: 0.0)
     work = _Work({"model": torch.nn.Linear(2, 2)})
-    lookout, ask = Lookout(work, 0, torch.device("cpu")), AskLook(1, True, -1, False, False)
+    lookout, ask = StatusHandler(work, 0, torch.device("cpu")), GetStatus(1, True, -1, False, False)
     assert lookout.at_once(ask) is None, "nothing was searched for yet"
-    assert lookout.at_once(AskLook(1, True, -1, True, False)) is None, "a fresh one searches"
+    assert lookout.at_once(GetStatus(1, True, -1, True, False)) is None, "a fresh one searches"
     work.running, searched = 7, []
     for tenth in range(160):
         now[0] = 100.0 + tenth / 10
@@ -201,10 +201,10 @@ def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while
 def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch):
     monkeypatch.setattr(telemetry, "listener", None)
     monkeypatch.setattr(telemetry, "_sources", {})  # a save that a test of storage broke off may stand in there
-    lookout = Lookout(_Work({}), 0, torch.device("cpu"))
+    lookout = StatusHandler(_Work({}), 0, torch.device("cpu"))
 
     def told():
-        return lookout.answer(AskLook(1, False, -1, False, True)).saves
+        return lookout.answer(GetStatus(1, False, -1, False, True)).saves
 
     done = telemetry.CheckpointSave("run", "step-3", 3, "done", 8, 8, 0.5, None, False, "")
     other, again = (msgspec.structs.replace(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
@@ -325,8 +325,8 @@ def test_the_main_thread_leaves_alone_what_another_thread_trains():
 def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_alive():
     model = torch.nn.Linear(8, 3)
     backward(model)
-    lookout = Lookout(_Work({"model": model}), 0, torch.device("cpu"))
-    told = lookout.answer(AskLook(1, True, -1, True, False))
+    lookout = StatusHandler(_Work({"model": model}), 0, torch.device("cpu"))
+    told = lookout.answer(GetStatus(1, True, -1, True, False))
     assert told.sample.memory.gradients == gradients_of(model)
     parameter = weakref.ref(model.weight)
     lookout._work.variables.clear()
@@ -343,7 +343,7 @@ def test_a_look_survives_what_changes_meanwhile():
         try:
             while not ended.is_set():
                 inventory(dict(namespace))
-                list_variables(dict(namespace), (), Breath())
+                list_variables(dict(namespace), (), GilYield())
         except Exception as error:  # noqa: BLE001 - the test shows it
             failures.append(error)
 

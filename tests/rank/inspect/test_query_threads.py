@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
-from rankbook.protocol.queries import AskLook, NothingTold
-from rankbook.rank.inspect.query_handlers import Inquiries
+from rankbook.protocol.queries import GetStatus, QueryFailed
+from rankbook.rank.inspect.query_handlers import QueryThreads
 from tests.conftest import wait_until
 
 
@@ -14,20 +14,20 @@ class Looks:
     """Answers with the thread's name; `at_once` what is not fresh."""
 
     def answer(self, question):
-        return NothingTold(question.token, f"apart: {threading.current_thread().name != 'control'}")
+        return QueryFailed(question.token, f"apart: {threading.current_thread().name != 'control'}")
 
     def at_once(self, question):
         if question.token == 13:
             raise ValueError("unlucky")
-        return None if question.fresh else NothingTold(question.token, threading.current_thread().name)
+        return None if question.fresh else QueryFailed(question.token, threading.current_thread().name)
 
 
 def test_what_takes_next_to_nothing_is_answered_by_the_thread_that_hears_it():
     said = queue.SimpleQueue()
-    inquiries = Inquiries(said.put, Looks)
+    inquiries = QueryThreads(said.put, Looks)
 
     def heard(token, *, fresh=False):
-        question = AskLook(token, False, -1, fresh, False)
+        question = GetStatus(token, False, -1, fresh, False)
         control = threading.Thread(target=inquiries.put, args=(question,), name="control")
         control.start()
         control.join()

@@ -12,7 +12,7 @@ import pytest
 
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank.io import output_capture
-from rankbook.rank.io.output_capture import SHOWN, TAIL, Pace
+from rankbook.rank.io.output_capture import SHOWN, TAIL, RateLimit
 
 pytestmark = pytest.mark.processes
 
@@ -355,7 +355,7 @@ told = [len(text.data) for text in sent]
 def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(monkeypatch):
     now = 100.0
     monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
-    pace = Pace(rate=650.0, burst=1800, window=2400)
+    pace = RateLimit(rate=650.0, burst=1800, window=2400)
     went = []
     for _ in range(400):
         room = pace.room()
@@ -371,7 +371,7 @@ def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(
 def test_what_was_sent_leaves_less_of_the_burst_until_the_rate_has_given_it_back(monkeypatch):
     now = 100.0
     monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
-    pace = Pace(rate=500.0, burst=1800, window=1 << 20)
+    pace = RateLimit(rate=500.0, burst=1800, window=1 << 20)
     pace.spend(1000)
     assert pace.room() == 800
     pace.spend(1300)

@@ -7,10 +7,10 @@ import pytest
 from rankbook.rank.io.output_widget import (
     CUT,
     MOST_TEXT,
-    Captured,
     Cleared,
     Displayed,
     Failed,
+    OutputWidgetModel,
     Printed,
     Updated,
     overwritten,
@@ -26,7 +26,7 @@ def bundle(text, **metadata):
 
 
 def shown(*events, before=()):
-    return Captured().apply(before, events)
+    return OutputWidgetModel().apply(before, events)
 
 
 def test_text_of_one_stream_is_joined_and_the_order_is_kept():
@@ -42,7 +42,7 @@ def test_displays_and_errors_stand_between():
 
 
 def test_a_display_is_updated_where_it_stands_and_no_longer_once_it_is_gone():
-    captured = Captured()
+    captured = OutputWidgetModel()
     before = captured.apply([], [Displayed({"text/plain": "1"}, {}, "id"), Printed("stdout", "y")])
     assert captured.knows("id") and not captured.knows("other") and not captured.knows(None)
     assert captured.apply(before, [Updated("id", {"text/plain": "2"}, {})]) == [bundle("2"), stream("y")]
@@ -52,7 +52,7 @@ def test_a_display_is_updated_where_it_stands_and_no_longer_once_it_is_gone():
 
 
 def test_clearing_waits_for_what_comes_in_its_place():
-    captured = Captured()
+    captured = OutputWidgetModel()
     before = [stream("old")]
     assert captured.apply(before, [Cleared(wait=True)]) == before
     assert captured.apply(before, [Printed("stdout", "new")]) == [stream("new")]
@@ -77,7 +77,7 @@ def test_a_carriage_return_overwrites(text, seen):
 
 
 def test_a_bar_is_one_line_however_its_text_is_cut():
-    captured, outputs = Captured(), []
+    captured, outputs = OutputWidgetModel(), []
     for part in ("\r 1%", "\r 2%\r", " 3%", "\n"):
         outputs = captured.apply(outputs, [Printed("stderr", part)])
     assert outputs == [stream(" 3%\n", "stderr")]

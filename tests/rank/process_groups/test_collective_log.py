@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankbook.rank.process_groups.collective_log import OPS, Launched, Ledger, Op, Promised
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
 
 
 class Work:
@@ -30,11 +30,11 @@ class Rooted:
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    return Ledger("0", (0, 2, 3))
+def ledger() -> CollectiveLog:
+    return CollectiveLog("0", (0, 2, 3))
 
 
-def begin(ledger: Ledger, name: str = "allreduce", *args: object) -> tuple[int, Launched]:
+def begin(ledger: CollectiveLog, name: str = "allreduce", *args: object) -> tuple[int, CollectiveCall]:
     return ledger.launch(OPS[name], args or ([torch.ones(4, 4)], None))
 
 
@@ -96,7 +96,7 @@ def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(ledger):
 def test_a_promised_work_is_waited_for_when_nobody_else_has_it(ledger):
     _, launched = begin(ledger)
     work = Work()
-    launched.work = Promised(work, work)
+    launched.work = FutureWork(work, work)
     gc.collect()
     assert [*ledger.pending()] == [launched]
     work.completed = True
@@ -108,7 +108,7 @@ def test_promised_works_that_are_done_are_not_kept_until_somebody_asks(ledger):
     for _ in range(3):
         _, launched = begin(ledger)
         works.append(Work())
-        launched.work = Promised(works[-1], works[-1])
+        launched.work = FutureWork(works[-1], works[-1])
     watched = [weakref.ref(each) for each in works]
     works[0].completed = works[1].completed = True
     begin(ledger)
@@ -176,7 +176,7 @@ def test_every_method_of_torchs_groups_that_launches_something_is_known():
 
 
 def test_what_is_no_tensor_has_no_words():
-    ledger = Ledger("", (0, 1))
+    ledger = CollectiveLog("", (0, 1))
     assert str(ledger.launch(Op("new_group", None, alike=False), ())[1]) == "new_group #1"
 
 

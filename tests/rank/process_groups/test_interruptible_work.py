@@ -11,7 +11,7 @@ import pytest
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.process_groups import interruptible_work
-from rankbook.rank.process_groups.collective_log import OPS, Launched, Ledger
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog
 
 
 class Work:
@@ -34,17 +34,19 @@ class Group:
     broken_for = 0.0
 
     def __init__(self, told: Exception | None = None) -> None:
-        self.ledger = Ledger("0", (0, 1))
+        self.ledger = CollectiveLog("0", (0, 1))
         self._told = told
 
     def leave_behind(self) -> None:
         """Nothing is left behind."""
 
-    def error_for(self, error: BaseException, launched: Launched) -> BaseException:  # noqa: ARG002 - see `waits.Group`
+    def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:  # noqa: ARG002 - see `waits.Group`
         return self._told or error
 
     def receive(self, work: Work) -> bool:
-        return interruptible_work.Wait(work, self, *self.ledger.launch(OPS["recv_anysource"], ([],))).wait()
+        return interruptible_work.InterruptibleWork(
+            work, self, *self.ledger.launch(OPS["recv_anysource"], ([],))
+        ).wait()
 
 
 class Held:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
-from rankbook.rank.process_groups.collective_log import OPS, Ledger
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveLog
 from rankbook.rank.process_groups.gloo import Opened
-from rankbook.rank.process_groups.recoverable_group import Inner, RecoverableGroup
+from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
 
 TENSORS = [torch.ones(2)]
 
@@ -24,11 +24,11 @@ class FakeGroup:
             raise self.error
 
 
-def group_that_raises(error: BaseException | None) -> RecoverableGroup:
+def group_that_raises(error: BaseException | None) -> RecoverableProcessGroup:
     inner = FakeGroup()
     inner.error = error
-    return RecoverableGroup(
-        dist.HashStore(), 0, (0, 1), Inner(inner, Opened(), []), Ledger("0", (0, 1)), where=lambda: 7
+    return RecoverableProcessGroup(
+        dist.HashStore(), 0, (0, 1), BackendGroup(inner, Opened(), []), CollectiveLog("0", (0, 1)), where=lambda: 7
     )
 
 

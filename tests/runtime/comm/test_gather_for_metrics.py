@@ -7,17 +7,17 @@ import torch
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.comm.collectives import trim
-from rankbook.runtime.data.samplers import WHOLE, Share
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 
-UNEVEN = Share((2, 1, 0), 2, (0, 1))
+UNEVEN = RoundPadding((2, 1, 0), 2, (0, 1))
 
 
 def test_each_ranks_real_rows_stay_in_their_order():
     gathered = torch.arange(12).reshape(6, 2)
     assert trim(gathered, UNEVEN)[:, 0].tolist() == [0, 2, 4]
-    assert trim(gathered, Share((2, 2, 1), 2, (0, 1, 2)))[:, 0].tolist() == [0, 2, 4, 6, 8]
-    assert trim(gathered, Share((WHOLE, 0, WHOLE), WHOLE, (0, 1, 2)))[:, 0].tolist() == [0, 2, 8, 10]
-    assert trim(gathered, Share((1, 2, 2), 2, (0, 1, 2)))[:, 0].tolist() == [0, 4, 6, 8, 10]
+    assert trim(gathered, RoundPadding((2, 2, 1), 2, (0, 1, 2)))[:, 0].tolist() == [0, 2, 4, 6, 8]
+    assert trim(gathered, RoundPadding((WHOLE, 0, WHOLE), WHOLE, (0, 1, 2)))[:, 0].tolist() == [0, 2, 8, 10]
+    assert trim(gathered, RoundPadding((1, 2, 2), 2, (0, 1, 2)))[:, 0].tolist() == [0, 4, 6, 8, 10]
     assert trim(gathered, None) is gathered
 
 

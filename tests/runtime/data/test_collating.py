@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rankbook.runtime.comm.tree import leaves
-from rankbook.runtime.data.batch_reader import MapFetch
+from rankbook.runtime.data.batch_reader import MapReader
 from rankbook.runtime.data.dispatcher import Collate, placing
 from rankbook.runtime.data.frames import LARGE
 
@@ -100,8 +100,8 @@ def test_tensors_that_do_not_fit_raise_as_they_do_in_torch():
 
 
 def test_a_function_of_a_person_s_own_is_left_alone():
-    assert placing(MapFetch([1], list)) is None
-    fetch = MapFetch([1], default_collate)
+    assert placing(MapReader([1], list)) is None
+    fetch = MapReader([1], default_collate)
     made = placing(fetch)
     assert made is placing(fetch)
     made.room = Rooms()

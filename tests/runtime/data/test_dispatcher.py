@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.errors import PeerFailed
 from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
-from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, Unpacking, pack
+from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, FrameReader, pack
 from tests.rank_processes import run_ranks
 
 
@@ -38,7 +38,7 @@ def there_and_back(thing, capacity=FIRST_CAPACITY):
         assert sent.numel() == into.numel()
         into.copy_(sent)
 
-    back, _ = Unpacking().unpack(receive, capacity)
+    back, _ = FrameReader().unpack(receive, capacity)
     assert not wire
     return back
 
@@ -291,7 +291,7 @@ def heavy_passes():
     from rankbook.runtime.data import slots
 
     came = {"slots": 0, "in place": 0}
-    empty, fill = slots.Opened.empty, slots.Slots.fill
+    empty, fill = slots.OpenedSlot.empty, slots.SlotRing.fill
 
     def counting(self, slot, into):
         came["slots"] += 1
@@ -303,7 +303,7 @@ def heavy_passes():
         came["in place"] += found is not None and found == reserved
         return found
 
-    slots.Opened.empty, slots.Slots.fill = counting, filling
+    slots.OpenedSlot.empty, slots.SlotRing.fill = counting, filling
     loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     kept = []
     counts = []
@@ -347,7 +347,7 @@ def where_memory_cannot_be_opened():
         made.append(offer.capacity)
         raise PermissionError("no")
 
-    frames.Opened = refused
+    frames.OpenedSlot = refused
     loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     good = all((batch["large"] == batch["id"][:, None]).all() for _ in range(3) for batch in loader)
     if dist.get_rank() == 0:
@@ -356,7 +356,7 @@ def where_memory_cannot_be_opened():
     def none_left(_):
         raise OSError("no memory")
 
-    dispatcher.Slots = none_left
+    dispatcher.SlotRing = none_left
     other = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
     good = good and all((batch["large"] == batch["id"][:, None]).all() for batch in other)
     slots.host_key.cache_clear()
@@ -421,9 +421,9 @@ def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
 @pytest.mark.parametrize(("deal", "rooms"), [((0, 1, 2), {1, 2}), ((0, 1, 0, 1), set()), ((0, 0, 1), {1})])
 def test_only_what_one_rank_alone_gets_is_put_together_in_its_memory(deal, rooms):
     """A slot is free again once its rank has emptied it, however long the same travels to another one."""
-    from rankbook.runtime.data.dispatcher import Outbound, _Reading
+    from rankbook.runtime.data.dispatcher import SendChannel, _Reading
 
     options = {"num_processes": len(set(deal)), "process_index": 0, "dispatch_batches": True}
     parts = prepare_data_loader(DataLoader(Words(8), 2), **options).parts
-    lanes = {rank: Outbound(rank, None) for rank in range(1, len(deal))}
+    lanes = {rank: SendChannel(rank, None) for rank in range(1, len(deal))}
     assert set(_Reading(parts, None, deal, lanes)._rooms) == rooms

@@ -30,7 +30,7 @@ from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.config import DataLoaderConfiguration
 from rankbook.runtime.data import rng
 from rankbook.runtime.data.loaders import DataLoaderShard, data_ranks, mesh_deal
-from rankbook.runtime.data.samplers import Share
+from rankbook.runtime.data.samplers import RoundPadding
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_the_metrics_are_of_each_sample_once_in_order(data, split, even):
 def test_the_last_batch_is_known_when_it_comes_and_what_of_it_is_real():
     first, second = for_ranks(DataLoader(Numbers(7), batch_size=2), 2)
     seen = [(batch.tolist(), first.end_of_dataloader, first.remainder, first.share) for batch in first]
-    assert seen == [([0, 1], False, -1, None), ([4, 5], True, 3, Share((2, 1), 2, (0, 1)))]
+    assert seen == [([0, 1], False, -1, None), ([4, 5], True, 3, RoundPadding((2, 1), 2, (0, 1)))]
     assert batches(second) == [[2, 3], [6, 0]]
 
 

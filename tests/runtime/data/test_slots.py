@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rankbook.runtime.data import slots
-from rankbook.runtime.data.frames import Lent
-from rankbook.runtime.data.slots import COUNT, NO_OFFER, Opened, Slots, host_key
+from rankbook.runtime.data.frames import BufferPool
+from rankbook.runtime.data.slots import COUNT, NO_OFFER, OpenedSlot, SlotRing, host_key
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -24,9 +24,9 @@ def filled(size, value):
 
 @linux
 def test_what_one_side_fills_the_other_side_empties():
-    here = Slots(3000)
+    here = SlotRing(3000)
     assert not here.opened()
-    there = Opened(here.offer)
+    there = OpenedSlot(here.offer)
     assert here.opened() and there.token == here.offer.token
     for turn in range(3 * COUNT):
         sent = [filled(1000, turn), filled(2000, 100 + turn)]
@@ -38,8 +38,8 @@ def test_what_one_side_fills_the_other_side_empties():
 
 @linux
 def test_a_slot_is_filled_again_only_once_it_was_emptied():
-    here = Slots(10)
-    there = Opened(here.offer)
+    here = SlotRing(10)
+    there = OpenedSlot(here.offer)
     used = [here.fill([filled(10, number)]) for number in range(COUNT)]
     assert sorted(used) == list(range(COUNT))
     assert here.fill([filled(10, 9)]) is None
@@ -54,16 +54,16 @@ def test_a_slot_is_filled_again_only_once_it_was_emptied():
 
 @linux
 def test_what_does_not_fit_is_not_taken():
-    here = Slots(10)
+    here = SlotRing(10)
     assert here.fill([filled(here.capacity, 1)]) is not None
     assert here.fill([filled(here.capacity, 1), filled(1, 1)]) is None
 
 
 @linux
 def test_what_was_written_to_its_room_is_not_copied():
-    here = Slots(3 * 1000)
+    here = SlotRing(3 * 1000)
     assert here.room(1000) is None  # nobody has opened it
-    there = Opened(here.offer)
+    there = OpenedSlot(here.offer)
     for number in range(2 * COUNT):
         rooms = [here.room(1000), here.room(500)]
         for each in rooms:
@@ -80,8 +80,8 @@ def test_what_was_written_to_its_room_is_not_copied():
 @linux
 @pytest.mark.parametrize("how", ["another order", "something between", "forgotten"])
 def test_what_lies_elsewhere_in_the_room_is_copied(how):
-    here = Slots(3 * 1000)
-    there = Opened(here.offer)
+    here = SlotRing(3 * 1000)
+    there = OpenedSlot(here.offer)
     one, other = here.room(1000).fill_(1), here.room(500).fill_(2)
     sent = {"another order": [other, one], "something between": [one, filled(10, 7), other], "forgotten": [one, other]}
     if how == "forgotten":
@@ -99,8 +99,8 @@ def test_what_lies_elsewhere_in_the_room_is_copied(how):
 
 @linux
 def test_what_is_not_taken_is_kept_from_what_comes_next():
-    here = Slots(100)
-    there = Opened(here.offer)
+    here = SlotRing(100)
+    there = OpenedSlot(here.offer)
     for number in range(COUNT - 1):
         here.fill([filled(100, number)])
     lying, other = here.room(100).fill_(7), filled(10, 8)
@@ -115,8 +115,8 @@ def test_what_is_not_taken_is_kept_from_what_comes_next():
 
 @linux
 def test_a_room_is_in_a_slot_that_nobody_reads():
-    here = Slots(100)
-    there = Opened(here.offer)
+    here = SlotRing(100)
+    there = OpenedSlot(here.offer)
     used = [here.fill([filled(100, number)]) for number in range(COUNT)]
     assert here.room(100) is None
     there.empty(used[2], [filled(100, 0)])
@@ -128,31 +128,31 @@ def test_a_room_is_in_a_slot_that_nobody_reads():
 
 @linux
 def test_whoever_does_not_open_the_memory_is_given_up():
-    here = Slots(10)
+    here = SlotRing(10)
     assert [here.hopeless() for _ in range(10)][-1]
-    Opened(here.offer)
+    OpenedSlot(here.offer)
     assert not here.hopeless()
 
 
 @linux
 def test_a_descriptor_that_is_something_else_by_now_is_not_opened():
-    here = Slots(10)
+    here = SlotRing(10)
     offer = here.offer
     with pytest.raises(OSError, match="not what was offered"):
-        Opened(offer._replace(token=bytes(16)))
+        OpenedSlot(offer._replace(token=bytes(16)))
     del here
     gc.collect()
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on who has the descriptor now
-        Opened(offer)
+        OpenedSlot(offer)
     with pytest.raises(OSError):  # noqa: PT011 - the same
-        Opened(NO_OFFER)
+        OpenedSlot(NO_OFFER)
 
 
 @linux
 def test_nothing_has_a_name_and_nothing_stays():
     before = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
-    here = Slots(1 << 20)
-    there = Opened(here.offer)
+    here = SlotRing(1 << 20)
+    there = OpenedSlot(here.offer)
     slot = here.fill([filled(100, 7)])
     assert set(Path("/dev/shm").iterdir()) <= before[0]
     del here
@@ -173,7 +173,7 @@ def test_where_there_is_no_such_memory_no_host_is_shared(monkeypatch):
 
 
 def test_memory_is_lent_again_once_no_view_of_it_is_left():
-    lent = Lent()
+    lent = BufferPool()
     first = lent.take(100_000)
     place = first.ctypes.data
     tensor = torch.from_numpy(first)[10:20].view(torch.int16)
@@ -191,7 +191,7 @@ def test_memory_is_lent_again_once_no_view_of_it_is_left():
 
 
 def test_little_of_what_comes_back_is_kept():
-    lent = Lent()
+    lent = BufferPool()
     taken = [lent.take(1000) for _ in range(100)]
     del taken
     assert 0 < len(lent._free) < 50

@@ -45,7 +45,7 @@ OnDamage = Callable[[str, str, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlobLocation:
     """Where a blob lies: bytes [`start`, `start` + `length`) of a file."""
 
     file: str
@@ -71,7 +71,7 @@ class DcpMetadata:
 
     tensors: dict[str, DescribedTensor]
     objects: tuple[str, ...]
-    places: dict[tuple[str, tuple[int, ...] | None], Place]
+    places: dict[tuple[str, tuple[int, ...] | None], BlobLocation]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -149,8 +149,11 @@ class _Maker:
         return {name: number for number, name in enumerate(self.sizes)}
 
     def place(
-        self, key: str, offset: tuple[int, ...] | None, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
-    ) -> Place | None:
+        self,
+        key: str,
+        offset: tuple[int, ...] | None,
+        places: Mapping[tuple[str, tuple[int, ...] | None], BlobLocation],
+    ) -> BlobLocation | None:
         place = places.get((key, offset))
         if place is None:
             self.on_damage(METADATA, key, -1, f"does not say where the chunk at {offset} lies")
@@ -169,7 +172,7 @@ class _Maker:
         tensor: DescribedTensor,
         offset: tuple[int, ...],
         shape: tuple[int, ...],
-        places: Mapping[tuple[str, tuple[int, ...] | None], Place],
+        places: Mapping[tuple[str, tuple[int, ...] | None], BlobLocation],
     ) -> Chunk | None:
         if (place := self.place(key, offset, places)) is None:
             return None
@@ -223,7 +226,7 @@ class _Tensor(_Record):
     pass
 
 
-class _Bytes(_Record):
+class _BytesMetadata(_Record):
     """It has no fields, so its pickle has no state."""
 
 
@@ -256,7 +259,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "Metadata"): _Metadata,
     (_MEGATRON, "MCoreMetadata"): _Metadata,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "BytesStorageMetadata"): _Bytes,
+    (_METADATA, "BytesStorageMetadata"): _BytesMetadata,
     (_METADATA, "ChunkStorageMetadata"): _Record,
     (_METADATA, "MetadataIndex"): _Index,
     (_METADATA, "StorageMeta"): _Record,
@@ -298,7 +301,7 @@ def _plain(found: object) -> DcpMetadata:
         raise CheckpointingException(f"it holds a {type(found).__name__}, and not DCP's metadata")
     tensors, objects = {}, []
     for key, value in found.values["state_dict_metadata"].items():
-        if isinstance(value, _Bytes):
+        if isinstance(value, _BytesMetadata):
             objects.append(_name(key))
         elif isinstance(value, _Tensor):
             tensors[_name(key)] = _tensor(_name(key), value.values)
@@ -315,7 +318,7 @@ def _plain(found: object) -> DcpMetadata:
         key, offset = index.place
         where = None if offset is None else _numbers(offset)
         start, length = _numbers((values["offset"], values["length"]))
-        places[_name(key), where] = Place(_name(values["relative_path"]), start, length)
+        places[_name(key), where] = BlobLocation(_name(values["relative_path"]), start, length)
     paths = found.values.get("planner_data")
     nested = {_name(key): _steps(path) for key, path in paths.items()} if isinstance(paths, dict) else {}
     return DcpMetadata(tensors, tuple(objects), places, nested)

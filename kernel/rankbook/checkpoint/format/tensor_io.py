@@ -17,7 +17,7 @@ import torch
 
 from rankbook.checkpoint.format.checksums import crc32
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, piece_bytes
-from rankbook.checkpoint.planning.load_plan import ChunkRead, Read
+from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
 SLAB = 16 * 1024 * 1024
 """Bytes that are read at a time where they cannot be read in place."""
@@ -28,7 +28,7 @@ ReadRange = Callable[[int, memoryview], int]
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Damage(Exception):
+class ChunkDamage(Exception):
     """Bytes of a chunk that are missing, or not those that were written; `what` says which."""
 
     def __init__(self, what: str) -> None:
@@ -37,17 +37,17 @@ class Damage(Exception):
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `float32`. Raises `Damage` for a name that this torch does not know."""
+    """The dtype that a manifest calls `float32`. Raises `ChunkDamage` for a name that this torch does not know."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise Damage(f"has the dtype {name}, which this torch does not know")
+        raise ChunkDamage(f"has the dtype {name}, which this torch does not know")
     return found
 
 
-def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, check: bool) -> None:
+def fill(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
     """Copy one box of a stored chunk into `target`, which is shaped like it.
 
-    Raises `Damage`, and OSError as `read` does.
+    Raises `ChunkDamage`, and OSError as `read` does.
     """
     dtype = dtype_named(chunk.dtype)
     source = _Source(chunk.chunk, read, check)
@@ -71,14 +71,14 @@ def fill(target: torch.Tensor, chunk: ChunkRead, part: Read, read: ReadRange, ch
 def verify(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
     """Compare all that is wanted of a stored chunk with its checksums, through `scratch`, and keep nothing of it.
 
-    Raises `Damage`, and OSError as `read` does.
+    Raises `ChunkDamage`, and OSError as `read` does.
     """
     stored = chunk.chunk
     if not envelope_holds(stored, read):
-        raise Damage("has other bytes around its data than were written")
+        raise ChunkDamage("has other bytes around its data than were written")
     if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
         if not data_holds(stored, read):
-            raise Damage("has other data than was written")
+            raise ChunkDamage("has other data than was written")
         return
     source, done = _Source(stored, read, check=True), 0
     for first, last in sorted(chunk.span(part) for part in chunk.reads):
@@ -87,7 +87,7 @@ def verify(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
             done = last
 
 
-def _in_order(chunk: ChunkRead, part: Read) -> bool:
+def _in_order(chunk: ChunkRead, part: ReadItem) -> bool:
     """Whether the box's elements lie side by side in the chunk, in the order in which a tensor has them."""
     expected = 1
     for size, step in zip(reversed(part.shape), reversed(chunk.strides), strict=True):
@@ -156,12 +156,12 @@ class _Source:
             piece = pieces[at : at + size]
             if crc32(piece) != self._chunk.pieces[(begin + at) // size]:
                 low, high = begin + at, begin + at + len(piece)
-                raise Damage(f"has other bytes than were written, between {low} and {high} of its data")
+                raise ChunkDamage(f"has other bytes than were written, between {low} and {high} of its data")
 
     def _exactly(self, first: int, into: memoryview) -> None:
         found = self._read(self._chunk.data + first, into)
         if found != len(into):
-            raise Damage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
+            raise ChunkDamage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
 
 
 def data_holds(chunk: Chunk, read: ReadRange) -> bool:

@@ -17,11 +17,11 @@ import numpy as np
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredTensor
 from rankbook.checkpoint.planning.local_plan import Integers, itemsize
-from rankbook.checkpoint.planning.validation import Boxes, box, faults, fills_exactly_once
+from rankbook.checkpoint.planning.validation import ChunkBoxes, box, faults, fills_exactly_once
 from rankbook.checkpoint.state_dict.layout import Shape, byte_runs
 
 
-class Wanted(NamedTuple):
+class WantedChunk(NamedTuple):
     """One chunk that a rank wants of a tensor, in elements; prepended axes count 1 in `shape`.
 
     With `allow_shape_mismatch` the stored tensor may have another global shape: what both have is read, the rest is 0.
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     allow_shape_mismatch: bool = False
 
 
-class Read(NamedTuple):
+class ReadItem(NamedTuple):
     """A box that goes from a stored chunk into a wanted one.
 
     `wanted` is the position of the wanted chunk, `target` the box's offset in it, `source` its offset in the stored
@@ -58,9 +58,9 @@ class ChunkRead(NamedTuple):
     dtype: str
     itemsize: int
     strides: Shape
-    reads: tuple[Read, ...]
+    reads: tuple[ReadItem, ...]
 
-    def span(self, read: Read) -> tuple[int, int]:
+    def span(self, read: ReadItem) -> tuple[int, int]:
         """The bytes [start, stop) of the chunk's data from the first to the last element of a box."""
         last = read.first + sum((size - 1) * step for size, step in zip(read.shape, self.strides, strict=True))
         return read.first * self.itemsize, (last + 1) * self.itemsize
@@ -87,7 +87,7 @@ class ChunkRead(NamedTuple):
         stops = ends[np.concatenate([begins[1:] - 1, [len(ends) - 1]])]
         return list(zip(starts[begins].tolist(), (stops - starts[begins]).tolist(), strict=True))
 
-    def parts(self, read: Read, most: int) -> Iterator[Read]:
+    def parts(self, read: ReadItem, most: int) -> Iterator[ReadItem]:
         """The box in smaller ones, each spanning at most `most` bytes where it has more than one element."""
         start, stop = self.span(read)
         axes = [axis for axis, size in enumerate(read.shape) if size > 1]
@@ -99,7 +99,7 @@ class ChunkRead(NamedTuple):
         rest = (stop - start) - (read.shape[axis] - 1) * step  # what one row of that axis spans
         rows = max(1, 1 + (most - rest) // step) if most > rest else 1
         for begin in range(0, read.shape[axis], rows):
-            part = Read(
+            part = ReadItem(
                 read.wanted,
                 _moved(read.target, axis, begin),
                 _moved(read.source, axis, begin),
@@ -136,11 +136,11 @@ class ReadPlan:
         return sum(prod(read.shape) * each.itemsize for each in self.chunks for read in each.reads)
 
 
-def plan_read(wanted: Sequence[Wanted], manifest: Manifest, *, cast: bool = False) -> ReadPlan:
+def plan_read(wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool = False) -> ReadPlan:
     """Which bytes to read for what one rank wants. With `cast` another dtype is no mismatch: the reader converts."""
     stored = _StoredTensors(manifest, {each.key for each in wanted})
     plan = ReadPlan()
-    found: dict[tuple[str, int], list[Read]] = {}
+    found: dict[tuple[str, int], list[ReadItem]] = {}
     for position, each in enumerate(wanted):
         held = stored.tensors.get(each.key)
         if held is None:
@@ -199,7 +199,7 @@ class _Held:
         """Those of one chunk."""
         return tuple(self.strides[at].tolist())
 
-    def mismatch(self, wanted: Wanted, *, cast: bool) -> str:
+    def mismatch(self, wanted: WantedChunk, *, cast: bool) -> str:
         """Why this is not what is wanted, "" if it is."""
         shape = self.stored.shape
         if len(wanted.global_shape) != len(shape) or (
@@ -221,10 +221,12 @@ class _Held:
         shape = self.stored.shape
         ranks = np.asarray([self.stored.chunks[row].rank for row in self.rows], np.int64)
         none = np.zeros((0, len(shape)), np.int64)
-        wrong = faults(shape, Boxes(self.offset, self.shape, ranks), Boxes(none, none, none[:, :0].reshape(0)))
+        wrong = faults(
+            shape, ChunkBoxes(self.offset, self.shape, ranks), ChunkBoxes(none, none, none[:, :0].reshape(0))
+        )
         return f"its chunks in the checkpoint do not fit together: {'; '.join(wrong)}"
 
-    def overlaps(self, position: int, wanted: Wanted) -> Iterator[tuple[int, Read]]:
+    def overlaps(self, position: int, wanted: WantedChunk) -> Iterator[tuple[int, ReadItem]]:
         """The chunks, by row of the arrays, that share elements with what is wanted, each with the box shared."""
         start = np.asarray(wanted.offset, np.int64)
         low = np.maximum(self.offset, start)
@@ -238,7 +240,7 @@ class _Held:
             map(tuple, (high - low).tolist()),
             (source * self.strides[meets]).sum(axis=1).tolist(),
         )
-        yield from zip(meets.tolist(), map(Read, repeat(position), *columns), strict=True)
+        yield from zip(meets.tolist(), map(ReadItem, repeat(position), *columns), strict=True)
 
 
 class _StoredTensors:

@@ -1,6 +1,6 @@
 """What one rank holds, as compact arrays that travel well and are compared by digest.
 
-Owns: `Declared`, its tables and their digests, and the size of a dtype's element. Refuses: torch, other ranks.
+Owns: `LocalPlan`, its tables and their digests, and the size of a dtype's element. Refuses: torch, other ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 
-class Shard(NamedTuple):
+class LocalShard(NamedTuple):
     """One chunk of a global tensor, or one element of a grid of objects, as the plan sees it.
 
     Shapes and offsets count elements. `local_shape` has the global tensor's axes, of which those that were prepended
@@ -43,7 +43,7 @@ def itemsize(dtype: str) -> int:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Table:
+class ChunkTable:
     """Chunks, one a row, in the rank's own order.
 
     The arrays of shapes and offsets are (rows, most axes); a row with fewer axes ends in axes of extent 1 at offset 0.
@@ -83,7 +83,7 @@ class Table:
         return [self.names[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], bool]]) -> Table:
+    def of(cls, rows: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], bool]]) -> ChunkTable:
         """Of (key, dtype, global shape, offset, shape, main) per chunk; the three have the same number of axes."""
         rows = list(rows)
         names = [key.encode() for key, *_ in rows]
@@ -112,30 +112,30 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Declared:
+class LocalPlan:
     """What one rank holds: its chunks of tensors, its objects, and digests of its common part by path."""
 
-    tensors: Table
-    objects: Table
+    tensors: ChunkTable
+    objects: ChunkTable
     common: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        tensors: Iterable[Shard],
-        objects: Iterable[Shard] = (),
+        tensors: Iterable[LocalShard],
+        objects: Iterable[LocalShard] = (),
         common: Mapping[str, str] | str = "",
-    ) -> Declared:
+    ) -> LocalPlan:
         """Of a rank's shards, in its own order. `common` is a digest for each path of the common part, or one of all.
 
         Raises `ValueError` where a shard's shapes and offset have different numbers of axes.
         """
         return cls(
-            Table.of(
+            ChunkTable.of(
                 (each.key, each.dtype_name, each.global_shape, each.global_offset, each.local_shape, each.is_main)
                 for each in tensors
             ),
-            Table.of(
+            ChunkTable.of(
                 (each.key, "object", each.global_shape, each.global_offset, (1,) * len(each.global_shape), each.is_main)
                 for each in objects
             ),
@@ -147,10 +147,10 @@ class Declared:
         return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
 
     @staticmethod
-    def unpacked(data: bytes) -> Declared:
+    def unpacked(data: bytes) -> LocalPlan:
         """From the bytes that another rank packed; they come from a peer of the same job, and from nowhere else."""
         declared = pickle.loads(zlib.decompress(data))
-        assert isinstance(declared, Declared)
+        assert isinstance(declared, LocalPlan)
         return declared
 
     def digest(self) -> str:

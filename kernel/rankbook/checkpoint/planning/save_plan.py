@@ -19,12 +19,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankbook.checkpoint.planning.local_plan import Declared, Integers, Shard, Table, itemsize
-from rankbook.checkpoint.planning.validation import Boxes, faults, fills_exactly_once, said, volumes
+from rankbook.checkpoint.planning.local_plan import ChunkTable, Integers, LocalPlan, LocalShard, itemsize
+from rankbook.checkpoint.planning.validation import ChunkBoxes, faults, fills_exactly_once, said, volumes
 from rankbook.errors import CheckpointingException
 from rankbook.ranks import group_ranks
 
-__all__ = ["Assignment", "Declared", "PlanCache", "PlannedChunk", "PlannedTensor", "SavePlan", "Shard", "plan_save"]
+__all__ = [
+    "Assignment",
+    "LocalPlan",
+    "LocalShard",
+    "PlanCache",
+    "PlannedChunk",
+    "PlannedTensor",
+    "SavePlan",
+    "plan_save",
+]
 
 MOST_KEYS_SAID = 8
 """Keys whose faults an error spells out."""
@@ -43,8 +52,8 @@ class SavePlan:
 
     world_size: int
     bytes_per_rank: tuple[int, ...]
-    all_tensors: Catalog
-    all_objects: Catalog
+    all_tensors: ChunkIndex
+    all_objects: ChunkIndex
 
     def of_rank(self, rank: int) -> Assignment:
         """What this rank stores."""
@@ -66,7 +75,7 @@ class SavePlan:
 class PlanCache:
     """The plan of the save before: good for the next one if every rank declares the same again.
 
-    Ranks that send their `Declared.signature()` first need to send no more where `recall` finds the plan.
+    Ranks that send their `LocalPlan.signature()` first need to send no more where `recall` finds the plan.
     """
 
     def __init__(self) -> None:
@@ -84,7 +93,7 @@ class PlanCache:
         self._known, self._plan = ([held for held, _ in signatures], fully_parallel), plan
 
 
-def plan_save(declared: Sequence[Declared], *, fully_parallel: bool = False) -> SavePlan:
+def plan_save(declared: Sequence[LocalPlan], *, fully_parallel: bool = False) -> SavePlan:
     """Who stores what, of what the ranks declared, rank by rank.
 
     A main replica is stored by its own rank. With `fully_parallel` any replica may be: the chunks that several ranks
@@ -110,7 +119,9 @@ def plan_save(declared: Sequence[Declared], *, fully_parallel: bool = False) -> 
     return SavePlan(len(declared), tuple(int(load) for load in loads), tensors, objects)
 
 
-def _plan_kind(kind: str, tables: Sequence[Table], fully_parallel: bool) -> tuple[Catalog, list[Callable[[], str]]]:
+def _plan_kind(
+    kind: str, tables: Sequence[ChunkTable], fully_parallel: bool
+) -> tuple[ChunkIndex, list[Callable[[], str]]]:
     """The catalog, and for each key that is wrong what finds out what to say of it."""
     keys = _Keys(tables)
     held = keys.mains()
@@ -123,7 +134,7 @@ def _plan_kind(kind: str, tables: Sequence[Table], fully_parallel: bool) -> tupl
             return held, wrong
         rank, position = balance_replicas(tables, keys.rows, held, held.nbytes(), shared)
         order = np.lexsort((position, rank))
-        held = Catalog(
+        held = ChunkIndex(
             held.keys,
             held.dtypes,
             held.axes,
@@ -140,12 +151,12 @@ def _later(say: Callable[..., str], *arguments: object) -> Callable[[], str]:
 class _Keys:
     """The keys of all ranks: a row for each, what the ranks agree on, and where they do not."""
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[ChunkTable]) -> None:
         self.tables = tables
         number: defaultdict[str, int] = defaultdict(count().__next__)
         code: defaultdict[str, int] = defaultdict(count().__next__)
         self.rows: dict[bytes, Integers] = {}  # by head: the row of each chunk's key
-        heads: dict[bytes, Table] = {}
+        heads: dict[bytes, ChunkTable] = {}
         for table in tables:
             if table.head not in heads:
                 heads[table.head] = table
@@ -171,7 +182,7 @@ class _Keys:
         known = list(code)
         self.dtypes = [known[each] for each in dtype.tolist()]
 
-    def mains(self) -> Catalog:
+    def mains(self) -> ChunkIndex:
         """All main replicas that are not empty."""
         parts: list[tuple[Integers, Integers, Integers, Integers, Integers]] = []
         full: dict[bytes, npt.NDArray[np.bool_]] = {}
@@ -182,7 +193,7 @@ class _Keys:
             offset, shape = padded(table.offset[mine], self.width, 0), padded(table.shape[mine], self.width, 1)
             parts.append((self.rows[table.head][mine], offset, shape, np.full(len(mine), rank), mine))
         columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Catalog(self.names, self.dtypes, self.axes, self.whole, *columns)
+        return ChunkIndex(self.names, self.dtypes, self.axes, self.whole, *columns)
 
     def held_more_than_once(self, mains: Integers) -> npt.NDArray[np.bool_]:
         """For each key whether it has chunks that are not empty beside these, its main ones."""
@@ -194,7 +205,7 @@ class _Keys:
             np.add.at(chunks, self.rows[table.head][(table.shape > 0).all(axis=1)], times[table.layout])
         return np.asarray(chunks > np.bincount(mains, minlength=len(self.names)), np.bool_)
 
-    def _chunks(self, row: int) -> Iterator[tuple[int, Table, int]]:
+    def _chunks(self, row: int) -> Iterator[tuple[int, ChunkTable, int]]:
         """Each chunk of a key: its rank, the table and the position in it."""
         for rank, table in enumerate(self.tables):
             for position in np.flatnonzero(self.rows[table.head] == row).tolist():
@@ -210,18 +221,18 @@ class _Keys:
         held = "; ".join(f"{side} on {said(ranks)}" for side, ranks in sides.items())
         return f"{kind} {self.names[row]!r} is not the same on all ranks: {held}"
 
-    def faults(self, kind: str, row: int, held: Catalog) -> str:
+    def faults(self, kind: str, row: int, held: ChunkIndex) -> str:
         """What is wrong with the main replicas of a key."""
         axes = int(self.axes[row])
         whole = tuple(self.whole[row, :axes].tolist())
         mine = held.key == row
-        mains = Boxes(held.offset[mine, :axes], held.shape[mine, :axes], held.rank[mine])
+        mains = ChunkBoxes(held.offset[mine, :axes], held.shape[mine, :axes], held.rank[mine])
         rest = [
             (table.offset[at, :axes], table.shape[at, :axes], rank)
             for rank, table, at in self._chunks(row)
             if not table.main[at] and (table.shape[at] > 0).all()
         ]
-        others = Boxes(
+        others = ChunkBoxes(
             np.asarray([offset for offset, _, _ in rest], np.int64).reshape(len(rest), axes),
             np.asarray([shape for _, shape, _ in rest], np.int64).reshape(len(rest), axes),
             np.asarray([rank for _, _, rank in rest], np.int64),
@@ -255,9 +266,9 @@ def _say_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> str:
 
 
 def balance_replicas(
-    tables: Sequence[Table],
+    tables: Sequence[ChunkTable],
     rows: Mapping[bytes, Integers],
-    mains: Catalog,
+    mains: ChunkIndex,
     nbytes: Integers,
     shared: npt.NDArray[np.bool_],
 ) -> tuple[Integers, Integers]:
@@ -302,9 +313,9 @@ def balance_replicas(
 
 
 def _find_replicas(
-    tables: Sequence[Table],
+    tables: Sequence[ChunkTable],
     rows: Mapping[bytes, Integers],
-    mains: Catalog,
+    mains: ChunkIndex,
     chunks: Integers,
     firsts: Sequence[int],
     shared: npt.NDArray[np.bool_],
@@ -359,7 +370,7 @@ class PlannedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Catalog:
+class ChunkIndex:
     """All chunks that are stored, as arrays: one row a chunk, ordered by rank and position.
 
     `whole` (keys, axes) are the global shapes, `key` (chunks,) tells the row of a chunk's key, `offset` and `shape`

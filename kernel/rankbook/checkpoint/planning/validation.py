@@ -70,7 +70,7 @@ def _scattered(numbers: Integers, axis: int) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-class Boxes(NamedTuple):
+class ChunkBoxes(NamedTuple):
     """Chunks of one tensor, none of them empty: offset and shape (boxes, axes), ranks (boxes,)."""
 
     offset: Integers
@@ -78,7 +78,7 @@ class Boxes(NamedTuple):
     ranks: Integers
 
 
-def faults(whole: Sequence[int], mains: Boxes, others: Boxes) -> list[str]:
+def faults(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[str]:
     """What is wrong with one tensor's main chunks, each with its ranks and offsets; nothing if they fill it once.
 
     `whole` is the global shape (axes,); `others` are the replicas that are not main, to tell of those in a hole.
@@ -155,7 +155,7 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     return some(found)
 
 
-def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Boxes) -> list[str]:
+def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
     """Boxes that nobody's chunk covers, found on the grid of all cuts."""
     if 0 in whole:
         return []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.replicas import Copy, Gather, gather_objects, settle, this_rank
+from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, gather_objects, settle, this_rank
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, copy_of, like, local_part
 from rankbook.errors import CheckpointingException
@@ -46,7 +46,7 @@ def sharded_state_dict(
     hooks raised on one of them.
     """
     found: ShardedStateDict = {}
-    copies: list[Copy] = []
+    copies: list[ReplicatedEntry] = []
     error = None
     try:
         found["model"] = model_map(model, prefix, copies)
@@ -66,7 +66,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 def model_map(
     model: nn.Module,
     prefix: str,
-    copies: list[Copy],
+    copies: list[ReplicatedEntry],
     *,
     state: Mapping[str, Any] | None = None,
     together: str = "",
@@ -84,7 +84,7 @@ def model_map(
         if isinstance(value, torch.Tensor):
             copy = copy_of(prefix + name, value, together + name if name in parameters else None)
         else:  # what a module keeps beside its tensors
-            copy = Copy(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
+            copy = ReplicatedEntry(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
         if copy is not None:
             copies.append(copy)
             entries[name] = copy.entry
@@ -180,7 +180,7 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
 
 
 def optimizer_map(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[Copy]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[ReplicatedEntry]
 ) -> OptimizerMap:
     """The entries of an optimizer whose parameters have these `names`, by identity; `copies` get theirs.
 
@@ -305,7 +305,7 @@ def sharded_state_dicts(
     Raises as `sharded_state_dict` does.
     """
     found: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}}
-    copies: list[Copy] = []
+    copies: list[ReplicatedEntry] = []
     error = None
     try:
         for name, model in models.items():

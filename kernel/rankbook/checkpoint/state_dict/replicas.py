@@ -22,7 +22,7 @@ Gather: TypeAlias = Callable[[Any], list[Any]]
 
 
 @dataclass
-class Copy:
+class ReplicatedEntry:
     """An entry of which other ranks may hold copies.
 
     holders: the ranks that together hold whole copies of the global tensor: a mesh's, or this rank alone. index, count:
@@ -61,7 +61,9 @@ def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pic
     return found
 
 
-def settle(copies: Sequence[Copy], gather: Gather = gather_objects, *, error: Exception | None = None) -> None:
+def settle(
+    copies: Sequence[ReplicatedEntry], gather: Gather = gather_objects, *, error: Exception | None = None
+) -> None:
     """Set the replica id of every entry: 0 on the rank that stores it. A collective: each rank calls it.
 
     A rank need not hold what others hold: of the ranks that hold a key, one stores it. `error`: what this rank raised
@@ -76,7 +78,7 @@ def settle(copies: Sequence[Copy], gather: Gather = gather_objects, *, error: Ex
         each.entry.replica_id = (index - owners.get(_group(each, meshes), 0)) % total
 
 
-def _places(copies: Iterable[Copy], gather: Gather, error: Exception | None) -> dict[str, list[Holders]]:
+def _places(copies: Iterable[ReplicatedEntry], gather: Gather, error: Exception | None) -> dict[str, list[Holders]]:
     """For each key all meshes that hold it, in order. Where all ranks hold the same it takes one short exchange."""
     rank, world = this_rank(), world_size()
     held = sorted({(each.entry.key, () if each.holders == (rank,) else each.holders) for each in copies})
@@ -95,11 +97,13 @@ def _places(copies: Iterable[Copy], gather: Gather, error: Exception | None) -> 
     return {key: sorted(places[key]) for key, _ in held}
 
 
-def _group(copy: Copy, meshes: Sequence[Holders]) -> tuple[str | None, tuple[Holders, ...], int]:
+def _group(copy: ReplicatedEntry, meshes: Sequence[Holders]) -> tuple[str | None, tuple[Holders, ...], int]:
     return copy.together, tuple(meshes), copy.count
 
 
-def _owners(placed: Sequence[tuple[Copy, list[Holders]]]) -> dict[tuple[str | None, tuple[Holders, ...], int], int]:
+def _owners(
+    placed: Sequence[tuple[ReplicatedEntry, list[Holders]]],
+) -> dict[tuple[str | None, tuple[Holders, ...], int], int]:
     """Which copy of each group is stored: the largest group first, each to who has least of its like so far."""
     groups: dict[tuple[str | None, tuple[Holders, ...], int], int] = {}
     for each, meshes in placed:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.state_dict import layout
-from rankbook.checkpoint.state_dict.replicas import Copy, Gather, gather_objects, settle, this_rank
+from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, gather_objects, settle, this_rank
 from rankbook.checkpoint.state_dict.sharded_tensor import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -238,7 +238,7 @@ def split(
     rank where there is a `gather`, for what is no dict, for tensors without a key whose paths spell the same, DTensors
     that cannot be stored, and whatever a factory's `build_fn` raised.
     """
-    made, copies = Split(), list[Copy]()
+    made, copies = Split(), list[ReplicatedEntry]()
     error = None
     try:
         _take_apart(sharded_state_dict, stored, made, copies)
@@ -251,7 +251,7 @@ def split(
     return made
 
 
-def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, copies: list[Copy]) -> None:
+def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, copies: list[ReplicatedEntry]) -> None:
     if not isinstance(state, dict):
         raise CheckpointingException(f"a sharded state dict is a dict, not a {type(state).__name__}")
     fresh = _fresh(state, stored)
@@ -349,7 +349,7 @@ def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noq
     return None if any(each[: len(path)] == path for each in missing) else factories
 
 
-def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> Copy | None:
+def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
     """A tensor as a shard, with the ranks that hold copies; None where this rank is not part of a DTensor's mesh.
 
     A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement, or
@@ -363,7 +363,9 @@ def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> Copy
         )
     nbytes = tensor.numel() * tensor.element_size()
     if not isinstance(tensor, DTensor):
-        return Copy(ShardedTensor.from_rank_offsets(key, tensor.detach()), (this_rank(),), 0, 1, nbytes, together)
+        return ReplicatedEntry(
+            ShardedTensor.from_rank_offsets(key, tensor.detach()), (this_rank(),), 0, 1, nbytes, together
+        )
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -400,7 +402,7 @@ def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> Copy
         tuple(offset),
         None if cuts else (1,) * tensor.ndim,
     )
-    return Copy(shard, tuple(mesh.mesh.flatten().tolist()), index, count, nbytes, together)
+    return ReplicatedEntry(shard, tuple(mesh.mesh.flatten().tolist()), index, count, nbytes, together)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

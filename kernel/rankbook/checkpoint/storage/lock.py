@@ -19,7 +19,7 @@ _under_way: dict[str, str] = {}  # the tokens of this process's own saves, by wh
 
 
 @dataclass(frozen=True, slots=True)
-class Owner(ProcessIdentity):
+class WriterIdentity(ProcessIdentity):
     """A process that writes a step. `token` tells its save from another one of the same process."""
 
     token: str
@@ -35,9 +35,9 @@ class Owner(ProcessIdentity):
         return ProcessIdentity.lives(self, patience)
 
 
-def claim(storage: Storage, path: str) -> Owner:
+def claim(storage: Storage, path: str) -> WriterIdentity:
     """Writes into the file `path` that this process is at work from now on, until `release`."""
-    own = Owner(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
+    own = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
     _under_way[f"{storage}/{path}"] = own.token
     try:
         storage.write(path, [json.dumps(asdict(own)).encode()])
@@ -53,9 +53,9 @@ def release(storage: Storage, path: str) -> None:
     storage.remove(path)
 
 
-def owner_of(storage: Storage, path: str) -> Owner | None:
+def owner_of(storage: Storage, path: str) -> WriterIdentity | None:
     """Who claimed it; None where there is no such file, or one that was cut off while it was written."""
     try:
-        return Owner(**json.loads(read_all(storage, path)))
+        return WriterIdentity(**json.loads(read_all(storage, path)))
     except (FileNotFoundError, ValueError, TypeError):
         return None

@@ -1,6 +1,6 @@
 """A folder of steps: which one is the latest, what is finished, what was broken off.
 
-A `Place` is where one save goes: a step of such a folder, or a folder of another name.
+A `CheckpointLocation` is where one save goes: a step of such a folder, or a folder of another name.
 
     step-40/                a finished step: manifest.json is in it
     step-50.partial/        a save that is under way, or was broken off
@@ -33,7 +33,7 @@ from rankbook.checkpoint.format.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.storage import lock
 from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked, read_range
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.checkpoint.storage.lock import Owner
+from rankbook.checkpoint.storage.lock import WriterIdentity
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.process_identity import PATIENCE
 
@@ -97,7 +97,7 @@ def partials(storage: Storage) -> list[str]:
     return sorted(name for name in names if names[name] is None and _is_rest(storage, name, names))
 
 
-def owner_of(storage: Storage, partial: str) -> Owner | None:
+def owner_of(storage: Storage, partial: str) -> WriterIdentity | None:
     """The process that writes a partial step just now; None where the save was broken off."""
     owner = lock.owner_of(storage, partial + OWNER)
     return owner if owner is not None and owner.lives() else None
@@ -402,7 +402,7 @@ def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Retention:
+class RetentionPolicy:
     """Which finished steps stay: the newest `keep`, and those that `keep_every` divides; None: all."""
 
     keep: int | None = None
@@ -415,7 +415,7 @@ class Retention:
 
 
 @dataclass
-class Place:
+class CheckpointLocation:
     """A step of `folder`, the next one if `step` is None; or, with a `name`, a folder in it that is no step.
 
     Its methods are for rank 0 alone.
@@ -425,7 +425,7 @@ class Place:
     folder: str
     step: int | None = None
     name: str | None = None
-    retention: Retention = field(default_factory=Retention)
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     _begun: bool = False
 
     def begin(self) -> str:

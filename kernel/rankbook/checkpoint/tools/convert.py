@@ -151,18 +151,18 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     The step is what one rank would have saved; any number of ranks loads it. The files are mapped into memory and
     written from there, so they may be larger than it. Raises `CheckpointingException` where a file is damaged.
     """
-    from rankbook.checkpoint.local_state import Contents, HeldTensor
-    from rankbook.checkpoint.progress import Telling
+    from rankbook.checkpoint.local_state import LocalState, LocalTensor
+    from rankbook.checkpoint.progress import SaveProgress
     from rankbook.checkpoint.saving import PlanHistory, Writer
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
-    from rankbook.checkpoint.storage.steps import Place
+    from rankbook.checkpoint.storage.steps import CheckpointLocation
 
     given = os.fspath(source)
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
     tensors = safetensors.read_tensors(storage_of(parent or "."), name)
-    held = [HeldTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
-    place, telling = Place(storage_of(folder), str(folder), step), Telling(str(folder))
-    writer = Writer(0, Contents(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
+    held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
+    place, telling = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
+    writer = Writer(0, LocalState(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
     try:
         (task,) = writer.plan([writer.declare(whole=True)])
         assert task is not None

@@ -21,18 +21,18 @@ from typing import Any, Protocol
 
 from rankbook.protocol.queries import (
     Answer,
-    AskCompletions,
-    AskInspection,
     Completion,
-    CompletionsTold,
+    CompletionsReply,
+    GetCompletions,
+    GetInspection,
     Hint,
-    InspectionTold,
+    InspectionReply,
 )
 from rankbook.rank.inspect import (
     safe_introspection,
 )
 from rankbook.rank.inspect.object_info import describe
-from rankbook.rank.inspect.safe_introspection import Known
+from rankbook.rank.inspect.safe_introspection import KnownValue
 from rankbook.rank.inspect.tensor_introspection import is_a
 
 MOST = 2000
@@ -50,7 +50,7 @@ _FUNCTIONS = (
 _PROPERTIES = (property, types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
-class Work(Protocol):
+class CompletionSource(Protocol):
     """What the main thread has. Any thread."""
 
     def namespace(self) -> dict[str, object]:
@@ -60,10 +60,10 @@ class Work(Protocol):
         """The names that were there before any cell."""
 
 
-class Guide:
+class CompletionHandler:
     """Answers for `rank`."""
 
-    def __init__(self, work: Work, rank: int) -> None:
+    def __init__(self, work: CompletionSource, rank: int) -> None:
         self._work = work
         self._rank = rank
         self._modules: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Guide:
 
     def answer(self, question: Hint) -> Answer:
         """The answer; nothing found is an answer too."""
-        if isinstance(question, AskInspection):
+        if isinstance(question, GetInspection):
             return self._inspect(question)
         text = question.text[: question.cursor]
         begun, found = self._candidates(question, text[-MOST_TEXT:])
@@ -82,15 +82,15 @@ class Guide:
             for name, value in sorted(found.items(), key=lambda item: (item[0].startswith("_"), item[0].lower()))
             if name.startswith(begun) and (begun.startswith("_") or not name.startswith("_"))
         ]
-        return CompletionsTold(question.token, len(text) - len(begun), tuple(matches[:MOST]))
+        return CompletionsReply(question.token, len(text) - len(begun), tuple(matches[:MOST]))
 
-    def _inspect(self, question: AskInspection) -> InspectionTold:
+    def _inspect(self, question: GetInspection) -> InspectionReply:
         name = name_at(question.text, question.cursor)
         found = safe_introspection.follow(parse(name), self._work.namespace()) if name else None
         text = "" if found is None else describe(name, found, self._rank, source=question.source)
-        return InspectionTold(question.token, text)
+        return InspectionReply(question.token, text)
 
-    def _candidates(self, question: AskCompletions, text: str) -> tuple[str, Mapping[str, Any]]:
+    def _candidates(self, question: GetCompletions, text: str) -> tuple[str, Mapping[str, Any]]:
         """What is written of a name, and the names that could be meant."""
         namespace = self._work.namespace()
         begun = word_before(text)
@@ -112,7 +112,7 @@ class Guide:
         return begun, {**self._globals(text, namespace), **_parameters(before, place, namespace)}
 
     def _keys(
-        self, text: str, place: Place, namespace: Mapping[str, Any]
+        self, text: str, place: CursorContext, namespace: Mapping[str, Any]
     ) -> tuple[str, dict[str, types.SimpleNamespace | None]]:
         """Of `mapping["be|`: its keys. Of any other string: nothing."""
         assert place.quote is not None
@@ -160,7 +160,7 @@ _KEYWORD = object()
 _PARAMETER = _Parameter()
 
 
-def _parameters(before: str, place: Place, namespace: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(before: str, place: CursorContext, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of the function whose brackets are open, as `name=`."""
     if not place.brackets or before[place.brackets[-1]] != "(" or not before.rstrip().endswith(("(", ",")):
         return {}
@@ -169,7 +169,7 @@ def _parameters(before: str, place: Place, namespace: Mapping[str, Any]) -> dict
 
 
 def _names_of_parameters(called: safe_introspection.Found) -> Iterable[str]:
-    if not isinstance(called, Known):
+    if not isinstance(called, KnownValue):
         return ()
     value, skip = called.value, 1
     if is_a(value, types.MethodType):
@@ -219,7 +219,7 @@ KEYWORDS = tuple(sorted(keyword.kwlist))
 
 
 @dataclass(frozen=True)
-class Place:
+class CursorContext:
     """What is before the cursor: the text of an open string from `quote` on, open brackets, or a comment."""
 
     quote: int | None
@@ -227,7 +227,7 @@ class Place:
     comment: bool
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> CursorContext:
     """Where the end of `text` is."""
     brackets: list[int] = []
     at, end = 0, len(text)
@@ -236,12 +236,12 @@ def place_of(text: str) -> Place:
         if char == "#":
             newline = text.find("\n", at)
             if newline < 0:
-                return Place(None, tuple(brackets), comment=True)
+                return CursorContext(None, tuple(brackets), comment=True)
             at = newline
         elif char in "'\"":
             closed = _end_of_string(text, at)
             if closed is None:
-                return Place(at, tuple(brackets), comment=False)
+                return CursorContext(at, tuple(brackets), comment=False)
             at = closed
             continue
         elif char in "([{":
@@ -249,7 +249,7 @@ def place_of(text: str) -> Place:
         elif char in _CLOSES and brackets and text[brackets[-1]] == _CLOSES[char]:
             brackets.pop()
         at += 1
-    return Place(None, tuple(brackets), comment=False)
+    return CursorContext(None, tuple(brackets), comment=False)
 
 
 def _end_of_string(text: str, start: int) -> int | None:

@@ -23,7 +23,7 @@ import torch
 from IPython.lib.pretty import pretty
 
 from rankbook.formatting import suggest
-from rankbook.protocol.queries import AskPeek, PeekTold
+from rankbook.protocol.queries import GetValue, ValueReply
 from rankbook.rank.process_groups import interruptible_work
 from rankbook.rank.tracebacks import is_users
 
@@ -35,7 +35,7 @@ _MOST_GIVEN_UP = 4
 _MAKES_OF_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
-class Work(Protocol):
+class EvaluationSource(Protocol):
     """What the main thread does, seen from outside. Any thread."""
 
     running: int | None
@@ -44,39 +44,39 @@ class Work(Protocol):
         """A copy of the variables."""
 
 
-class Peeks:
+class Evaluator:
     """Peeks at a rank that computes on `device`. Any thread."""
 
-    def __init__(self, work: Work, device: torch.device) -> None:
+    def __init__(self, work: EvaluationSource, device: torch.device) -> None:
         self._work = work
         self._device = device
         self._given_up: list[_Evaluation] = []
 
-    def answer(self, question: AskPeek) -> PeekTold:
+    def answer(self, question: GetValue) -> ValueReply:
         """What the expression gives, after `question.seconds` at most."""
         cell = self._work.running
         self._given_up = [each for each in self._given_up if not each.ended.is_set()]
         if len(self._given_up) >= _MOST_GIVEN_UP:
             trouble = f"{len(self._given_up)} peeks that were given up have not ended yet"
-            return PeekTold(question.token, "", trouble, cell)
+            return ValueReply(question.token, "", trouble, cell)
         try:
             code = compile(question.source, "<peek>", "eval")
         except (SyntaxError, ValueError, RecursionError) as error:
-            return PeekTold(question.token, "", f"{type(error).__name__}: {error}", cell)
+            return ValueReply(question.token, "", f"{type(error).__name__}: {error}", cell)
         namespace = self._work.namespace()
         if cell is not None:
             namespace.update(read_locals(names_in(code)))
         evaluation = _Evaluation(code, namespace, self._device)
         del namespace  # what it holds shall not outlive the evaluation
         if evaluation.wait_end(timeout=question.seconds):
-            return PeekTold(question.token, evaluation.text, evaluation.trouble, cell)
+            return ValueReply(question.token, evaluation.text, evaluation.trouble, cell)
         self._given_up.append(evaluation)
         waits_for = "; what reads a CUDA tensor waits for all that is queued before it"
         trouble = f"given up after {question.seconds:g} s{waits_for if self._device.type == 'cuda' else ''}"
-        return PeekTold(question.token, "", trouble, cell)
+        return ValueReply(question.token, "", trouble, cell)
 
 
-class _GivenUp(BaseException):
+class _EvaluationTimeout(BaseException):
     """Nobody waits for this evaluation any more."""
 
 
@@ -96,7 +96,9 @@ class _Evaluation:
             return True
         with self._lock:  # so that no other thread, which may have the number by then, gets it
             if self._inside:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), ctypes.py_object(_GivenUp))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._ident), ctypes.py_object(_EvaluationTimeout)
+                )
         return False
 
     def _run(self, code: types.CodeType, namespace: dict[str, object], device: torch.device) -> None:
@@ -105,7 +107,7 @@ class _Evaluation:
         try:
             self._try(code, namespace, device)
             _take_pending()
-        except _GivenUp:
+        except _EvaluationTimeout:
             pass  # it came between two lines of ours
         finally:
             self.ended.set()

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from rankbook.protocol.telemetry import Holding
 from rankbook.rank.inspect import tensor_introspection
-from rankbook.rank.inspect.tensor_introspection import Breath, Part, is_a, own
+from rankbook.rank.inspect.tensor_introspection import GilYield, NamedTensor, is_a, own
 
 _DEEPEST = 3
 """Steps from a variable: `trainers[0].model` takes two."""
@@ -35,7 +35,7 @@ _OPAQUE = (
 
 
 @dataclass
-class Belongings:
+class DiscoveredObjects:
     """What was found, by name; `trees` has each model's modules with their prefixes."""
 
     models: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -44,9 +44,9 @@ class Belongings:
     trees: dict[str, list[tuple[str, torch.nn.Module]]] = field(default_factory=dict)
 
 
-def find(namespace: Mapping[str, object], breath: Breath) -> Belongings:
+def find(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
     """What `namespace` leads to. Parts of a model that was found are none of their own."""
-    found = Belongings()
+    found = DiscoveredObjects()
     for name, value in _walk(namespace, breath):
         _sort(found, name, value)
     for name, value in _prepared():
@@ -61,7 +61,7 @@ def find(namespace: Mapping[str, object], breath: Breath) -> Belongings:
     return found
 
 
-def _sort(found: Belongings, name: str, value: object) -> None:
+def _sort(found: DiscoveredObjects, name: str, value: object) -> None:
     if is_a(value, torch.nn.Module):
         found.models[name] = value  # type: ignore[assignment]
     elif is_a(value, torch.optim.Optimizer):
@@ -78,7 +78,7 @@ def _once(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _walk(namespace: Mapping[str, object], breath: Breath) -> Iterator[tuple[str, object]]:
+def _walk(namespace: Mapping[str, object], breath: GilYield) -> Iterator[tuple[str, object]]:
     """Breadth first: of several names the shortest comes first."""
     queue = deque((name, value, 0) for name, value in namespace.items())
     seen: set[int] = set()
@@ -123,7 +123,7 @@ def _prepared() -> Iterator[tuple[str, object]]:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class MeasuredObjects:
     """What is told of the belongings, in bytes.
 
     `trainable` are the parameters that may have gradients and `counters` the optimizers, as long as they live.
@@ -136,7 +136,7 @@ class Inventory:
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
-def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
+def take_inventory(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
     """Tell of each, and count the bytes on `device` (`cpu`, `cuda:0`): what two of them share counts once."""
     seen: dict[int, torch.Tensor] = {}
     sizes: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
             count("optimizer", part.tensor)
         holdings.append(_tell_optimizer(name, optimizer, state))
     holdings += [_tell_loader(name, loader) for name, loader in found.loaders.items()]
-    return Inventory(
+    return MeasuredObjects(
         tuple(holdings),
         sizes["parameters"],
         sizes["optimizer"],
@@ -171,7 +171,7 @@ def take_inventory(found: Belongings, device: str, breath: Breath) -> Inventory:
     )
 
 
-def _tell_model(name: str, model: torch.nn.Module, held: list[Part], modules: list[torch.nn.Module]) -> Holding:
+def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]) -> Holding:
     tensors = [each.tensor for each in held]
     kinds = {type(each).__name__ for each in modules}
     ddp = tensor_introspection.loaded("torch.nn.parallel", "DistributedDataParallel")
@@ -198,7 +198,7 @@ def _tell_model(name: str, model: torch.nn.Module, held: list[Part], modules: li
     )
 
 
-def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[Part]) -> Holding:
+def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[NamedTensor]) -> Holding:
     parameters = tensor_introspection.parameters_of_optimizer(optimizer)
     tensors = [each.tensor for each in state]
     return Holding(

@@ -26,8 +26,8 @@ from rankbook.rank.inspect import (
     safe_introspection,
     tensor_introspection,
 )
-from rankbook.rank.inspect.safe_introspection import Instance, Known
-from rankbook.rank.inspect.tensor_introspection import Breath, is_a
+from rankbook.rank.inspect.safe_introspection import KnownType, KnownValue
+from rankbook.rank.inspect.tensor_introspection import GilYield, is_a
 from rankbook.transport.cell_sources import number_of
 
 _LONGEST = 20_000
@@ -35,9 +35,9 @@ _LONGEST = 20_000
 _LINE = 100
 
 
-def describe(name: str, found: Known | Instance, rank: int, *, source: bool) -> str:
+def describe(name: str, found: KnownValue | KnownType, rank: int, *, source: bool) -> str:
     """The sections that there are, `source` with the source in the docstring's place, where there is one."""
-    if isinstance(found, Instance):
+    if isinstance(found, KnownType):
         sections = {"Type": found.kind.__name__, "Value": "not known without computing it"}
         return _text({**sections, "Docstring": _docstring(found.kind), "Rank": str(rank)})
     value = found.value
@@ -72,7 +72,7 @@ def _callable(value: object) -> bool:
 
 
 def _value(name: str, value: object) -> dict[str, str]:
-    told = tell(name, value, Breath())
+    told = tell(name, value, GilYield())
     shape = "" if told.shape is None else str(list(told.shape))
     size = "" if told.bytes is None else f"{told.bytes:,} bytes"
     return {"Value": told.preview, "Shape": shape, "Dtype": told.dtype, "Device": told.device, "Size": size}
@@ -251,7 +251,7 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None)}
 _SIZED = (dict, list, tuple, set, frozenset)
 
 
-def list_variables(namespace: Mapping[str, object], hidden: Collection[str], breath: Breath) -> tuple[Variable, ...]:
+def list_variables(namespace: Mapping[str, object], hidden: Collection[str], breath: GilYield) -> tuple[Variable, ...]:
     """The variables that cells have made, in the order of their making; at most `MOST`."""
     found: list[Variable] = []
     for name, value in namespace.items():
@@ -264,7 +264,7 @@ def list_variables(namespace: Mapping[str, object], hidden: Collection[str], bre
     return tuple(found)
 
 
-def tell(name: str, value: object, breath: Breath) -> Variable:
+def tell(name: str, value: object, breath: GilYield) -> Variable:
     """One of them."""
     kind = type(value).__name__
     if is_a(value, torch.Tensor):
@@ -291,7 +291,7 @@ def tell(name: str, value: object, breath: Breath) -> Variable:
     return Variable(name, kind, None, "", "", None, preview(value))
 
 
-def _tensors_of(model: torch.nn.Module, breath: Breath) -> Iterator[torch.Tensor]:
+def _tensors_of(model: torch.nn.Module, breath: GilYield) -> Iterator[torch.Tensor]:
     for part in tensor_introspection.parts_of_modules(list(tensor_introspection.modules_of(model, breath)), breath):
         yield part.tensor
 

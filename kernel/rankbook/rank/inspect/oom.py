@@ -127,7 +127,7 @@ def _describe_cpu() -> str:
     return f"memory of cpu: this process has {own}; {free} of {total} are free"
 
 
-def _describe_cuda(device: torch.device, found: Found) -> str:
+def _describe_cuda(device: torch.device, found: MemoryReport) -> str:
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     words = (
@@ -142,7 +142,7 @@ def _describe_cuda(device: torch.device, found: Found) -> str:
     return words
 
 
-def describe_holdings(found: Found) -> list[str]:
+def describe_holdings(found: MemoryReport) -> list[str]:
     """The largest of what was found, as lines of a table, and how much each variable has."""
     large = [each for each in found.holdings if each.size >= _SMALL]
     rows = [_row(each) for each in large[:_MOST_ROWS]]
@@ -164,7 +164,7 @@ def describe_holdings(found: Found) -> list[str]:
     return lines
 
 
-def _row(holding: Holding) -> tuple[str, str, str, str, str]:
+def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
     return format_bytes(holding.size), holding.name, str(holding.shape), holding.dtype, holding.device
 
 
@@ -212,7 +212,7 @@ _OPAQUE = (*_PLAIN, BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
-class Holding:
+class MemoryHolding:
     """One storage, by the shortest name that leads to it, with the shape of the tensor found there."""
 
     name: str
@@ -229,10 +229,10 @@ class Holding:
 
 
 @dataclass
-class Found:
+class MemoryReport:
     """All of it, the largest first. `complete`: nothing was left out for being too deep or too much."""
 
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[MemoryHolding] = field(default_factory=list)
     complete: bool = True
 
     @property
@@ -243,7 +243,7 @@ class Found:
 
 def find_holdings(
     namespace: Mapping[str, object], *, device: str | None = None, most_objects: int = MOST_OBJECTS
-) -> Found:
+) -> MemoryReport:
     """The storages that `namespace`'s names lead to, each once; those on `device` (`cpu`, `cuda:0`), or all."""
     return _Search(most_objects).run(namespace, device)
 
@@ -254,20 +254,20 @@ class _Search:
     def __init__(self, most_objects: int) -> None:
         self._left = most_objects
         self._seen: dict[int, object] = {}  # with the objects, for a dead one's number may be given to another
-        self._storages: dict[tuple[str, int], Holding] = {}
+        self._storages: dict[tuple[str, int], MemoryHolding] = {}
         self._names: dict[int, str] = {}
         self._queue: deque[tuple[str, object, int]] = deque()
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self._complete = True
 
-    def run(self, namespace: Mapping[str, object], device: str | None) -> Found:
+    def run(self, namespace: Mapping[str, object], device: str | None) -> MemoryReport:
         self._enqueue(dict(namespace).items(), 0)
         self._work()
         for name, optimizer in self._optimizers:  # last, for its parameters have better names by then
             self._enqueue(self._optimizer_parts(name, optimizer), 1)
             self._work()
         holdings = [each for each in self._storages.values() if device in (None, each.device)]
-        return Found(sorted(holdings, key=lambda each: -each.size), self._complete)
+        return MemoryReport(sorted(holdings, key=lambda each: -each.size), self._complete)
 
     def _enqueue(self, parts: Any, depth: int) -> None:  # noqa: ANN401 - pairs of a name and anything
         for name, value in parts:
@@ -342,7 +342,7 @@ class _Search:
 
     def _add(self, name: str, pointer: int, size: int, shape: tuple[int, ...], dtype: str, device: str) -> None:
         if size and pointer and device != "meta":
-            self._storages.setdefault((device, pointer), Holding(name, size, shape, dtype, device))
+            self._storages.setdefault((device, pointer), MemoryHolding(name, size, shape, dtype, device))
 
     def _optimizer_parts(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
         """Named by the parameter that each state belongs to: `optimizer.state[model.weight]['exp_avg']`."""

@@ -37,24 +37,24 @@ from rankbook.protocol import telemetry
 from rankbook.protocol.messages import Frame
 from rankbook.protocol.queries import (
     Answer,
-    AskDetail,
-    AskLook,
-    AskPeek,
-    AskShards,
-    AskStatistic,
-    DetailTold,
+    DetailReply,
+    GetDetail,
+    GetShards,
+    GetStatistic,
+    GetStatus,
+    GetValue,
     Hint,
     Look,
-    Looked,
-    NothingTold,
-    Sample,
-    StatisticTold,
+    QueryFailed,
+    RankSample,
+    StatisticReply,
+    StatusReply,
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.object_discovery import Inventory
+from rankbook.rank.inspect.object_discovery import MeasuredObjects
 from rankbook.rank.inspect.object_info import list_variables
-from rankbook.rank.inspect.tensor_introspection import Breath
+from rankbook.rank.inspect.tensor_introspection import GilYield
 from rankbook.rank.tracebacks import is_users, name_of
 
 _AT_MOST = {True: 1 / 200, False: 1 / 50}
@@ -68,7 +68,7 @@ _COUNT_TIMEOUT = 0.02
 _LAST_SAVES = 16
 
 
-class Work(Protocol):
+class MainThreadStatus(Protocol):
     """What the main thread does, seen from outside. Any thread."""
 
     running: int | None
@@ -92,10 +92,10 @@ class Work(Protocol):
         """Call `function` on the main thread between two tasks: now, if no task runs."""
 
 
-class Lookout:
+class StatusHandler:
     """Answers for `rank`, which computes on `device`."""
 
-    def __init__(self, work: Work, rank: int, device: torch.device) -> None:
+    def __init__(self, work: MainThreadStatus, rank: int, device: torch.device) -> None:
         self._work = work
         self._rank = rank
         self._device = device
@@ -103,7 +103,7 @@ class Lookout:
         self._device_name = ""
         self._utilisation = Utilisation(device)
         self._utilised: float | None = None
-        self._inventory: Inventory | None = None
+        self._inventory: MeasuredObjects | None = None
         self._memory: MemoryUse | None = None
         self._gradients = GradientCounter(work.run_when_idle)
         self._due = self._searched = self._cost = 0.0
@@ -119,27 +119,27 @@ class Lookout:
         """The answer, or why there is none."""
         try:
             match question:
-                case AskLook():
+                case GetStatus():
                     return self._look(question)
-                case AskDetail(token):
-                    return DetailTold(token, self._detail())
-                case AskShards(token, name, others):
+                case GetDetail(token):
+                    return DetailReply(token, self._detail())
+                case GetShards(token, name, others):
                     from rankbook.rank.inspect import shard_map
 
                     return shard_map.tell_shards(
-                        token, self._work.namespace(), name, self._rank, Breath(), others=others
+                        token, self._work.namespace(), name, self._rank, GilYield(), others=others
                     )
-                case AskStatistic(token, name, key):
+                case GetStatistic(token, name, key):
                     from rankbook.rank.inspect import shard_map
 
-                    tensor = shard_map.find_tensor(self._work.namespace(), name, key, Breath())
-                    return StatisticTold(token, statistic(self._rank, tensor))
+                    tensor = shard_map.find_tensor(self._work.namespace(), name, key, GilYield())
+                    return StatisticReply(token, statistic(self._rank, tensor))
         except RankbookError as error:
-            return NothingTold(question.token, str(error))
+            return QueryFailed(question.token, str(error))
 
     def at_once(self, question: Look) -> Answer | None:
         """A look for which nothing has to be searched or measured: it counts and tells."""
-        if not isinstance(question, AskLook) or question.fresh:
+        if not isinstance(question, GetStatus) or question.fresh:
             return None
         now = time.monotonic()
         if question.holdings and (now >= self._due or self._search_is_due(now)):
@@ -148,7 +148,7 @@ class Lookout:
 
     # A look
 
-    def _look(self, question: AskLook) -> Looked:
+    def _look(self, question: GetStatus) -> StatusReply:
         if question.holdings:
             now = time.monotonic()
             if question.fresh or self._search_is_due(now):
@@ -165,11 +165,11 @@ class Lookout:
         wait = max(pause, self._cost / _AT_MOST[running is not None])
         return self._inventory is None or now >= self._searched + wait
 
-    def _told(self, question: AskLook) -> Looked:
+    def _told(self, question: GetStatus) -> StatusReply:
         if question.saves:
             self._listen()
         changed = question.holdings and question.known != self._version
-        return Looked(
+        return StatusReply(
             question.token,
             self._sample(memory=question.holdings),
             self._version,
@@ -183,9 +183,9 @@ class Lookout:
         again = {(each.folder, each.name) for each in running}
         return (*running, *(each for each in self._ended if (each.folder, each.name) not in again))
 
-    def _sample(self, *, memory: bool) -> Sample:
+    def _sample(self, *, memory: bool) -> RankSample:
         waits_for, waited = self._work.waits()
-        return Sample(
+        return RankSample(
             host=self._host,
             device_name=self._device_name,
             cell=self._work.running,
@@ -208,7 +208,7 @@ class Lookout:
 
     def _search(self) -> None:
         began = time.thread_time()
-        breath = Breath()
+        breath = GilYield()
         if not self._device_name:
             self._device_name = device_name(self._device)
         found = object_discovery.find(self._work.namespace(), breath)
@@ -258,37 +258,37 @@ class Lookout:
             + (f": {each.source}" if each.source else "")
             for each in frames
         )
-        variables = list_variables(self._work.namespace(), self._work.hidden(), Breath())
+        variables = list_variables(self._work.namespace(), self._work.hidden(), GilYield())
         return RankDetail(self._rank, stack, (), variables)
 
 
-_Q = TypeVar("_Q", bound=Look | Hint | AskPeek)
-_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | AskPeek, contravariant=True)
+_Q = TypeVar("_Q", bound=Look | Hint | GetValue)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | GetValue, contravariant=True)
 
 
-class Answers(Protocol[_Q_contra]):
+class QueryHandler(Protocol[_Q_contra]):
     """What looks."""
 
     def answer(self, question: _Q_contra) -> Answer:
         """The answer, or why there is none."""
 
 
-class Looks(Answers[_Q_contra], Protocol[_Q_contra]):
+class RepeatedQueryHandler(QueryHandler[_Q_contra], Protocol[_Q_contra]):
     """What is asked again and again."""
 
     def at_once(self, question: _Q_contra) -> Answer | None:
         """The answer, if it takes next to nothing; else None."""
 
 
-class Inquiries(Generic[_Q]):
+class QueryThreads(Generic[_Q]):
     """Answers with `send`. `make` makes what looks, once; it imports what a rank needs for nothing else."""
 
-    def __init__(self, send: Callable[[Answer], None], make: Callable[[], Looks[_Q]]) -> None:
+    def __init__(self, send: Callable[[Answer], None], make: Callable[[], RepeatedQueryHandler[_Q]]) -> None:
         self._send = send
         self._make = make
         self._questions: queue.SimpleQueue[_Q] = queue.SimpleQueue()
         self._started = _thread.allocate_lock()
-        self._looks: Looks[_Q] | None = None
+        self._looks: RepeatedQueryHandler[_Q] | None = None
         self._asked = self._answered = 0
 
     def put(self, question: _Q) -> None:
@@ -324,7 +324,9 @@ class Inquiries(Generic[_Q]):
             return _failed("look", question, error)
 
 
-def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskPeek]], question: AskPeek) -> None:
+def answer_apart(
+    send: Callable[[Answer], None], make: Callable[[], QueryHandler[GetValue]], question: GetValue
+) -> None:
     """Have it answered on a thread of its own: it may take its time, and other questions would wait. Any thread."""
 
     def run() -> None:
@@ -338,7 +340,7 @@ def answer_apart(send: Callable[[Answer], None], make: Callable[[], Answers[AskP
     _thread.start_new_thread(run, ())
 
 
-def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | AskPeek, answer: Answer) -> None:
+def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | GetValue, answer: Answer) -> None:
     """Send an answer, or why it cannot be sent: user code may have given an object odd names."""
     try:
         send(answer)
@@ -346,13 +348,13 @@ def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | Ask
         send(_failed(what, question, error))
 
 
-def _failed(what: str, question: Look | Hint | AskPeek, error: BaseException) -> Answer:
+def _failed(what: str, question: Look | Hint | GetValue, error: BaseException) -> Answer:
     """The answer that says so. In the handler of `error`."""
     try:
         told = f"{error}\n{traceback.format_exc()}"
     except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
         told = name_of(error)
-    return NothingTold(question.token, f"a {what} at the rank failed: {told}")
+    return QueryFailed(question.token, f"a {what} at the rank failed: {told}")
 
 
 LONGEST = 1.5

@@ -36,20 +36,20 @@ _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownValue:
     """A value that is there."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Instance:
+class KnownType:
     """Some value of that class."""
 
     kind: type
 
 
-Found = Known | Instance | None
+Found = KnownValue | KnownType | None
 
 
 def is_class(value: object) -> TypeGuard[type]:
@@ -97,15 +97,15 @@ def columns_of(value: object) -> list[str]:
     return [each for each in axes[0] if type(each) is str] if axes else []
 
 
-def members(found: Known | Instance) -> dict[str, Any]:
+def members(found: KnownValue | KnownType) -> dict[str, Any]:
     """What may follow its dot: names, with what is stored under them."""
-    value = found.value if isinstance(found, Known) else None
+    value = found.value if isinstance(found, KnownValue) else None
     there: dict[str, Any] = {}
-    kind = found.kind if isinstance(found, Instance) else type(value)
+    kind = found.kind if isinstance(found, KnownType) else type(value)
     of = value if is_class(value) else kind
     for each in reversed(mro(of)):
         there.update(class_dict(each))
-    if isinstance(found, Known) and not is_class(value):
+    if isinstance(found, KnownValue) and not is_class(value):
         there.update(in_object(value))
         there.update((each, None) for each in columns_of(value) if each.isidentifier())
     return {name: each for name, each in there.items() if type(name) is str}
@@ -113,7 +113,7 @@ def members(found: Known | Instance) -> dict[str, Any]:
 
 def keys_of(found: Found) -> list[str]:
     """The keys that are strings, of a mapping that stores them."""
-    if not isinstance(found, Known):
+    if not isinstance(found, KnownValue):
         return []
     value = found.value
     if is_a(value, torch.nn.ModuleDict):
@@ -136,10 +136,10 @@ def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
     match node:
         case ast.Name(id=name):
             if name in namespace:
-                return Known(namespace[name])
-            return Known(getattr(builtins, name)) if hasattr(builtins, name) else None
+                return KnownValue(namespace[name])
+            return KnownValue(getattr(builtins, name)) if hasattr(builtins, name) else None
         case ast.Constant(value=value):
-            return Known(value)
+            return KnownValue(value)
         case ast.Attribute(value=of, attr=name):
             return _attribute(follow(of, namespace), name)
         case ast.Subscript(value=of, slice=index):
@@ -148,31 +148,31 @@ def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
             return _result(follow(called, namespace))
         case ast.List() | ast.Dict() | ast.Set() | ast.Tuple() | ast.JoinedStr():
             kinds = {ast.List: list, ast.Dict: dict, ast.Set: set, ast.Tuple: tuple, ast.JoinedStr: str}
-            return Instance(kinds[type(node)])
+            return KnownType(kinds[type(node)])
     return None
 
 
 def _attribute(of: Found, name: str) -> Found:
-    if isinstance(of, Instance):
+    if isinstance(of, KnownType):
         try:
             stored = in_class(of.kind, name)
         except KeyError:
             return None
-        return _class_of_property(of.kind, name, stored) or (None if _computes(stored) else Known(_plain(stored)))
+        return _class_of_property(of.kind, name, stored) or (None if _computes(stored) else KnownValue(_plain(stored)))
     if of is None:
         return None
     value = of.value
     if is_a(value, types.ModuleType):
         there = in_object(value)
         below = sys.modules.get(f"{there.get('__name__')}.{name}")
-        return Known(there[name]) if name in there else None if below is None else Known(below)
+        return KnownValue(there[name]) if name in there else None if below is None else KnownValue(below)
     try:
         stored = in_class(value if is_class(value) else type(value), name)
     except KeyError:
         own = in_object(value)
-        return Known(own[name]) if name in own else None
+        return KnownValue(own[name]) if name in own else None
     if is_class(value):
-        return Known(_plain(stored))
+        return KnownValue(_plain(stored))
     return _bound(value, name, stored)
 
 
@@ -182,25 +182,25 @@ def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - wh
         return known
     if is_a(stored, types.MemberDescriptorType):  # a slot
         try:
-            return Known(stored.__get__(value, kind))
+            return KnownValue(stored.__get__(value, kind))
         except AttributeError:
             return None
     if is_a(stored, types.GetSetDescriptorType):
-        return Known(stored.__get__(value, kind)) if kind is numpy.ndarray else None
+        return KnownValue(stored.__get__(value, kind)) if kind is numpy.ndarray else None
     own = in_object(value)
     if name in own:
-        return Known(own[name])
+        return KnownValue(own[name])
     if type(stored) is types.FunctionType:
-        return Known(types.MethodType(stored, value))
+        return KnownValue(types.MethodType(stored, value))
     if type(stored) is classmethod:
-        return Known(types.MethodType(stored.__func__, kind))
-    return None if _computes(stored) else Known(_plain(stored))
+        return KnownValue(types.MethodType(stored.__func__, kind))
+    return None if _computes(stored) else KnownValue(_plain(stored))
 
 
-def _class_of_property(kind: type, name: str, stored: object) -> Instance | None:
+def _class_of_property(kind: type, name: str, stored: object) -> KnownType | None:
     """What is computed when it is asked for, of which the code says the class."""
     if issubclass(kind, torch.Tensor) and name in _OF_TENSORS:
-        return Instance(_OF_TENSORS[name])
+        return KnownType(_OF_TENSORS[name])
     if type(stored) is property:
         return _annotated(stored.fget)
     if type(stored) is functools.cached_property:
@@ -220,14 +220,14 @@ def _plain(stored: Any) -> Any:  # noqa: ANN401 - whatever stands in a class
 
 
 def _item(of: Found, index: ast.expr) -> Found:
-    kind = of.kind if isinstance(of, Instance) else type(of.value) if of is not None else type(None)
+    kind = of.kind if isinstance(of, KnownType) else type(of.value) if of is not None else type(None)
     if issubclass(kind, (torch.Tensor, numpy.ndarray)):
-        return Instance(kind)
+        return KnownType(kind)
     try:
         key = ast.literal_eval(index)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    if not isinstance(of, Known) or type(key) not in {int, str}:
+    if not isinstance(of, KnownValue) or type(key) not in {int, str}:
         return None
     value = of.value
     if is_a(value, torch.nn.Module):
@@ -235,11 +235,11 @@ def _item(of: Found, index: ast.expr) -> Found:
         value = list(inside.values()) if type(key) is int else inside
     try:
         if is_a(value, list):
-            return Known(list.__getitem__(value, key))
+            return KnownValue(list.__getitem__(value, key))
         if is_a(value, tuple):
-            return Known(tuple.__getitem__(value, key))
+            return KnownValue(tuple.__getitem__(value, key))
         if type(value) in {dict, str} or is_a(value, dict):
-            return Known(dict.__getitem__(value, key)) if is_a(value, dict) else Instance(str)
+            return KnownValue(dict.__getitem__(value, key)) if is_a(value, dict) else KnownType(str)
     except (LookupError, TypeError):
         return None
     return None
@@ -247,17 +247,17 @@ def _item(of: Found, index: ast.expr) -> Found:
 
 def _result(called: Found) -> Found:
     """What a call gives, where that can be said without it."""
-    if not isinstance(called, Known):
+    if not isinstance(called, KnownValue):
         return None
     value = called.value
     if is_class(value):
-        return Instance(value)
+        return KnownType(value)
     if is_a(value, types.MethodType):
         value = value.__func__
     return _annotated(value)
 
 
-def _annotated(function: object) -> Instance | None:
+def _annotated(function: object) -> KnownType | None:
     """The class that the function says it returns."""
     function = unwrapped(function)
     if type(function) is not types.FunctionType:
@@ -265,8 +265,8 @@ def _annotated(function: object) -> Instance | None:
     stated = function.__annotations__.get("return")
     if type(stated) is str:
         found = follow(_parse(stated), function.__globals__)
-        stated = found.value if isinstance(found, Known) else None
-    return Instance(stated) if is_class(stated) else None
+        stated = found.value if isinstance(found, KnownValue) else None
+    return KnownType(stated) if is_class(stated) else None
 
 
 def _parse(text: str) -> ast.expr | None:

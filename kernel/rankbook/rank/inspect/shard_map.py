@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from rankbook.errors import BadRequest
-from rankbook.protocol.queries import Box, HeldTensor, ShardsTold
+from rankbook.protocol.queries import Box, RankTensor, ShardsReply
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.tensor_introspection import Breath, is_a, own
+from rankbook.rank.inspect.tensor_introspection import GilYield, is_a, own
 
 _MOST = 200_000
 """Tensors of one variable."""
 
 
 @dataclass(frozen=True)
-class Named:
+class KeyedTensor:
     """A tensor, or a shard of the sharding map, under its key."""
 
     key: str
     value: Any
 
 
-def resolve(namespace: Mapping[str, object], name: str, breath: Breath) -> object:
+def resolve(namespace: Mapping[str, object], name: str, breath: GilYield) -> object:
     """The variable, or what a dotted name leads to without asking a property. Raises `BadRequest`."""
     if name in namespace:
         return namespace[name]
@@ -49,12 +49,14 @@ def resolve(namespace: Mapping[str, object], name: str, breath: Breath) -> objec
     raise BadRequest(f"there is no variable {name!r} on this rank")
 
 
-def tensors_of(namespace: Mapping[str, object], name: str, breath: Breath) -> tuple[str, list[Named]]:
+def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> tuple[str, list[KeyedTensor]]:
     """The kind of the variable, as `ShardMap` has it, and its tensors. Raises `BadRequest`."""
     value = resolve(namespace, name, breath)
     if is_a(value, torch.nn.Module):
         tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
-        return "model", [Named(each.name, each.tensor) for each in tensor_introspection.parts_of_modules(tree, breath)]
+        return "model", [
+            KeyedTensor(each.name, each.tensor) for each in tensor_introspection.parts_of_modules(tree, breath)
+        ]
     if is_a(value, torch.optim.Optimizer):
         names = {
             id(each.tensor): each.name
@@ -62,11 +64,11 @@ def tensors_of(namespace: Mapping[str, object], name: str, breath: Breath) -> tu
             for each in tensor_introspection.parts_of_modules(tree, breath)
         }
         found = tensor_introspection.parts_of_optimizer(value, names, breath)  # type: ignore[arg-type]
-        return "optimizer", [Named(each.name, each.tensor) for each in found]
+        return "optimizer", [KeyedTensor(each.name, each.tensor) for each in found]
     if is_a(value, torch.Tensor):
-        return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [Named(name, value)]
+        return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [KeyedTensor(name, value)]
     if _is_shard(value):
-        return "ShardedTensor", [Named(str(own(value).get("key", name)), value)]
+        return "ShardedTensor", [KeyedTensor(str(own(value).get("key", name)), value)]
     if is_a(value, dict):
         return "state dict", list(_leaves(value, (), breath))
     raise BadRequest(
@@ -79,14 +81,14 @@ def _is_shard(value: object) -> bool:
     return kind is not None and is_a(value, kind)
 
 
-def _leaves(value: object, path: tuple[str, ...], breath: Breath) -> Iterator[Named]:
+def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[KeyedTensor]:
     breath()
     if len(path) > 12:
         return
     if is_a(value, torch.Tensor):
-        yield Named(".".join(path), value)
+        yield KeyedTensor(".".join(path), value)
     elif _is_shard(value):
-        yield Named(str(own(value).get("key", ".".join(path))), value)
+        yield KeyedTensor(str(own(value).get("key", ".".join(path))), value)
     elif is_a(value, dict):
         for key, each in tensor_introspection.items(value):
             if type(key) in {str, int}:
@@ -96,7 +98,7 @@ def _leaves(value: object, path: tuple[str, ...], breath: Breath) -> Iterator[Na
             yield from _leaves(each, (*path, str(index)), breath)
 
 
-def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: Breath) -> torch.Tensor:
+def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: GilYield) -> torch.Tensor:
     """What is here of one tensor. Raises `BadRequest`."""
     _, found = tensors_of(namespace, name, breath)
     for each in found:
@@ -172,11 +174,11 @@ def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) ->
 
 
 def tell_shards(
-    token: int, namespace: Mapping[str, object], name: str, rank: int, breath: Breath, *, others: bool
-) -> ShardsTold:
+    token: int, namespace: Mapping[str, object], name: str, rank: int, breath: GilYield, *, others: bool
+) -> ShardsReply:
     """The answer. Raises `BadRequest` where there is no such variable, or none with tensors."""
     kind, found = tensors_of(namespace, name, breath)
-    grids, told, trouble = _Grids(rank, others), list[HeldTensor](), list[str]()
+    grids, told, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
     for each in found[:_MOST]:
         breath()
         try:
@@ -187,10 +189,10 @@ def tell_shards(
         trouble.append(f"{len(found) - _MOST} of {len(found)} tensors are left out")
     if not found:
         trouble.append("it holds no tensors yet")
-    return ShardsTold(token, kind, tuple(told), tuple(grids.grids), "; ".join(trouble[:5]))
+    return ShardsReply(token, kind, tuple(told), tuple(grids.grids), "; ".join(trouble[:5]))
 
 
-def _tell(named: Named, grids: _Grids) -> HeldTensor:
+def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
     value = named.value
     if _is_shard(value):
         has = own(value)
@@ -198,7 +200,7 @@ def _tell(named: Named, grids: _Grids) -> HeldTensor:
         shape = (1,) * int(has.get("prepend_axis_num", 0)) + tuple(has["local_shape"])
         box = Box(grids.rank, tuple(has["global_offset"]), shape, _number(has.get("replica_id", 0)))
         device = "" if data is None else tensor_introspection.device_of(data)
-        return HeldTensor(
+        return RankTensor(
             named.key,
             str(dtype).removeprefix("torch."),
             dtype.itemsize,
@@ -210,7 +212,7 @@ def _tell(named: Named, grids: _Grids) -> HeldTensor:
     grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.whole(shape)
     with torch._C.DisableTorchFunctionSubclass():
         itemsize = tensor_introspection.local(value).element_size()
-    return HeldTensor(
+    return RankTensor(
         named.key, tensor_introspection.dtype_of(value), itemsize, tensor_introspection.device_of(value), shape, grid
     )
 

@@ -21,7 +21,7 @@ _PAUSE = 0.0005
 _never = threading.Event()
 
 
-class Breath:
+class GilYield:
     """Lets the main thread go on during a long look: call it once for each object."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Breath:
 
 
 @dataclass(frozen=True)
-class Part:
+class NamedTensor:
     """A tensor by its name in a model or an optimizer: "parameter", "buffer" or "state"."""
 
     name: str
@@ -149,7 +149,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def modules_of(model: torch.nn.Module, breath: Breath) -> Iterator[tuple[str, torch.nn.Module]]:
+def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, torch.nn.Module]]:
     """The model and every module in it, each once, with the prefix of its tensors' names."""
     seen = {id(model)}
     waiting = [("", model)]
@@ -164,9 +164,9 @@ def modules_of(model: torch.nn.Module, breath: Breath) -> Iterator[tuple[str, to
                 waiting.append((name, each))
 
 
-def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: Breath) -> list[Part]:
+def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
     """Parameters and buffers, each once. Of FSDP2 what stays on the rank, also while the whole is gathered."""
-    found: dict[int, Part] = {}
+    found: dict[int, NamedTensor] = {}
     kept = _kept_by_fsdp([module for _, module in modules])
     for prefix, module in modules:
         breath()
@@ -174,7 +174,7 @@ def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: Breath)
             for name, tensor in items(own(module).get(f"_{kind}s")):
                 there = kept.get((id(module), name), tensor)
                 if there is not None and is_a(there, torch.Tensor):
-                    found.setdefault(id(there), Part(f"{prefix}{name}", there, kind))
+                    found.setdefault(id(there), NamedTensor(f"{prefix}{name}", there, kind))
     return list(found.values())
 
 
@@ -224,16 +224,18 @@ def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return [each for each in found.values() if is_a(each, torch.Tensor)]
 
 
-def parts_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: Breath) -> list[Part]:
+def parts_of_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: GilYield
+) -> list[NamedTensor]:
     """Its state's tensors, each once. `names`: of parameters, by their id."""
-    found: dict[int, Part] = {}
+    found: dict[int, NamedTensor] = {}
     numbers = {id(each): number for number, each in enumerate(parameters_of_optimizer(optimizer))}
     for parameter, state in items(own(bare_optimizer(optimizer)).get("state")):
         breath()
         of = names.get(id(parameter), numbers.get(id(parameter), "?"))
         for name, value in items(state):
             if is_a(value, torch.Tensor):
-                found.setdefault(id(value), Part(f"state.{of}.{name}", value, "state"))
+                found.setdefault(id(value), NamedTensor(f"state.{of}.{name}", value, "state"))
     return list(found.values())
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import comm
 from comm.base_comm import BaseComm, CommManager
 
-from rankbook.protocol.comm import CommHeard, CommSaid
+from rankbook.protocol.comm import CommFromRank, CommToRank
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.link import RankLink
 
@@ -45,7 +45,7 @@ class RankComm(BaseComm):
             if msg_type == "comm_open" and _office.opening is not None:
                 _office.opening(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
-            said = CommSaid(
+            said = CommFromRank(
                 kind,
                 text_of(self.comm_id),
                 text_of(self.target_name),
@@ -58,14 +58,14 @@ class RankComm(BaseComm):
         """Nothing is said: garbage is collected anywhere, in the midst of a message that is sent too."""
 
 
-class _Office:
+class _CommRegistry:
     """The comms of this process."""
 
     def __init__(self) -> None:
         self.manager = CommManager()
         self.link: RankLink | None = None
         self.opening: Callable[[dict[str, Any]], None] | None = None
-        self.heard: queue.SimpleQueue[tuple[CommHeard, Sequence[memoryview]]] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[tuple[CommToRank, Sequence[memoryview]]] = queue.SimpleQueue()
         self.started = _thread.allocate_lock()
 
     def run(self) -> None:
@@ -89,7 +89,7 @@ class _Office:
                     traceback.print_exception(error, file=sys.stderr)
 
 
-_office = _Office()
+_office = _CommRegistry()
 
 
 def prepare() -> None:
@@ -111,7 +111,7 @@ def _detach() -> None:
     _office.link = None
 
 
-def hear(message: CommHeard, frames: Sequence[memoryview]) -> None:
+def hear(message: CommToRank, frames: Sequence[memoryview]) -> None:
     """Have it heard, soon, on another thread."""
     _office.heard.put((message, frames))
     if _office.started.acquire(blocking=False):

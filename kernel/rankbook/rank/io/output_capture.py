@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol
 
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank import os_utils
-from rankbook.transport.output_journal import LastWords
+from rankbook.transport.output_journal import OutputJournal
 
 PACE_STEP = 0.05
 """Seconds between two looks at whether the pace allows more."""
@@ -44,14 +44,14 @@ TAIL = 8 << 10
 """Bytes from the end of a flood that are shown all the same."""
 
 
-class Diversion(Protocol):
+class Redirect(Protocol):
     """Where text goes in the place of the cell."""
 
     def write(self, name: str, data: bytes) -> None:
         """Text on a stream."""
 
 
-class Capture:
+class OutputCapture:
     """Reads both pipes. `outputs` are (stdout's read end, its write end, stderr's read end, its write end)."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Capture:
         shield: Callable[[], contextlib.AbstractContextManager[None]],
         logs: Path,
         rank: int,
-        pace: Pace | None = None,
+        pace: RateLimit | None = None,
         words: Path | None = None,
     ) -> None:
         out_read, out_write, err_read, err_write = outputs
@@ -78,15 +78,15 @@ class Capture:
         self._shield = shield
         self._logs = logs
         self._rank = rank
-        self._pace = pace or Pace(rate=None, burst=0)
-        self._words = LastWords(words)
+        self._pace = pace or RateLimit(rate=None, burst=0)
+        self._words = OutputJournal(words)
         self._elapsed = threading.Event()
         self.lock = threading.RLock()
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
         self.forked = False
         self._main = threading.get_ident()
-        self._here: list[Diversion] = []
-        self.elsewhere: dict[int, list[Diversion]] = {}
+        self._here: list[Redirect] = []
+        self.elsewhere: dict[int, list[Redirect]] = {}
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
         builtins.print = print_in_one_write
@@ -106,7 +106,7 @@ class Capture:
                 self._send(message)
             self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
 
-    def divert(self, place: Diversion) -> None:
+    def divert(self, place: Redirect) -> None:
         """What this thread writes goes to `place` from now on, on the main thread with all that the process writes."""
         if threading.get_ident() != self._main:
             self.elsewhere.setdefault(threading.get_ident(), []).append(place)
@@ -116,7 +116,7 @@ class Capture:
             self.drain()
             self._here.append(place)
 
-    def diverted(self) -> Diversion | None:
+    def diverted(self) -> Redirect | None:
         """Where that is now."""
         here = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
         return here[-1] if here and not self.forked else None
@@ -217,7 +217,7 @@ class Capture:
                 self._send(message)
 
 
-class Pace:
+class RateLimit:
     """How fast text may go to a front end that drops what comes faster. `rate` None: as fast as it likes.
 
     Jupyter's server drops messages beyond 1,000,000 bytes/s over 3 s (`iopub_data_rate_limit`). Not reading the pipe
@@ -365,7 +365,7 @@ class TurnTakingStream(io.TextIOWrapper):
 
     _last: TurnTakingStream | None = None
 
-    def __init__(self, descriptor: int, capture: Capture) -> None:
+    def __init__(self, descriptor: int, capture: OutputCapture) -> None:
         raw = io.FileIO(descriptor, "w", closefd=False)
         super().__init__(
             io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True

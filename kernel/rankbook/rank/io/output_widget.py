@@ -29,7 +29,7 @@ from typing import Any
 from rankbook.protocol.messages import ErrorReport
 from rankbook.rank import tracebacks
 from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import Capture
+from rankbook.rank.io.output_capture import OutputCapture
 
 _SOON = 0.02
 """Seconds that are waited for more to come with it."""
@@ -40,13 +40,13 @@ _RATE = 300_000
 _MODULE = "ipywidgets.widgets.widget_output"
 
 
-class Target:
+class OutputWidgetTarget:
     """What one widget captures. Any thread writes; whoever flushes sets the widget's state."""
 
-    def __init__(self, widget: Any, queue_up: Callable[[Target], None]) -> None:  # noqa: ANN401 - an ipywidgets.Output
+    def __init__(self, widget: Any, queue_up: Callable[[OutputWidgetTarget], None]) -> None:  # noqa: ANN401 - an ipywidgets.Output
         self._widget = widget
         self._queue_up = queue_up
-        self._captured = Captured()
+        self._captured = OutputWidgetModel()
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
         self._events: list[Event] = []
         self._queued = False
@@ -98,19 +98,19 @@ class Target:
                 self._widget.outputs = tuple(outputs)
 
 
-class Office:
+class OutputWidgetHook:
     """The captures of this process. `shield` holds interrupts back, `report` puts an error into words."""
 
     def __init__(
         self,
-        capture: Capture,
+        capture: OutputCapture,
         shield: Callable[[], AbstractContextManager[None]],
         report: Callable[[BaseException], ErrorReport],
     ) -> None:
         self._capture = capture
         self._shield = shield
         self._report = report
-        self._queue: queue.SimpleQueue[Target] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[OutputWidgetTarget] = queue.SimpleQueue()
         self._started = _thread.allocate_lock()
 
     def teach(self, opening: object) -> None:
@@ -136,11 +136,13 @@ class Office:
             widget._rankbook_stock[0](widget)
             return
         with self._shield():
-            self._capture.divert(vars(widget).setdefault("_rankbook_target", Target(widget, self._queue_up)))
+            self._capture.divert(
+                vars(widget).setdefault("_rankbook_target", OutputWidgetTarget(widget, self._queue_up))
+            )
 
     def leave(self, widget: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Any:  # noqa: ANN401 - True, or what is false
         """`with widget:` ends. As in any notebook an error stands in the widget, and the cell goes on."""
-        target: Target | None = vars(widget).get("_rankbook_target")
+        target: OutputWidgetTarget | None = vars(widget).get("_rankbook_target")
         if target is None or self._capture.diverted() is not target:
             return widget._rankbook_stock[1](widget, kind, error, trace) if not self._is_shown(widget) else None
         with self._shield():
@@ -159,14 +161,14 @@ class Office:
         text = "".join(traceback.format_exception(error))  # the shell's own words are the main thread's
         return tracebacks.as_report(tracebacks.name_of(error), tracebacks.text_of(error), text, None)
 
-    def _queue_up(self, target: Target) -> None:
+    def _queue_up(self, target: OutputWidgetTarget) -> None:
         self._queue.put(target)
         if self._started.acquire(blocking=False):
             _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
-        waiting: list[Target] = []
+        waiting: list[OutputWidgetTarget] = []
         while True:
             pause = max(0.0, min(each.due for each in waiting) - time.monotonic()) if waiting else None
             try:
@@ -178,7 +180,7 @@ class Office:
                     _flush_and_tell(each)
 
 
-def _flush_and_tell(target: Target) -> None:
+def _flush_and_tell(target: OutputWidgetTarget) -> None:
     try:
         target.flush()
     except BaseException as error:  # noqa: BLE001 - user code that observes the widget; told where the rank prints
@@ -239,7 +241,7 @@ class Failed:
 Event = Printed | Displayed | Updated | Cleared | Failed
 
 
-class Captured:
+class OutputWidgetModel:
     """Turns events into the widget's next outputs. It remembers what a clear is waiting for, and display ids."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from rankbook.protocol.telemetry import GroupReport, Launch
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 
 _REMEMBERED = 16
 """How many collectives of a group are remembered after their end, to compare them with what the other ranks did."""
@@ -67,7 +67,7 @@ _Data = tuple[object, tuple[int, ...], int]
 """dtype, shape of the first tensor, and how many more there are."""
 
 
-class Work(Protocol):
+class CollectiveWork(Protocol):
     """What tells whether a collective has ended."""
 
     def is_completed(self) -> bool:
@@ -81,17 +81,17 @@ class Future(Protocol):
         """End it. Raises RuntimeError if it has ended."""
 
 
-class Promised:
+class FutureWork:
     """A work of which C++ keeps no more than the future: DDP's backward does so with its collectives."""
 
     any_forsaken = False
     """Whether one was ended that gloo may end once more, which ends its thread."""
 
-    def __init__(self, work: Work, future: Future) -> None:
-        self._work: Work | None = work
+    def __init__(self, work: CollectiveWork, future: Future) -> None:
+        self._work: CollectiveWork | None = work
         self._future: Future | None = future
 
-    def __call__(self) -> Promised:
+    def __call__(self) -> FutureWork:
         """As a weak reference to a work gives it."""
         return self
 
@@ -107,13 +107,13 @@ class Promised:
         future = self._future
         if self.is_completed() or future is None:
             return False
-        Promised.any_forsaken = True
+        FutureWork.any_forsaken = True
         with contextlib.suppress(RuntimeError):  # it has just ended by itself
             future.set_result(value)
         return True
 
 
-class Launched:
+class CollectiveCall:
     """One collective of this rank. `number` counts those of its group; 0 for what only two ranks take part in."""
 
     __slots__ = ("__weakref__", "alike", "alone", "began", "data", "number", "op", "peer", "root", "work")
@@ -129,7 +129,7 @@ class Launched:
         self.alike = alike
         self.alone = True
         self.began = time.monotonic()
-        self.work: Callable[[], Work | None] | None = None
+        self.work: Callable[[], CollectiveWork | None] | None = None
 
     @property
     def from_anybody(self) -> bool:
@@ -155,7 +155,7 @@ class Launched:
         return " ".join(words)
 
 
-class Ledger:
+class CollectiveLog:
     """The record of one group. The thread that runs cells writes, any thread reads. `ranks` are the world's numbers.
 
     Who reads makes a copy, in one step: `tuple(...)` may collect garbage on its way (up to Python 3.11), and what that
@@ -168,8 +168,8 @@ class Ledger:
         self.count = 0
         self.total = 0
         self.broken = False
-        self._open: dict[int, Launched] = {}
-        self._recent: deque[Launched] = deque(maxlen=_REMEMBERED)
+        self._open: dict[int, CollectiveCall] = {}
+        self._recent: deque[CollectiveCall] = deque(maxlen=_REMEMBERED)
         self._keys = itertools.count()
 
     def restart(self) -> None:
@@ -179,7 +179,7 @@ class Ledger:
         self._open.clear()
         self._recent.clear()
 
-    def launch(self, op: Op, args: tuple[Any, ...]) -> tuple[int, Launched]:
+    def launch(self, op: Op, args: tuple[Any, ...]) -> tuple[int, CollectiveCall]:
         """This rank begins `op`. Gives the key for `end`."""
         self._forget_kept()
         self.total += 1
@@ -192,7 +192,9 @@ class Ledger:
             number = self.count
         root = getattr(args[-1], "rootRank", None) if len(args) > 1 else None
         data = None if op.tensors is None or len(args) <= op.tensors else _shape_of(args[op.tensors])
-        launched = Launched(number, op.word, data, None if root is None else self.ranks[root], peer, alike=op.alike)
+        launched = CollectiveCall(
+            number, op.word, data, None if root is None else self.ranks[root], peer, alike=op.alike
+        )
         launched.alone = op.alone
         key = next(self._keys)
         self._open[key] = launched
@@ -203,7 +205,7 @@ class Ledger:
         """Drop the works, and with them the tensors, of what has ended: nobody waits for these by name."""
         for key in self._open.copy():
             launched = self._open.get(key)
-            if launched is None or not isinstance(launched.work, Promised) or not launched.work.is_completed():
+            if launched is None or not isinstance(launched.work, FutureWork) or not launched.work.is_completed():
                 return
             self.end(key)
 
@@ -222,11 +224,11 @@ class Ledger:
         self._open.pop(key, None)
 
     @property
-    def latest(self) -> Launched | None:
+    def latest(self) -> CollectiveCall | None:
         """What was begun last, and may have ended."""
         return self._recent[-1] if self._recent else None
 
-    def pending(self) -> Iterator[Launched]:
+    def pending(self) -> Iterator[CollectiveCall]:
         """What has not ended, oldest first."""
         for key, launched in self._open.copy().items():
             if launched.work is None:
@@ -252,8 +254,8 @@ class Ledger:
         )
 
     @staticmethod
-    def _tell(launched: Launched, now: float) -> Launch:
-        return Launch(
+    def _tell(launched: CollectiveCall, now: float) -> CollectiveLaunch:
+        return CollectiveLaunch(
             number=launched.number,
             op=launched.op,
             data=launched.describe_data(),

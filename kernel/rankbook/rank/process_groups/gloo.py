@@ -78,8 +78,8 @@ def make_gloo(
 def make_unconnected() -> Any:  # noqa: ANN401
     """Return a backend that is connected to nobody and holds no descriptor or thread.
 
-    torch wants a backend registered for the life of a group and offers no way to replace it. A `RecoverableGroup`
-    overrides every method through which a call would reach the registered one.
+    torch wants a backend registered for the life of a group and offers no way to replace it. A
+    `RecoverableProcessGroup` overrides every method through which a call would reach the registered one.
     """
     return FakeProcessGroup._create_internal(0, 1)
 

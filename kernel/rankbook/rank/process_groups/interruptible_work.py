@@ -1,7 +1,7 @@
 """Waiting for a collective, so that the wait ends when the group is broken off.
 
-Owns: `Wait`, which stands where torch expects a Work; the threads that wait in a rank's stead, and which begin nothing.
-Refuses: to break anything off; `recoverable.py` does.
+Owns: `InterruptibleWork`, which stands where torch expects a Work; the threads that wait in a rank's stead, and which
+begin nothing. Refuses: to break anything off; `recoverable.py` does.
 
 gloo ends a broken wait only most of the time: a send that its socket refuses (EPIPE, or a transfer under way) is
 forgotten, and the wait for it goes on until the group's timeout, half an hour (`Pair::signalException` in gloo's
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from rankbook.rank.process_groups.collective_log import Launched, Ledger, Promised
+from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork
 
 _LOOK_EVERY = timedelta(seconds=0.25)
 """How long a wait stays in C++ before it looks whether there still is somebody to end it."""
@@ -41,7 +41,7 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Watcher(Protocol):
+class WaitObserver(Protocol):
     """Who measures a cell is told of its collectives. Any thread. `word` is torch.distributed's name of one."""
 
     def begins(self, word: str) -> AbstractContextManager[None]:
@@ -56,7 +56,7 @@ class Watcher(Protocol):
 
 @dataclass
 class _Watching:
-    by: Watcher | None = None
+    by: WaitObserver | None = None
 
 
 watching = _Watching()
@@ -65,7 +65,7 @@ watching = _Watching()
 class Group(Protocol):
     """What a wait needs of the group that it waits in."""
 
-    ledger: Ledger
+    ledger: CollectiveLog
 
     @property
     def waits_in_steps(self) -> bool:
@@ -82,14 +82,14 @@ class Group(Protocol):
     def leave_behind(self) -> None:
         """Something will wait in it for good."""
 
-    def error_for(self, error: BaseException, launched: Launched) -> BaseException:
+    def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
         """What to raise where `launched` failed with `error`."""
 
 
-class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
+class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
     """A collective that was launched. Its `wait` raises `CollectiveAborted` where the inner group was aborted."""
 
-    def __init__(self, work: Any, group: Group, key: int, launched: Launched) -> None:  # noqa: ANN401 - torch's
+    def __init__(self, work: Any, group: Group, key: int, launched: CollectiveCall) -> None:  # noqa: ANN401 - torch's
         super().__init__()
         self._work = work
         self._group = group
@@ -169,9 +169,9 @@ class Wait(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
             raise other from None
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's
-        """As torch's. What it raises in C++ is torch's own error; `GroupMember.translate` knows it."""
+        """As torch's. What it raises in C++ is torch's own error; `GroupManager.translate` knows it."""
         future = self._work.get_future()
-        self._launched.work = Promised(self._work, future)  # it outlives this object
+        self._launched.work = FutureWork(self._work, future)  # it outlives this object
         if (watcher := watching.by) is not None:
             watcher.promised(future)
         return future
@@ -220,7 +220,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # their threads are not there
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    def call(self: Wait, *args: Any) -> Any:  # noqa: ANN401 - as torch's
+    def call(self: InterruptibleWork, *args: Any) -> Any:  # noqa: ANN401 - as torch's
         return getattr(self._work, name)(*args)
 
     call.__name__ = name
@@ -228,7 +228,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 for _name in ("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result"):
-    setattr(Wait, _name, _passed_on(_name))
+    setattr(InterruptibleWork, _name, _passed_on(_name))
 for _name in ("block_current_stream", "get_future_result", "_get_op_type", "_get_duration"):
     if hasattr(dist._Work, _name):  # type: ignore[attr-defined, unused-ignore]
-        setattr(Wait, _name, _passed_on(_name))
+        setattr(InterruptibleWork, _name, _passed_on(_name))

@@ -4,7 +4,7 @@ Owns: the rendezvous store, the connections behind every group of this rank, and
 to decide when; the notebook does, for all ranks at once.
 
 torch makes each group through one function of its own. Here that is wrapped, so that the default group, every
-`new_group` and every mesh get a `RecoverableGroup`, and everything else about them is torch's.
+`new_group` and every mesh get a `RecoverableProcessGroup`, and everything else about them is torch's.
 
 The ranks meet in a store that lies in a folder (`store.py`): torch's own listens on a port and answers every user of
 the machine. `init_method="env://"` leads there too.
@@ -47,9 +47,9 @@ from rankbook.rank import model_reset
 from rankbook.rank.process_groups import (
     gloo,
 )
-from rankbook.rank.process_groups.collective_log import Launched, Ledger, Op, Promised
+from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork, Op
 from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, watch_opened
-from rankbook.rank.process_groups.recoverable_group import Inner, RecoverableGroup
+from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
 from rankbook.rank.process_groups.store import FolderStore, generation_prefix
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 class _Member:
     """One group of this rank, and what it takes to make its connections again."""
 
-    group: RecoverableGroup
+    group: RecoverableProcessGroup
     backends: dict[str, str]
     timeout: timedelta
     rank: int
@@ -77,7 +77,7 @@ class _Member:
         return {"ranks": self.group.ledger.ranks, "backend": backend, "timeout": self.timeout.total_seconds()}
 
 
-class GroupMember:
+class GroupManager:
     """This rank's membership. The generations of its groups share one store under different prefixes."""
 
     def __init__(
@@ -96,7 +96,7 @@ class GroupMember:
         self.device = device
         self._generation = 0
         self._members: dict[str, _Member] = {}
-        self._forming = Ledger("", tuple(range(world_size)))
+        self._forming = CollectiveLog("", tuple(range(world_size)))
         self._made: Counter[str] = Counter()
         self._being_made: tuple[str, dict[str, str]] | None = None
         self._cause: str | None = None
@@ -216,7 +216,7 @@ class GroupMember:
     def rescue(self, thread: str) -> bool:
         """A thread of torch's has given up. Whether this rank can go on without it."""
         if not thread.startswith(gloo.GLOO):  # one that carries out collectives
-            return Promised.any_forsaken
+            return FutureWork.any_forsaken
         members = self._members.copy().values()
         if not all(each.group.waits_in_steps for each in members):
             return False
@@ -232,7 +232,7 @@ class GroupMember:
         ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         return tuple(ledger.report() for ledger in ledgers)
 
-    def waits_for(self) -> Launched | None:
+    def waits_for(self) -> CollectiveCall | None:
         """The oldest collective that has not ended. Any thread."""
         ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         pending = [each for ledger in ledgers for each in ledger.pending()]
@@ -297,19 +297,19 @@ class GroupMember:
         finally:
             self._being_made = None
             self._forming.end(key)
-        if isinstance(group, RecoverableGroup):  # and not for a rank that is no member
+        if isinstance(group, RecoverableProcessGroup):  # and not for a rank that is no member
             c10d._world.pg_map[group] = (backend, store)
             c10d._world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
         return group, store
 
-    def _make(self, options: Any, _backend_options: object) -> RecoverableGroup:  # noqa: ANN401 - torch's
+    def _make(self, options: Any, _backend_options: object) -> RecoverableProcessGroup:  # noqa: ANN401 - torch's
         assert self._being_made is not None
         name, backends = self._being_made
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         member = _Member(None, backends, options.timeout, options.group_rank)  # type: ignore[arg-type]
         inner = self._connect(name, ranks, member)
-        ledger = Ledger(name, ranks)
-        member.group = RecoverableGroup(options.store, options.group_rank, ranks, inner, ledger, self._line)
+        ledger = CollectiveLog(name, ranks)
+        member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, ledger, self._line)
         for device, backend in backends.items():  # a mesh asks the outer one for what it has
             kind = dist.Backend.backend_type_map[backend]
             member.group._set_default_backend(kind)
@@ -321,7 +321,7 @@ class GroupMember:
     def _line(self) -> int | None:
         return self.where()
 
-    def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> Inner:
+    def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> BackendGroup:
         """Meet the other members, in the store. An interrupt ends the wait for them, as `abort` does."""
         self._made[name] += 1  # user code may destroy a group and make it once more
         store = self._store(f"group-{name}.{self._made[name]}")
@@ -331,7 +331,7 @@ class GroupMember:
             group = self._patiently(functools.partial(self._make_inner, store, name, ranks, member))
         backends = {id(each): each for each in (group._get_backend(torch.device(d)) for d in member.backends)}
         aborts = [each.abort for each in backends.values() if each.name() == "nccl"]
-        return Inner(group, sockets, aborts)
+        return BackendGroup(group, sockets, aborts)
 
     def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
         if self.device.type == "cuda":
@@ -389,15 +389,15 @@ class GroupMember:
         return result[0]
 
 
-_installed: GroupMember | None = None
+_installed: GroupManager | None = None
 
 
-def _member() -> GroupMember:
+def _member() -> GroupManager:
     assert _installed is not None
     return _installed
 
 
-def _make_here(options: object, backend_options: object) -> RecoverableGroup:
+def _make_here(options: object, backend_options: object) -> RecoverableProcessGroup:
     return _member()._make(options, backend_options)
 
 

@@ -1,8 +1,8 @@
 """A process group that outlives its connections.
 
-Owns: `RecoverableGroup`, which stands where torch expects a ProcessGroup and hands every call to an inner one that can
-be replaced, so that models, meshes and optimizers that hold the outer one go on after an abort. Refuses: to decide
-when; `process_group.py` makes, aborts and renews them.
+Owns: `RecoverableProcessGroup`, which stands where torch expects a ProcessGroup and hands every call to an inner one
+that can be replaced, so that models, meshes and optimizers that hold the outer one go on after an abort. Refuses: to
+decide when; `process_group.py` makes, aborts and renews them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from rankbook.errors import BadRequest, CollectiveAborted
-from rankbook.rank.process_groups.collective_log import OPS, Launched, Ledger, Op, Promised
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
 from rankbook.rank.process_groups.gloo import Opened, shut_down
-from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, Wait, here, watching
+from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, InterruptibleWork, here, watching
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
 """What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
@@ -29,7 +29,7 @@ _CAUSE_WITHIN = 1.0
 """Seconds that the notebook has to tell why a peer is gone."""
 
 
-class Inner:
+class BackendGroup:
     """One life of a group: torch's ProcessGroup and what it takes to end whoever waits on it."""
 
     def __init__(self, group: dist.ProcessGroup, sockets: Opened, aborts: list[Callable[[], None]]) -> None:
@@ -70,10 +70,10 @@ class Inner:
         thread.join(ENDS_WITHIN / 2)  # so that it mostly is gone before anything is made anew
 
 
-_wrecks: list[Inner] = []
+_wrecks: list[BackendGroup] = []
 
 
-class RecoverableGroup(dist.ProcessGroup):
+class RecoverableProcessGroup(dist.ProcessGroup):
     """See above. `ranks` are the members' numbers in the world; `where` tells the line of the cell that runs."""
 
     def __init__(
@@ -81,8 +81,8 @@ class RecoverableGroup(dist.ProcessGroup):
         store: dist.Store,
         rank: int,
         ranks: tuple[int, ...],
-        inner: Inner,
-        ledger: Ledger,
+        inner: BackendGroup,
+        ledger: CollectiveLog,
         where: Callable[[], int | None],
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
@@ -91,7 +91,7 @@ class RecoverableGroup(dist.ProcessGroup):
         a regroup leaves its connections alone. Whoever makes such a group sets it."""
         self._store = store
         self.ledger = ledger
-        self._inner: Inner = inner
+        self._inner: BackendGroup = inner
         self._where = where
         self._cause: str | None = None
         self._broken_at: float | None = None
@@ -100,7 +100,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
     # What befalls it
 
-    def renew(self, inner: Inner) -> None:
+    def renew(self, inner: BackendGroup) -> None:
         """Go on with fresh connections."""
         self._inner.end()
         self._inner = inner
@@ -120,13 +120,13 @@ class RecoverableGroup(dist.ProcessGroup):
         self.explain(cause)
         self._note_broken()
         self._inner.abort()
-        promised = [each.work for each in self.ledger.pending() if isinstance(each.work, Promised)]
+        promised = [each.work for each in self.ledger.pending() if isinstance(each.work, FutureWork)]
         if promised and self.waits_in_steps:
             timer = threading.Timer(ENDS_WITHIN, self._forsake, (self._inner, promised))
             timer.daemon = True
             timer.start()
 
-    def _forsake(self, inner: Inner, promised: list[Promised]) -> None:
+    def _forsake(self, inner: BackendGroup, promised: list[FutureWork]) -> None:
         """End what C++ still waits for, with a value for which it raises."""
         for each in promised:
             if each.forsake([torch.empty(0)]):
@@ -162,7 +162,7 @@ class RecoverableGroup(dist.ProcessGroup):
         """Why it cannot be used until it is renewed, if it cannot."""
         return self._cause
 
-    def error_for(self, error: BaseException, launched: Launched) -> BaseException:
+    def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
         """What to raise where `launched` failed with `error`."""
         if not _BROKEN_LINK.search(str(error)) and not (self._forsaken and _EMPTY.search(str(error))):
             return error
@@ -204,11 +204,11 @@ class RecoverableGroup(dist.ProcessGroup):
         if work is None:
             self.ledger.end(key)
             return None
-        return Wait(work, self, key, launched)
+        return InterruptibleWork(work, self, key, launched)
 
     @property
     def waits_in_steps(self) -> bool:
-        """See `Inner`."""
+        """See `BackendGroup`."""
         return self._inner.waits_in_steps
 
     def name(self) -> str:
@@ -249,7 +249,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
 
 def _method(name: str, op: Op) -> Callable[..., Any]:
-    def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+    def call(self: RecoverableProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
         return self._launch(name, op, args, kwargs)
 
     call.__name__ = name
@@ -258,4 +258,4 @@ def _method(name: str, op: Op) -> Callable[..., Any]:
 
 for _name, _op in OPS.items():
     if hasattr(dist.ProcessGroup, _name):
-        setattr(RecoverableGroup, _name, _method(_name, _op))
+        setattr(RecoverableProcessGroup, _name, _method(_name, _op))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rankbook.errors import BadRequest, TransferError
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import children, describe, is_container, leaves, map_leaves, rebuild
-from rankbook.runtime.data.samplers import WHOLE, Share
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 from rankbook.runtime.process_state import PartialState
 
 _T = TypeVar("_T")
@@ -319,7 +319,7 @@ def split_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.T
     return [piece.clone().view(each.shape) for piece, each in zip(pieces, like, strict=True)]
 
 
-def trim(gathered: Any, share: Share | None) -> Any:  # noqa: ANN401 - of the type of `gathered`
+def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of the type of `gathered`
     """`gathered` without the rows that only fill up the round.
 
     `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, each rank's padded to the same
@@ -340,7 +340,7 @@ def trim(gathered: Any, share: Share | None) -> Any:  # noqa: ANN401 - of the ty
     return gathered
 
 
-def _rows(total: int, share: Share) -> list[int]:
+def _rows(total: int, share: RoundPadding) -> list[int]:
     rows, rest = divmod(total, len(share.real))
     if rest:
         raise BadRequest(f"{total} gathered rows are not the same number for each of {len(share.real)} ranks")

@@ -17,14 +17,14 @@ from rankbook.errors import BadRequest
 from rankbook.runtime.comm import collectives
 from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.comm.tree import concatenate, leaves, map_leaves, send_to_device
-from rankbook.runtime.data.samplers import WHOLE, Share
-from rankbook.runtime.settings import Core
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding
+from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.strategies.base import mesh_for
 
 _T = TypeVar("_T")
 
 
-class Communication(Core):
+class CollectiveMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
     def gather(self, tensor: _T) -> _T:
@@ -73,7 +73,7 @@ class Communication(Core):
         rows = [row for each in everyone for row in (*each, *[None] * (longest - len(each)))]
         return trim(self._without_replicas(rows), share)
 
-    def _from_those_with_a_batch(self, data: Any, share: Share) -> Any:  # noqa: ANN401 - nested
+    def _from_those_with_a_batch(self, data: Any, share: RoundPadding) -> Any:  # noqa: ANN401 - nested
         """Of the last round of uneven batches, in which some ranks have none: they have left the loop.
 
         They cannot take part in a collective, so the others send to one another, each in its turn.

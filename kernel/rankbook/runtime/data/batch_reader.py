@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rankbook.runtime.data.rng import BatchRng
-from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, Share, with_last
+from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, RoundPadding, with_last
 
 
-class Ticket(NamedTuple):
+class BatchRequest(NamedTuple):
     """One batch to be read: `items` are its indices, None for a stream; `number` counts the batches of all ranks."""
 
     run: int
@@ -27,26 +27,26 @@ class Ticket(NamedTuple):
     rank: int
     number: int
     items: Any
-    share: Share | None
+    share: RoundPadding | None
     last: bool
 
 
-class Arrived(NamedTuple):
+class FetchedBatch(NamedTuple):
     """A batch that there is something to say of; all others come bare."""
 
     batch: Any
-    share: Share | None
+    share: RoundPadding | None
     last: bool
     absent: bool = False  # the stream has ended, or has nothing for this rank in this round
 
-    def pin_memory(self) -> Arrived:
+    def pin_memory(self) -> FetchedBatch:
         """Called by torch's pinning thread."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return self._replace(batch=pin_memory(self.batch))
 
 
-NOTHING = Arrived(None, None, True, True)
+NOTHING = FetchedBatch(None, None, True, True)
 
 
 def as_is(batch: Any) -> Any:  # noqa: ANN401 - any batch
@@ -54,7 +54,7 @@ def as_is(batch: Any) -> Any:  # noqa: ANN401 - any batch
     return batch
 
 
-class MapFetch(Dataset[Any]):
+class MapReader(Dataset[Any]):
     """`dataset`, as one that gives whole, collated batches for tickets. All else is the dataset's own."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool = False) -> None:  # noqa: ANN401
@@ -72,14 +72,14 @@ class MapFetch(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a ticket from the loader, an index from anybody else
-        return self.__getitems__(index) if type(index) is Ticket else self.dataset[index]
+        return self.__getitems__(index) if type(index) is BatchRequest else self.dataset[index]
 
-    def __getitems__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+    def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
         if ticket.items is None:
             return NOTHING
         with self._rng.seeded(ticket.seed, ticket.epoch, ticket.number):
             batch = self._read(ticket.items)
-        return Arrived(batch, ticket.share, ticket.last) if ticket.last or ticket.share else batch
+        return FetchedBatch(batch, ticket.share, ticket.last) if ticket.last or ticket.share else batch
 
     def _read(self, items: Any) -> Any:  # noqa: ANN401
         dataset = self.dataset
@@ -90,7 +90,7 @@ class MapFetch(Dataset[Any]):
         return self._collate([dataset[index] for index in items])
 
 
-class IterableFetch(Dataset[Any]):
+class IterableReader(Dataset[Any]):
     """An iterable dataset, as one that gives whole, collated batches for tickets.
 
     Every process that reads runs the whole stream, with generators seeded from (seed, epoch, round) alone, and
@@ -120,10 +120,10 @@ class IterableFetch(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+    def __getitem__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
         return self.__getitems__(ticket)
 
-    def __getitems__(self, ticket: Ticket) -> Any:  # noqa: ANN401 - a batch
+    def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
         be_only_worker()
         current = self._advance(ticket)
         part = current.parts[ticket.rank] if current else None
@@ -133,9 +133,9 @@ class IterableFetch(Dataset[Any]):
             batch = self._collate(part[0] if self._single else list(part))
         share = whole_share(current.share) if self._single else current.share
         last = current.last[ticket.rank]
-        return Arrived(batch, share, last) if last or share else batch
+        return FetchedBatch(batch, share, last) if last or share else batch
 
-    def _advance(self, ticket: Ticket) -> Round | None:
+    def _advance(self, ticket: BatchRequest) -> Round | None:
         """Read up to the ticket's round. None if the stream ends before."""
         if ticket.run != self._run or ticket.round < self._at:
             self._run, self._at, self._current = ticket.run, -1, None
@@ -147,23 +147,23 @@ class IterableFetch(Dataset[Any]):
             self._at += 1
         return self._current
 
-    def _restart(self, ticket: Ticket) -> None:
+    def _restart(self, ticket: BatchRequest) -> None:
         self._rounds = with_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
 
-    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+    def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
         """Yield `rounds`, from number `first` on, each read with generators seeded for it."""
         return self._rng.iterate(rounds, ticket.seed, ticket.epoch, "round", first=first)
 
-    def _open(self, ticket: Ticket) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
+    def _open(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
         with self._rng.seeded(ticket.seed, ticket.epoch, "start"):
             return iter(self.dataset)
 
 
-def whole_share(share: Share | None) -> Share | None:
+def whole_share(share: RoundPadding | None) -> RoundPadding | None:
     """The share of a round whose items are batches already: how many rows they have is not known."""
     if share is None:
         return None
-    return Share(tuple(WHOLE if count else 0 for count in share.real), WHOLE, share.ranks)
+    return RoundPadding(tuple(WHOLE if count else 0 for count in share.real), WHOLE, share.ranks)
 
 
 def be_only_worker() -> None:
@@ -176,7 +176,7 @@ def be_only_worker() -> None:
         torch.utils.data._utils.worker._worker_info = alone
 
 
-class WorkerStart:
+class WorkerInit:
     """A worker's first call: the person's own, which finds the dataset that it was written for."""
 
     def __init__(self, dataset: Any, function: Callable[[int], None], iterable: bool) -> None:  # noqa: ANN401

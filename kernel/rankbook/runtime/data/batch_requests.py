@@ -15,14 +15,14 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from rankbook.runtime.data.batch_reader import Ticket, whole_share
+from rankbook.runtime.data.batch_reader import BatchRequest, whole_share
 from rankbook.runtime.data.rng import BatchRng, stream_seed
 from rankbook.runtime.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     Round,
+    RoundPadding,
     SeedableRandomSampler,
-    Share,
     forward_epoch,
 )
 
@@ -31,7 +31,7 @@ _DRAW_NOTHING_ELSE = (SequentialSampler, SeedableRandomSampler, DistributedSampl
 
 
 @dataclass
-class Pass:
+class EpochState:
     """One pass over the data: `run` counts them, `skip` is the number of rounds that are left out at its start."""
 
     run: int = 0
@@ -40,7 +40,7 @@ class Pass:
     skip: int = 0
 
 
-class OneByOne:
+class SingleItemSampler:
     """A sampler of indices, each as a batch by itself, for a loader that does not batch."""
 
     def __init__(self, sampler: Any) -> None:  # noqa: ANN401 - any iterable of indices
@@ -75,7 +75,7 @@ class Shuffle:
             self._replace(copy.copy(sampler)).generator = self._generator
         if type(sampler) is SeedableRandomSampler and not sampler.seed_given:
             self._seedable = self._replace(copy.copy(sampler))
-        known = type(batch_sampler) in {BatchSampler, OneByOne} and type(sampler) in _DRAW_NOTHING_ELSE
+        known = type(batch_sampler) in {BatchSampler, SingleItemSampler} and type(sampler) in _DRAW_NOTHING_ELSE
         roots = () if known else (batch_sampler,)
         self._rng = BatchRng(*roots, skip=(self.own,) if self.own else ())
 
@@ -84,14 +84,14 @@ class Shuffle:
         self.batch_sampler.sampler = sampler
         return sampler
 
-    def begin(self, a_pass: Pass) -> None:
+    def begin(self, a_pass: EpochState) -> None:
         """A pass begins."""
         if self._seedable is not None:
             self._seedable.initial_seed = a_pass.seed
         if self._generator is not None:
             self._generator.manual_seed(stream_seed(a_pass.seed, a_pass.epoch, "shuffle") >> 193)
 
-    def draw(self, rounds: Iterator[Round], a_pass: Pass) -> Iterator[Round]:
+    def draw(self, rounds: Iterator[Round], a_pass: EpochState) -> Iterator[Round]:
         """Yield `rounds`, read with generators seeded for the pass where the sampler may draw from any."""
         return self._rng.iterate(rounds, a_pass.seed, a_pass.epoch, "shuffle")
 
@@ -102,7 +102,7 @@ def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler
     )
 
 
-class MapTickets:
+class MapBatchSampler:
     """The tickets of a map-style dataset for `ranks`, round by round. A rank that has no batch gets none.
 
     `world_size` and `rank` are those that the batches are numbered by; they are the shard's unless the person's own
@@ -119,18 +119,18 @@ class MapTickets:
         self.shard = shard
         self.shuffle = shuffle
         self.ranks = ranks
-        self.current = Pass()
+        self.current = EpochState()
         self._numbered = numbered
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
-    def begin(self, a_pass: Pass) -> None:
+    def begin(self, a_pass: EpochState) -> None:
         """What the next `__iter__` gives tickets for."""
         self.current = a_pass
         forward_epoch(self.shard.batch_sampler, a_pass.epoch)
         self.shuffle.begin(a_pass)
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
         world_size, offset = self._numbered or (self.shard.num_processes, 0)
         alone = len(self.ranks) == 1
@@ -144,7 +144,7 @@ class MapTickets:
                     assert items is not None  # what has been dealt is numbered, and read by one rank
                     share = share_of_dealt(self.shard.sampler, len(items)) if last else None
                 number = each.number * world_size + rank + offset
-                yield Ticket(run, seed, epoch, each.number, rank, number, items, share, last)
+                yield BatchRequest(run, seed, epoch, each.number, rank, number, items, share, last)
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -166,7 +166,7 @@ class MapTickets:
             below = getattr(below, "sampler", None) if following is None else following
 
 
-def share_of_dealt(sampler: Any, rows: int) -> Share | None:  # noqa: ANN401 - any sampler
+def share_of_dealt(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN401 - any sampler
     """What is real in the last round, of `rows` each, where a DistributedSampler has dealt; of others nobody knows.
 
     It repeats samples until all ranks have as many, so the last of each rank's may be a repetition.
@@ -177,40 +177,40 @@ def share_of_dealt(sampler: Any, rows: int) -> Share | None:  # noqa: ANN401 - a
     ranks = tuple(range(sampler.num_replicas))
     if sampler.drop_last or not more:
         return None
-    return Share(tuple(rows - (rank >= more) for rank in ranks), rows, ranks)
+    return RoundPadding(tuple(rows - (rank >= more) for rank in ranks), rows, ranks)
 
 
-class SingleTickets(MapTickets):
-    """As `MapTickets`, where each item is a batch already: nobody knows its rows."""
+class UnbatchedSampler(MapBatchSampler):
+    """As `MapBatchSampler`, where each item is a batch already: nobody knows its rows."""
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         for ticket in super().__iter__():
             yield ticket._replace(share=whole_share(ticket.share))
 
 
-class StreamTickets:
+class IterableBatchSampler:
     """The tickets of an iterable dataset for `ranks`, without an end: who reads finds it."""
 
     def __init__(self, shard: IterableDatasetShard, ranks: tuple[int, ...]) -> None:
         self.shard = shard
         self.ranks = ranks
-        self.current = Pass()
+        self.current = EpochState()
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
-    def begin(self, a_pass: Pass) -> None:
+    def begin(self, a_pass: EpochState) -> None:
         """What the next `__iter__` gives tickets for."""
         self.current = a_pass
         # Here too, ahead of the workers: a dataset may keep its epoch in memory that they share, and a change by all of
         # them at once would be none that anybody meant.
         self.shard.set_epoch(a_pass.epoch)
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
         for number in count(self.current.skip):
             for rank in self.ranks:
                 whole = number * self.shard.num_processes + rank
-                yield Ticket(run, seed, epoch, number, rank, whole, None, None, False)
+                yield BatchRequest(run, seed, epoch, number, rank, whole, None, None, False)
 
     def move_to(self, rank: int) -> None:
         """These are the tickets of `rank` from now on: they have come to the successor of a dead rank."""

@@ -25,11 +25,11 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 from rankbook.errors import PeerFailed
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import concatenate, find_batch_size
-from rankbook.runtime.data.batch_reader import NOTHING, Arrived
-from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, Parcel, Unpacking, pack
-from rankbook.runtime.data.loader_base import Parts, PreparedLoader, read_locally
-from rankbook.runtime.data.samplers import WHOLE, BatchSamplerShard, Share
-from rankbook.runtime.data.slots import MOST_BYTES, NO_OFFER, Slots, host_key
+from rankbook.runtime.data.batch_reader import NOTHING, FetchedBatch
+from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, BatchFrame, FrameReader, pack
+from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, read_locally
+from rankbook.runtime.data.samplers import WHOLE, BatchSamplerShard, RoundPadding
+from rankbook.runtime.data.slots import MOST_BYTES, NO_OFFER, SlotRing, host_key
 
 _MOST_ROUNDS = 32
 _MOST_BYTES = 1 << 18
@@ -46,7 +46,7 @@ class DataLoaderDispatcher(PreparedLoader):
     """
 
     @classmethod
-    def of(cls, parts: Parts, slice_fn: Callable[..., Any] | None = None) -> DataLoaderDispatcher:
+    def of(cls, parts: LoaderParts, slice_fn: Callable[..., Any] | None = None) -> DataLoaderDispatcher:
         """One that is made of these parts, whose tickets are those of all ranks."""
         made = cls.__new__(cls)
         made._setup(parts)
@@ -56,8 +56,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     slice_fn: Callable[..., Any] | None
     _group: Any
-    _lanes: dict[int, Outbound]
-    _inbound: Inbound | None
+    _lanes: dict[int, SendChannel]
+    _inbound: RecvChannel | None
 
     def __getstate__(self) -> dict[str, Any]:  # for a copy, and for a rank that takes a lost one's place
         return {**self.__dict__, "_lanes": {}, "_inbound": None}
@@ -68,14 +68,14 @@ class DataLoaderDispatcher(PreparedLoader):
         shard = self.parts.tickets.shard
         return shard if isinstance(shard, BatchSamplerShard) else None
 
-    def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
+    def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         if self._group is None and consistency.control_device().type != "cpu":
             self._group = dist.new_group(backend="gloo")
         rank, deal = self._deal()
         if rank:
-            self._inbound = self._inbound or Inbound(self._group)
+            self._inbound = self._inbound or RecvChannel(self._group)
             return self._receive(self._inbound)
-        self._lanes = self._lanes or {other: Outbound(other, self._group) for other in range(1, len(deal))}
+        self._lanes = self._lanes or {other: SendChannel(other, self._group) for other in range(1, len(deal))}
         return self._send(self._lanes, deal)
 
     def _deal(self) -> tuple[int, tuple[int, ...]]:
@@ -84,7 +84,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return self.parts.process_index, tuple(range(self.parts.num_processes))
         return dist.get_rank(), self.parts.deal
 
-    def _receive(self, lane: Inbound) -> Iterator[tuple[Any, Share | None, bool]]:
+    def _receive(self, lane: RecvChannel) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         lane.begin()
         while True:
             arrived, failure, ended = lane.receive()
@@ -95,7 +95,9 @@ class DataLoaderDispatcher(PreparedLoader):
             if ended:
                 return
 
-    def _send(self, lanes: dict[int, Outbound], deal: tuple[int, ...]) -> Iterator[tuple[Any, Share | None, bool]]:
+    def _send(
+        self, lanes: dict[int, SendChannel], deal: tuple[int, ...]
+    ) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         reading = _Reading(self.parts, self.slice_fn, deal, lanes)
         first = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
@@ -148,14 +150,14 @@ class _Bundle:
     """
 
     def __init__(
-        self, rounds: list[list[Arrived]], deal: tuple[int, ...], error: Exception | None, ended: bool
+        self, rounds: list[list[FetchedBatch]], deal: tuple[int, ...], error: Exception | None, ended: bool
     ) -> None:
         self.own = [each[deal[0]] for each in rounds if not each[deal[0]].absent]
         self.error = error
         self.ended = ended or error is not None
         failure = None if error is None else _Failure(error)
-        self.parcels: dict[int, Parcel] = {}
-        packed: dict[int, Parcel] = {}
+        self.parcels: dict[int, BatchFrame] = {}
+        packed: dict[int, BatchFrame] = {}
         for rank, part in enumerate(deal[1:], 1):
             if part in packed:
                 self.parcels[rank] = packed[part].again()
@@ -169,10 +171,10 @@ class _Reading:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: LoaderParts,
         slice_fn: Callable[..., Any] | None,
         deal: tuple[int, ...],
-        lanes: dict[int, Outbound],
+        lanes: dict[int, SendChannel],
     ) -> None:
         self._parts = parts
         self._deal = deal
@@ -182,13 +184,13 @@ class _Reading:
         self._rooms = {deal[rank]: lane.room for rank, lane in lanes.items() if deal.count(deal[rank]) == 1}
         self._slice_fn = slice_fn
         self._batches = read_locally(parts)
-        self._first: list[Arrived] = []
+        self._first: list[FetchedBatch] = []
         self._ended = False
         self._rounds = 1
 
     def next_bundle(self) -> _Bundle:
         """The next rounds: one, or as many as are small and quickly read, for a message takes longer than those."""
-        rounds: list[list[Arrived]] = []
+        rounds: list[list[FetchedBatch]] = []
         error: Exception | None = None
         began = time.perf_counter()
         for lane in self._lanes.values():
@@ -207,14 +209,14 @@ class _Reading:
             self._rounds = min(_MOST_ROUNDS, max(1, _MOST_BYTES * len(rounds) // size))
         return bundle
 
-    def _packed(self, rounds: list[list[Arrived]], error: Exception | None) -> _Bundle:
+    def _packed(self, rounds: list[list[FetchedBatch]], error: Exception | None) -> _Bundle:
         """`rounds`, up to the first of which a batch cannot be packed."""
         try:
             return _Bundle(rounds, self._deal, error, self._ended)
         except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
             if len(rounds) < 2:
                 return _Bundle([], self._deal, raised, True)
-        good: list[list[Arrived]] = []
+        good: list[list[FetchedBatch]] = []
         for each in rounds:
             alone = self._packed([each], None)
             if alone.error is not None:
@@ -222,9 +224,9 @@ class _Reading:
             good.append(each)
         return _Bundle(good, self._deal, error, self._ended)
 
-    def _read(self) -> list[Arrived]:
+    def _read(self) -> list[FetchedBatch]:
         ranks = self._parts.num_processes
-        arrived: list[Arrived] = []
+        arrived: list[FetchedBatch] = []
         while len(arrived) < ranks and not self._ended:
             if self._collate is not None:
                 self._collate.room = self._rooms.get(len(arrived))
@@ -236,14 +238,14 @@ class _Reading:
             finally:
                 if self._collate is not None:
                     self._collate.room = None
-            arrived.append(batch if type(batch) is Arrived else Arrived(batch, share, last))
+            arrived.append(batch if type(batch) is FetchedBatch else FetchedBatch(batch, share, last))
         if self._parts.custom_iter:
             return self._filled(arrived)
         arrived += [NOTHING] * (ranks - len(arrived))
         self._ended = self._ended or all(each.absent for each in arrived)
         return arrived
 
-    def _filled(self, arrived: list[Arrived]) -> list[Arrived]:
+    def _filled(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
         """An `__iter__` of a person's own may end within a round: whole batches are repeated, or ranks go without."""
         ranks = self._parts.num_processes
         self._first = self._first or arrived
@@ -255,12 +257,12 @@ class _Reading:
             return [each._replace(last=last) for each in arrived]
         even = self._parts.tickets.shard.even_batches
         present = tuple(range(ranks if even else len(arrived)))
-        share = Share((WHOLE,) * len(arrived) + (0,) * missing, WHOLE, present)
+        share = RoundPadding((WHOLE,) * len(arrived) + (0,) * missing, WHOLE, present)
         fill = self._first if even else [NOTHING]
         repeated = [fill[number % len(fill)] for number in range(missing)]
         return [each if each.absent else each._replace(share=share, last=True) for each in (*arrived, *repeated)]
 
-    def _cut(self, arrived: list[Arrived]) -> list[Arrived]:
+    def _cut(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
         """What `slice_fn` makes of all ranks' batches together."""
         assert self._slice_fn is not None
         present = [each for each in arrived if not each.absent]
@@ -282,13 +284,13 @@ _KEY = 16
 _NOWHERE = bytes(_KEY)
 
 
-class Outbound:
+class SendChannel:
     """Rank 0's end of the way to one other rank."""
 
     def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
         self._rank, self._group = rank, group
         self._capacity = FIRST_CAPACITY
-        self._slots: Slots | None = None
+        self._slots: SlotRing | None = None
         self._shares_host = False
 
     def begin(self) -> Callable[[], None]:
@@ -317,14 +319,14 @@ class Outbound:
         """Shared memory for a large tensor that this rank alone is to get; None: it may lie anywhere."""
         return None if self._slots is None else self._slots.room(size)
 
-    def load(self, parcel: Parcel) -> None:
+    def load(self, parcel: BatchFrame) -> None:
         """Put the large buffers of `parcel` into shared memory where that can be, so that they need not be kept."""
         needed = sum(each.numel() for each in parcel.large)
         if not needed or not self._shares_host or needed > MOST_BYTES:
             return
         if self._slots is None or needed > self._slots.capacity:
             try:
-                self._slots = Slots(needed)
+                self._slots = SlotRing(needed)
             except OSError:  # no such memory here
                 self._shares_host = False
                 return
@@ -338,19 +340,19 @@ class Outbound:
         elif self._slots.hopeless():
             self._shares_host, self._slots = False, None
 
-    def post(self, parcel: Parcel) -> list[Any]:
+    def post(self, parcel: BatchFrame) -> list[Any]:
         """Begin to send; what is returned is to be waited for."""
         send = partial(dist.isend, dst=self._rank, group=self._group, tag=_TAG)
         posted, self._capacity = parcel.post(send, self._capacity)
         return posted
 
 
-class Inbound:
+class RecvChannel:
     """Another rank's end of the way from rank 0."""
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 - a process group
         self._group = group
-        self._unpacking = Unpacking()
+        self._unpacking = FrameReader()
         self._capacity = FIRST_CAPACITY
 
     def begin(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankbook.runtime.data.slots import NO_OFFER, Offer, Opened
+from rankbook.runtime.data.slots import NO_OFFER, OpenedSlot, SlotOffer
 
 LARGE = 1 << 16
 """Bytes from which on a buffer is a message of its own: copying it into the frame would cost more."""
@@ -41,7 +41,7 @@ Send = Callable[[torch.Tensor], Any]
 
 
 @dataclass
-class Parcel:
+class BatchFrame:
     """A packed batch: the frame and the large buffers, all uint8."""
 
     frame: torch.Tensor
@@ -52,11 +52,11 @@ class Parcel:
         """Of the frame and the large buffers."""
         return self.frame.numel() + sum(each.numel() for each in self.large)
 
-    def again(self) -> Parcel:
+    def again(self) -> BatchFrame:
         """The same for another receiver, to whom something else may be said."""
-        return Parcel(self.frame.clone(), self.large)
+        return BatchFrame(self.frame.clone(), self.large)
 
-    def say(self, slot: int | None, offer: Offer = NO_OFFER) -> None:
+    def say(self, slot: int | None, offer: SlotOffer = NO_OFFER) -> None:
         """Write into the frame that the large buffers are in `slot` and do not follow; or an offer of memory."""
         _SHARED.pack_into(self.frame.numpy().data, _HEADER.size, -1 if slot is None else slot, *offer)
         if slot is not None:
@@ -85,7 +85,7 @@ def next_capacity(length: int) -> int:
 FIRST_CAPACITY = _SHORTEST
 
 
-class _Pickler(pickle.Pickler):
+class _FramePickler(pickle.Pickler):
     """Takes the memory of plain CPU tensors, and of whatever else offers it, out of the pickle."""
 
     def reducer_override(self, thing: Any) -> Any:  # noqa: ANN401 - as pickle's
@@ -108,11 +108,11 @@ def _no_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def pack(thing: Any) -> Parcel:  # noqa: ANN401 - anything that can be pickled
+def pack(thing: Any) -> BatchFrame:  # noqa: ANN401 - anything that can be pickled
     """Raises whatever pickling raises."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=lambda each: buffers.append(each.raw())).dump(thing)
+    _FramePickler(stream, protocol=5, buffer_callback=lambda each: buffers.append(each.raw())).dump(thing)
     body = stream.getbuffer()
     at = _START + 8 * len(buffers) + len(body)
     places: list[tuple[int, memoryview]] = []
@@ -135,7 +135,7 @@ def pack(thing: Any) -> Parcel:  # noqa: ANN401 - anything that can be pickled
     memory[start : start + len(body)] = body
     for place, each in places:
         memory[place : place + each.nbytes] = each
-    return Parcel(frame, large)
+    return BatchFrame(frame, large)
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
@@ -144,12 +144,12 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-class Unpacking:
+class FrameReader:
     """The receiving side: the memory that large buffers come in, and the one that they are lent."""
 
     def __init__(self) -> None:
-        self.lent = Lent()
-        self.opened: Opened | None = None
+        self.lent = BufferPool()
+        self.opened: OpenedSlot | None = None
 
     def unpack(self, receive: Callable[[torch.Tensor], Any], capacity: int) -> tuple[Any, int]:
         """The next parcel's content, from `receive`, which fills a tensor; and the next capacity."""
@@ -187,10 +187,10 @@ class Unpacking:
         else:
             for each in large:
                 receive(each)
-        offer = Offer(*told)
+        offer = SlotOffer(*told)
         if offer != NO_OFFER:
             try:
-                self.opened = Opened(offer)
+                self.opened = OpenedSlot(offer)
             except OSError:  # as in a container of its own: rank 0 sees that it was not opened, and goes on as it did
                 self.opened = None
 
@@ -199,7 +199,7 @@ _MOST_KEPT = 16
 _ROUNDED = 1 << 16
 
 
-class Lent:
+class BufferPool:
     """Lends memory, and keeps some of what comes back."""
 
     def __init__(self) -> None:

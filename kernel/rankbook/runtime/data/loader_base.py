@@ -20,11 +20,11 @@ from rankbook.protocol import telemetry
 from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import send_to_device
 from rankbook.runtime.data import stateful as reader_state
-from rankbook.runtime.data.batch_reader import Arrived
-from rankbook.runtime.data.batch_requests import MapTickets, Pass, StreamTickets
+from rankbook.runtime.data.batch_reader import FetchedBatch
+from rankbook.runtime.data.batch_requests import EpochState, IterableBatchSampler, MapBatchSampler
 from rankbook.runtime.data.rng import check_rng_types, remembered_seed, run_seed, synchronize_rng_states
-from rankbook.runtime.data.samplers import WHOLE, Share
-from rankbook.runtime.data.stateful import Position
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding
+from rankbook.runtime.data.stateful import ReadPosition
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
 
@@ -32,7 +32,7 @@ _LOW = (1 << 32) - 1
 
 
 @dataclass
-class Parts:
+class LoaderParts:
     """What a prepared loader is made of.
 
     `source` is the person's loader, untouched. `inner` is a copy of it that reads `tickets` through `fetch`.
@@ -45,7 +45,7 @@ class Parts:
 
     source: Any
     inner: Any
-    tickets: MapTickets | StreamTickets
+    tickets: MapBatchSampler | IterableBatchSampler
     fetch: Any
     num_processes: int
     process_index: int
@@ -117,14 +117,14 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     end_of_dataloader: bool
-    share: Share | None
+    share: RoundPadding | None
     remainder: int
     skip_batches: int
-    position: Position
+    position: ReadPosition
 
-    def _setup(self, parts: Parts, position: Position | None = None, skip_batches: int = 0) -> None:
+    def _setup(self, parts: LoaderParts, position: ReadPosition | None = None, skip_batches: int = 0) -> None:
         self.parts = parts
-        self.position = position or Position()
+        self.position = position or ReadPosition()
         self.skip_batches = skip_batches
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.rng_types = check_rng_types(parts.rng_types)
@@ -223,7 +223,7 @@ class PreparedLoader(DataLoader[Any]):
             if position.run == run and not position.finished:  # this rank had no batch at all
                 self._end(None)
 
-    def _end(self, share: Share | None) -> None:
+    def _end(self, share: RoundPadding | None) -> None:
         self.end_of_dataloader = self.position.finished = True
         if share is None:
             self.remainder = 0
@@ -255,10 +255,10 @@ class PreparedLoader(DataLoader[Any]):
             first = reader_state.put_back(parts.inner, parts.fetch, parts.place, position, skip)
         position.begin(seed, epoch, skip)
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
-        parts.tickets.begin(Pass(position.run, seed, epoch, first))
+        parts.tickets.begin(EpochState(position.run, seed, epoch, first))
         parts.inner.generator = generator if generator is not None else torch.Generator()
 
-    def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
+    def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         raise NotImplementedError
 
 
@@ -275,7 +275,7 @@ def reads_together(num_processes: int) -> bool:
     return num_processes > 1 and PartialState().use_distributed and PartialState().num_processes == num_processes
 
 
-def read_locally(parts: Parts) -> Iterator[tuple[Any, Share | None, bool]]:
+def read_locally(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
     """This process's batches, each with what is real in its round and whether it is the last."""
     if parts.custom_iter:
         yield from _read_custom(parts)
@@ -284,7 +284,7 @@ def read_locally(parts: Parts) -> Iterator[tuple[Any, Share | None, bool]]:
     pinned = inner.pin_memory and torch.accelerator.is_available()
     here = type(inner) is DataLoader and not inner.num_workers and not pinned
     for each in _read_here(parts) if here else iter(inner):
-        if type(each) is not Arrived:
+        if type(each) is not FetchedBatch:
             yield each, None, False
             continue
         if each.absent and len(parts.tickets.ranks) == 1:
@@ -292,27 +292,27 @@ def read_locally(parts: Parts) -> Iterator[tuple[Any, Share | None, bool]]:
         yield each if each.absent else each.batch, each.share, each.last
 
 
-def _read_here(parts: Parts) -> Iterator[Any]:
+def _read_here(parts: LoaderParts) -> Iterator[Any]:
     """Without torch's iterator, whose bookkeeping takes longer than a small batch."""
     if parts.generator is not None:  # torch takes a number for its workers first; the shuffle is to be the same
         torch.empty((), dtype=torch.int64).random_(generator=parts.generator)
     return map(parts.fetch.__getitems__, parts.tickets)
 
 
-class Unwrapping:
+class BatchUnwrapper:
     """What torch's iterator gives, with nothing but the batches in it; an `__iter__` of a person's own reads it."""
 
     def __init__(self, iterator: Any) -> None:  # noqa: ANN401 - torch's
         self._iterator = iterator
         self.count = 0
-        self.arrived: Arrived | None = None
+        self.arrived: FetchedBatch | None = None
 
-    def __iter__(self) -> Unwrapping:
+    def __iter__(self) -> BatchUnwrapper:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401 - a batch
         each = next(self._iterator)
-        self.arrived = each if type(each) is Arrived else None
+        self.arrived = each if type(each) is FetchedBatch else None
         if self.arrived is not None and self.arrived.absent:
             raise StopIteration
         self.count += 1
@@ -328,17 +328,17 @@ class Unwrapping:
         return getattr(self._iterator, name)
 
 
-def _read_custom(parts: Parts) -> Iterator[tuple[Any, Share | None, bool]]:
+def _read_custom(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
     """The batches of an `__iter__` that may drop, change or add some: the last is known once there is no other."""
     inner, made = parts.inner, []
     make = type(inner)._get_iterator
 
-    def get_iterator() -> Unwrapping:
-        made.append(Unwrapping(make(inner)))
+    def get_iterator() -> BatchUnwrapper:
+        made.append(BatchUnwrapper(make(inner)))
         return made[-1]
 
     inner.__dict__["_get_iterator"] = get_iterator
-    if isinstance(inner._iterator, Unwrapping):
+    if isinstance(inner._iterator, BatchUnwrapper):
         made.append(inner._iterator)
     batches = iter(inner)
     count, nothing = 0, object()

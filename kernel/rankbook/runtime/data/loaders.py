@@ -19,12 +19,18 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, _D
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import require_stateful_dataloader
-from rankbook.runtime.data.batch_reader import IterableFetch, MapFetch, WorkerStart, as_is
-from rankbook.runtime.data.batch_requests import MapTickets, OneByOne, Shuffle, SingleTickets, StreamTickets
+from rankbook.runtime.data.batch_reader import IterableReader, MapReader, WorkerInit, as_is
+from rankbook.runtime.data.batch_requests import (
+    IterableBatchSampler,
+    MapBatchSampler,
+    Shuffle,
+    SingleItemSampler,
+    UnbatchedSampler,
+)
 from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
-from rankbook.runtime.data.loader_base import Parts, PreparedLoader, read_locally, reads_together
-from rankbook.runtime.data.samplers import BatchSamplerShard, IterableDatasetShard, Share, SkipBatchSampler
-from rankbook.runtime.data.stateful import StatefulFetch, StatefulStream, has_state
+from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, read_locally, reads_together
+from rankbook.runtime.data.samplers import BatchSamplerShard, IterableDatasetShard, RoundPadding, SkipBatchSampler
+from rankbook.runtime.data.stateful import StatefulIterable, StatefulReader, has_state
 from rankbook.runtime.process_state import PartialState
 
 
@@ -57,7 +63,7 @@ class DataLoaderShard(PreparedLoader):
         self._setup(parts, skip_batches=skip_batches)
 
     @classmethod
-    def of(cls, parts: Parts) -> DataLoaderShard:
+    def of(cls, parts: LoaderParts) -> DataLoaderShard:
         """One that is made of these parts."""
         made = cls.__new__(cls)
         made._setup(parts)
@@ -69,7 +75,7 @@ class DataLoaderShard(PreparedLoader):
         shard = self.parts.tickets.shard
         return shard if isinstance(shard, BatchSamplerShard) else None
 
-    def _arrivals(self) -> Iterator[tuple[Any, Share | None, bool]]:
+    def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         return read_locally(self.parts)
 
 
@@ -179,12 +185,12 @@ def take_apart(
     stateful: bool = False,
     seedable: bool = False,
     data_seed: int | None = None,
-) -> Parts:
+) -> LoaderParts:
     """The parts of the prepared loader for `source`; `every_rank`: this process reads for all of them."""
     wanted = tuple(range(ranks)) if every_rank else (rank,)
     even_batches = even_batches and ranks > 1  # one rank alone has nobody to be even with
     single = source.batch_sampler is None
-    tickets: MapTickets | StreamTickets
+    tickets: MapBatchSampler | IterableBatchSampler
     fetch: Any
     generator = None
     if isinstance(source.dataset, IterableDataset):
@@ -192,22 +198,22 @@ def take_apart(
         stream = IterableDatasetShard(
             source.dataset, size, bool(source.drop_last), ranks, rank, split_batches and not single, even_batches
         )
-        tickets, rows = StreamTickets(stream, wanted), 0 if single else stream.rows
+        tickets, rows = IterableBatchSampler(stream, wanted), 0 if single else stream.rows
         keeps_state = stateful and not every_rank
-        fetch = (StatefulStream if keeps_state else IterableFetch)(source.dataset, stream, source.collate_fn, single)
+        fetch = (StatefulIterable if keeps_state else IterableReader)(source.dataset, stream, source.collate_fn, single)
     else:
-        shuffle = Shuffle(OneByOne(source.sampler) if single else source.batch_sampler, seedable)
+        shuffle = Shuffle(SingleItemSampler(source.sampler) if single else source.batch_sampler, seedable)
         generator = shuffle.own
         shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
-        tickets = (SingleTickets if single else MapTickets)(shard, shuffle, wanted, numbered)
+        tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, wanted, numbered)
         rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
         keeps_state = stateful and not every_rank and has_state(source.dataset)
-        fetch = (StatefulFetch if keeps_state else MapFetch)(source.dataset, source.collate_fn, single)
+        fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single)
     stateful_kind = require_stateful_dataloader() if stateful else None
     inner = _copy(source, tickets, fetch, stateful_kind)
     custom_iter = type(inner).__iter__ not in {DataLoader.__iter__, getattr(stateful_kind, "__iter__", None)}
     world_size = ranks if numbered is None else numbered[0]
-    return Parts(
+    return LoaderParts(
         source=source,
         inner=inner,
         tickets=tickets,
@@ -217,7 +223,7 @@ def take_apart(
         total_rows=rows * world_size,
         length=tickets.__len__,
         custom_iter=custom_iter,
-        stateful=isinstance(fetch, StatefulFetch | StatefulStream) and not custom_iter,
+        stateful=isinstance(fetch, StatefulReader | StatefulIterable) and not custom_iter,
         data_seed=data_seed,
         generator=generator,
     )
@@ -227,7 +233,7 @@ def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> 
     """A loader like `source` that reads `tickets` through `fetch`; of torchdata's class, if `stateful`."""
     start = source.worker_init_fn
     if start is not None:
-        start = WorkerStart(source.dataset, start, isinstance(source.dataset, IterableDataset))
+        start = WorkerInit(source.dataset, start, isinstance(source.dataset, IterableDataset))
     if stateful is not None and not isinstance(source, stateful):
         inner = stateful(
             fetch,

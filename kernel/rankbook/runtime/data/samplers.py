@@ -23,11 +23,11 @@ from rankbook.runtime.data.rng import stream_seed
 T = TypeVar("T")
 
 WHOLE = -1
-"""In a `Share`: all rows of that rank's batch, however many they are."""
+"""In a `RoundPadding`: all rows of that rank's batch, however many they are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RoundPadding:
     """What is real in a round that is not the same for all ranks.
 
     `real[r]` is how many rows of rank r's batch are samples of the dataset, not repetitions (`WHOLE`: all of them).
@@ -47,11 +47,11 @@ class Round(NamedTuple):
 
     number: int
     parts: Sequence[Sequence[Any] | None]
-    share: Share | None
+    share: RoundPadding | None
     last: Sequence[bool]
 
 
-Dealt = tuple[int, list[Sequence[Any] | None], Share | None]
+Dealt = tuple[int, list[Sequence[Any] | None], RoundPadding | None]
 """A round's number, its parts, and what is real in it where that is not all: what `with_last` makes a `Round` of."""
 
 
@@ -69,7 +69,7 @@ def rows_per_rank(batch_size: int, num_processes: int, split_batches: bool) -> i
 
 def deal_samples(  # one chunk of samples into the parts of one round
     chunk: Sequence[T], initial: Sequence[T], rows: int, num_processes: int, even: bool
-) -> tuple[list[Sequence[T] | None], Share | None]:
+) -> tuple[list[Sequence[T] | None], RoundPadding | None]:
     """Cut `chunk` into a part of `rows` samples for each rank.
 
     A chunk that is too short is filled up from `initial`, as often as it takes, if `even`; if not, the last ranks
@@ -82,12 +82,12 @@ def deal_samples(  # one chunk of samples into the parts of one round
     real = tuple(min(rows, max(0, len(chunk) - rank * rows)) for rank in range(num_processes))
     if even:
         padded = [*chunk, *islice(cycle(initial), missing)]
-        return [padded[cut] for cut in cuts], Share(real, rows, tuple(range(num_processes)))
+        return [padded[cut] for cut in cuts], RoundPadding(real, rows, tuple(range(num_processes)))
     parts = [chunk[cut] or None for cut in cuts]
-    return parts, Share(real, max(real), tuple(rank for rank, count in enumerate(real) if count))
+    return parts, RoundPadding(real, max(real), tuple(rank for rank, count in enumerate(real) if count))
 
 
-def with_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], Share | None]]) -> Iterator[Round]:
+def with_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], RoundPadding | None]]) -> Iterator[Round]:
     """Look one round ahead, so that each rank's last batch is known as such when it is dealt."""
     current = next(rounds, None)
     while current is not None:
@@ -156,7 +156,7 @@ class BatchSamplerShard(BatchSampler):
         """All ranks' batches, round by round, from round `skip` on."""
         return with_last(self._split_rounds(skip) if self.split_batches else self._dealt_rounds(skip))
 
-    def _dealt_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], Share | None]]:
+    def _dealt_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], RoundPadding | None]]:
         ranks, size = self.num_processes, self.batch_size
         batches, first, number = self._batches_from(skip * ranks, ranks)
         number //= ranks
@@ -166,27 +166,29 @@ class BatchSamplerShard(BatchSampler):
             if len(batch_list) == ranks and lengths.count(lengths[0] if size is None else size) == ranks:
                 yield number, batch_list, None
             elif len(batch_list) == ranks and self.drop_last:
-                yield number, batch_list, Share(tuple(lengths), max(lengths), tuple(range(ranks)))
+                yield number, batch_list, RoundPadding(tuple(lengths), max(lengths), tuple(range(ranks)))
             elif not self.drop_last:
                 yield number, *self._deal_incomplete(batch_list, lengths, first)
             number += 1
 
-    def _deal_incomplete(self, batches: list[Any], lengths: list[int], first: list[Any]) -> tuple[list[Any], Share]:
+    def _deal_incomplete(
+        self, batches: list[Any], lengths: list[int], first: list[Any]
+    ) -> tuple[list[Any], RoundPadding]:
         ranks, size = self.num_processes, self.batch_size
         everybody = tuple(range(ranks))
         if not self.even_batches:
             absent = ranks - len(batches)
-            share = Share((*lengths, *[0] * absent), max(lengths), everybody[: len(batches)])
+            share = RoundPadding((*lengths, *[0] * absent), max(lengths), everybody[: len(batches)])
             return [*batches, *[None] * absent], share
         if size is not None and all(length == size for length in lengths[:-1]) and lengths[-1] <= size:
             parts, share_ = deal_samples(list(chain(*batches)), list(chain(*first)), size, ranks, True)
-            return list(parts), share_ or Share((size,) * ranks, size, everybody)
+            return list(parts), share_ or RoundPadding((size,) * ranks, size, everybody)
         # Batches of many sizes: a whole batch is repeated, for there is no size to fill them up to.
         repeated = list(islice(cycle(first), ranks - len(batches)))
         rows = max([*lengths, *map(len, repeated)])
-        return [*batches, *repeated], Share((*lengths, *[0] * len(repeated)), rows, everybody)
+        return [*batches, *repeated], RoundPadding((*lengths, *[0] * len(repeated)), rows, everybody)
 
-    def _split_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], Share | None]]:
+    def _split_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], RoundPadding | None]]:
         assert self.batch_size is not None
         rows = rows_per_rank(self.batch_size, self.num_processes, True)
         batches, first, number = self._batches_from(skip, 1)

@@ -4,9 +4,9 @@ Owns: the memory, and who may write where and when. Refuses: a name in the file 
 memory is known by a descriptor alone, so the kernel frees it once the last process that has it open has ended, however
 it ended. Where there is no such memory, and between hosts, buffers travel as messages.
 
-One rank fills slots (`Slots`), the other one empties them (`Opened`). Which slot has the buffers, and where the memory
-is (`Offer`), travels with the ranks' messages. A slot counts how often it was emptied; until that equals how often it
-was filled nobody writes to it. Who empties copies: nothing that a person is given is ever overwritten.
+One rank fills slots (`SlotRing`), the other one empties them (`OpenedSlot`). Which slot has the buffers, and where the
+memory is (`SlotOffer`), travels with the ranks' messages. A slot counts how often it was emptied; until that equals how
+often it was filled nobody writes to it. Who empties copies: nothing that a person is given is ever overwritten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MEGABYTE = 1 << 20
 _ALIGNED = 64
 
 
-class Offer(NamedTuple):
+class SlotOffer(NamedTuple):
     """Where the memory is: the process, its descriptor, the bytes of a slot, and the bytes that it begins with."""
 
     process: int
@@ -49,7 +49,7 @@ class Offer(NamedTuple):
     token: bytes
 
 
-NO_OFFER = Offer(0, 0, 0, bytes(_TOKEN))
+NO_OFFER = SlotOffer(0, 0, 0, bytes(_TOKEN))
 
 
 @cache
@@ -65,7 +65,7 @@ def host_key() -> bytes:
     return blake2b(f"{boot} {inside} {os.getuid()}".encode(), digest_size=16).digest()
 
 
-class Slots:
+class SlotRing:
     """The filling side. Raises OSError where the host gives no such memory."""
 
     def __init__(self, capacity: int) -> None:
@@ -77,7 +77,7 @@ class Slots:
         os.ftruncate(descriptor, size)
         token = secrets.token_bytes(_TOKEN)
         os.pwrite(descriptor, token, 0)
-        self.offer = Offer(os.getpid(), descriptor, self.capacity, token)
+        self.offer = SlotOffer(os.getpid(), descriptor, self.capacity, token)
         self._memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         self._filled = [0] * COUNT
         self._loads = 0
@@ -153,10 +153,10 @@ class Slots:
         return list(_COUNTS.unpack(os.pread(self._descriptor, _COUNTS.size, _EMPTIED)))
 
 
-class Opened:
+class OpenedSlot:
     """The emptying side. Raises OSError if the memory of the offer cannot be opened from here."""
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: SlotOffer) -> None:
         self.token, self._capacity = offer.token, offer.capacity
         descriptor = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._descriptor = descriptor

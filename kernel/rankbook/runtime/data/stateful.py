@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.data.batch_reader import IterableFetch, MapFetch, Ticket
+from rankbook.runtime.data.batch_reader import BatchRequest, IterableReader, MapReader
 from rankbook.runtime.data.samplers import Dealt, with_last
 
 _ROUND = "stream_round"
 
 
-class StatefulFetch(MapFetch):
+class StatefulReader(MapReader):
     """Reads a map-style dataset that has a state. torchdata looks for both functions on the class."""
 
     def state_dict(self) -> Any:  # noqa: ANN401 - the dataset's
@@ -41,7 +41,7 @@ class StatefulFetch(MapFetch):
         self.dataset.load_state_dict(state)
 
 
-class StatefulStream(IterableFetch):
+class StatefulIterable(IterableReader):
     """Reads an iterable dataset that may have a state, or whose iterators may; torchdata looks for both functions.
 
     A round is read before its ticket comes, so that the last one is known as such: what is told is the state before
@@ -66,7 +66,7 @@ class StatefulStream(IterableFetch):
     def load_state_dict(self, state: object) -> None:
         """Nothing: a pass begins with `resume`."""
 
-    def _restart(self, ticket: Ticket) -> None:
+    def _restart(self, ticket: BatchRequest) -> None:
         self._states = ()
         if self._fresh is None:
             self._fresh = self._state_before()
@@ -83,7 +83,7 @@ class StatefulStream(IterableFetch):
         self._at = first - 1
         self._rounds = with_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
 
-    def _each(self, ticket: Ticket, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+    def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
         for each in super()._each(ticket, rounds, first):
             self._states = (*self._states[-1:], (each[0], self._state()))
             yield each
@@ -106,7 +106,7 @@ class StatefulStream(IterableFetch):
             self._load({} if self._sticks else now)
         return fresh if self._sticks else now
 
-    def _first_samples(self, ticket: Ticket, start: dict[str, Any]) -> list[Any]:
+    def _first_samples(self, ticket: BatchRequest, start: dict[str, Any]) -> list[Any]:
         """Those of the first round, which fill up the last: read again, for a checkpoint holds no samples."""
         stream = self._open_at(ticket, start)
         with self._rng.seeded(ticket.seed, ticket.epoch, "round", 0):
@@ -116,7 +116,7 @@ class StatefulStream(IterableFetch):
                 if callable(close := getattr(stream, "close", None)):
                     close()
 
-    def _open_at(self, ticket: Ticket, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
+    def _open_at(self, ticket: BatchRequest, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
         before = self._state_before()
         self._load(state)
         if "dataset" in state and not _same(before, {"dataset": state["dataset"]}):
@@ -159,7 +159,7 @@ def has_state(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
-def take(inner: Any, fetch: Any, position: Position, place: tuple[int, int], skip: int) -> dict[str, Any] | None:  # noqa: ANN401
+def take(inner: Any, fetch: Any, position: ReadPosition, place: tuple[int, int], skip: int) -> dict[str, Any] | None:  # noqa: ANN401
     """What `put_back` needs; None where there is nothing: workers of a pass that is over have ended, with their state.
 
     `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, `skip` the rounds that its pass left
@@ -168,7 +168,7 @@ def take(inner: Any, fetch: Any, position: Position, place: tuple[int, int], ski
     if position.reader is not None:
         return position.reader
     reading = not position.finished and position.wanted_epoch is None and inner._iterator is not None
-    if isinstance(fetch, StatefulStream):
+    if isinstance(fetch, StatefulIterable):
         told = _told_by_streams(inner.state_dict()) if reading else []
         found = [each for each in told if each[_ROUND] == position.delivered - 1 and each["state"]]
         return copy.deepcopy(found[0]) if found else None
@@ -180,7 +180,7 @@ def take(inner: Any, fetch: Any, position: Position, place: tuple[int, int], ski
 
 
 def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of whatever version
-    """What the `StatefulStream` of each process had to say, wherever torchdata has put it."""
+    """What the `StatefulIterable` of each process had to say, wherever torchdata has put it."""
     if not isinstance(state, dict):
         return []
     if _ROUND in state:
@@ -188,12 +188,12 @@ def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torc
     return [found for each in state.values() for found in _told_by_streams(each)]
 
 
-def put_back(inner: Any, fetch: Any, place: tuple[int, int], position: Position, skip: int) -> int:  # noqa: ANN401
+def put_back(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
     """Have the next pass of `inner` continue with what was taken; the rounds that are left out at its start.
 
     `skip` are the rounds that all ranks leave out, as rank 0 said.
     """
-    told, stream = position.reader or {}, isinstance(fetch, StatefulStream)
+    told, stream = position.reader or {}, isinstance(fetch, StatefulIterable)
     if stream != (_ROUND in told):
         _warn("it is that of another kind of dataset", stream)
         return skip
@@ -227,7 +227,7 @@ def _warn(why: str, stream: bool) -> None:
 
 
 @dataclass
-class Position:
+class ReadPosition:
     """`epoch` is the one that was begun last, -1 before the first; `delivered` are the batches it has given so far.
 
     `resume` is where the next pass starts after `load_state_dict`, and `restore` says that `generator`, the state of

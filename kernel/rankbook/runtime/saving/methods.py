@@ -24,16 +24,16 @@ from rankbook.runtime.comm.collectives import gather_object
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.saving import training_state
-from rankbook.runtime.settings import Core
+from rankbook.runtime.settings import AcceleratorSettings
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
-    from rankbook.runtime.saving.state import Parts
+    from rankbook.runtime.saving.state import TrainingParts
 
 _log = logging.getLogger(__name__)
 
 
-class Saving(Core):
+class SavingMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
     def unwrap_model(
@@ -202,7 +202,7 @@ class Saving(Core):
             project.iteration = max(project.iteration, number + 1)
         window.abandon(self.gradient_state)
 
-    def _parts(self, models: list[Any]) -> Parts:
+    def _parts(self, models: list[Any]) -> TrainingParts:
         from rankbook.runtime.saving import state as checkpoints
 
         others = {

@@ -40,7 +40,7 @@ def size_of(given: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """`start`, `end`: of the names of files."""
 
     start: str
@@ -61,7 +61,7 @@ class Kind:
         return re.fullmatch(pattern, name) is not None
 
 
-SAFETENSORS, PICKLED = Kind("model", ".safetensors"), Kind("pytorch_model", ".bin")
+SAFETENSORS, PICKLED = FileKind("model", ".safetensors"), FileKind("pytorch_model", ".bin")
 
 
 def once(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
 
 
 def write(
-    storage: Storage, state: Mapping[str, torch.Tensor], kind: Kind, most: int, *, writes: bool
+    storage: Storage, state: Mapping[str, torch.Tensor], kind: FileKind, most: int, *, writes: bool
 ) -> OSError | None:
     """Write all of `state` where this rank `writes`; every rank calls it, for a sharded tensor is a collective.
 
@@ -138,7 +138,11 @@ def write_one(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) ->
 
 
 def _put_in_place(
-    storage: Storage, state: Mapping[str, torch.Tensor], kind: Kind, names: Sequence[str], groups: Sequence[list[str]]
+    storage: Storage,
+    state: Mapping[str, torch.Tensor],
+    kind: FileKind,
+    names: Sequence[str],
+    groups: Sequence[list[str]],
 ) -> None:
     for name in names:
         storage.move(name + _DRAFT, name)

@@ -30,7 +30,7 @@ from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, shar
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
 from rankbook.checkpoint.storage.base import ASIDE
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
-from rankbook.checkpoint.storage.steps import PARTIAL, Place, is_checkpoint
+from rankbook.checkpoint.storage.steps import PARTIAL, CheckpointLocation, is_checkpoint
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.runtime.saving import training_state
 
@@ -43,7 +43,7 @@ _OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.j
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingParts:
     """What there is. `objects`: by name, everything that has state and is no model and no optimizer."""
 
     models: Mapping[str, nn.Module]
@@ -64,10 +64,10 @@ def parts(
     others: Mapping[str, Sequence[Any]],
     rank: int,
     world_size: int,
-) -> Parts:
+) -> TrainingParts:
     """With a name for each: "model", "model_1" and so on. `others`: by kind."""
     objects = {name: each for kind, things in others.items() for name, each in _named(kind, things).items()}
-    return Parts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
+    return TrainingParts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
 
 
 def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Folder(Place):
+class Folder(CheckpointLocation):
     """The folder of one checkpoint. `after`: called on rank 0 when it is complete."""
 
     after: Callable[[], None] = field(default=lambda: None)
@@ -117,7 +117,7 @@ def parted(folder: str) -> tuple[str, str]:
 
 
 def write(
-    found: Parts,
+    found: TrainingParts,
     states: Mapping[str, Mapping[str, Any]],
     folder: str,
     *,
@@ -143,7 +143,7 @@ def write(
     return save_contents(contents_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
 
 
-def read(found: Parts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()) -> None:
+def read(found: TrainingParts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()) -> None:
     """Put back all that is stored. A collective; raises on every rank, `BadRequest` where it is another training's."""
     with told("load_state"):
         folder = there(folder)
@@ -187,7 +187,7 @@ def there(folder: str) -> str:
     raise BadRequest(f"there is no checkpoint {folder}")
 
 
-def _check(found: Parts, manifest: Manifest, folder: str) -> None:
+def _check(found: TrainingParts, manifest: Manifest, folder: str) -> None:
     try:
         stored = manifest.metadata[_KIND]["parts"]
     except (KeyError, TypeError) as error:
@@ -196,7 +196,7 @@ def _check(found: Parts, manifest: Manifest, folder: str) -> None:
         raise BadRequest(f"{folder} has no {', '.join(missing)}: prepare what was prepared when it was saved")
 
 
-def _objects(found: Parts, manifest: Manifest) -> dict[str, Any]:
+def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
     """A map of the objects; fp16's scaler may begin anew, and a rank that was not there keeps its random state."""
     wanted = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
     wanted[_RANDOM] = ShardedObject(_RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),))

@@ -1,6 +1,6 @@
 """What each way to spread a model over the ranks can do.
 
-Owns: `Setup`, the `Strategy` base, and what their defaults are. Refuses: any process group.
+Owns: `StrategySetup`, the `Strategy` base, and what their defaults are. Refuses: any process group.
 
 Device meshes, made once and kept.
 
@@ -28,7 +28,7 @@ from rankbook.runtime.config import FullyShardedDataParallelPlugin, Handlers, Pa
 
 
 @dataclass
-class Setup:
+class StrategySetup:
     """What an `Accelerator` was asked for, as the strategies read it."""
 
     device: torch.device
@@ -57,12 +57,12 @@ class Strategy(ABC):
     shards: ClassVar[bool] = False
     """Whether parameters are replaced by shards, so that optimizers have to follow."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategySetup) -> None:
         self.setup = setup
 
     @classmethod
     @abstractmethod
-    def fits(cls, setup: Setup) -> bool:
+    def fits(cls, setup: StrategySetup) -> bool:
         """Whether `setup` asks for this way."""
 
     @property
@@ -117,7 +117,7 @@ class SingleDevice(Strategy):
     wrapper = ""
 
     @classmethod
-    def fits(cls, setup: Setup) -> bool:
+    def fits(cls, setup: StrategySetup) -> bool:
         """One rank, and neither shards nor a mesh are asked for."""
         return setup.num_processes == 1 and setup.fsdp is None
 

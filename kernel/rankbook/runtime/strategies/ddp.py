@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import DistributedDataParallelKwargs
-from rankbook.runtime.strategies.base import Setup, Strategy
+from rankbook.runtime.strategies.base import Strategy, StrategySetup
 
 _HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}
 _WRAPPERS = {"fp16": "fp16_compress_wrapper", "bf16": "bf16_compress_wrapper"}
@@ -25,7 +25,7 @@ class DataParallel(Strategy):
     wrapper = "DistributedDataParallel"
 
     @classmethod
-    def fits(cls, setup: Setup) -> bool:
+    def fits(cls, setup: StrategySetup) -> bool:
         """More than one rank, and neither shards nor a plan are asked for."""
         sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
         return setup.num_processes > 1 and setup.fsdp is None and sizes["dp_shard"] == sizes["tp"] == 1

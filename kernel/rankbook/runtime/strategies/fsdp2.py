@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import FullyShardedDataParallelPlugin
-from rankbook.runtime.strategies.base import Setup, Strategy, drop_unreduced, mesh_for, unshard_module
+from rankbook.runtime.strategies.base import Strategy, StrategySetup, drop_unreduced, mesh_for, unshard_module
 
 _NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ENOUGH = 100_000_000
@@ -34,7 +34,7 @@ class FullyShardedDataParallel(Strategy):
     shards = True
 
     @classmethod
-    def fits(cls, setup: Setup) -> bool:
+    def fits(cls, setup: StrategySetup) -> bool:
         """Shards are asked for, by a plugin or by the mesh."""
         sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
         return sizes["tp"] == 1 and (setup.fsdp is not None or sizes["dp_shard"] > 1)

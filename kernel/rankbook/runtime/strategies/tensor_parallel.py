@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.strategies.base import Setup, mesh_for
+from rankbook.runtime.strategies.base import StrategySetup, mesh_for
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, copy_from_first, shard
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -26,7 +26,7 @@ class TensorParallel(FullyShardedDataParallel):
     wrapper = "parallelize_module"
 
     @classmethod
-    def fits(cls, setup: Setup) -> bool:
+    def fits(cls, setup: StrategySetup) -> bool:
         """The mesh has a `tp` axis of more than one rank."""
         return setup.parallelism is not None and setup.parallelism.sizes["tp"] > 1
 
