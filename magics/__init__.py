@@ -40,7 +40,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from rankbook.magics.magics import install
 
     install(shell)
-    local.warm_up()
+    local.prestart_forkserver()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
@@ -50,5 +50,5 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     from rankbook.magics.magics import uninstall
 
     stop()
-    local.cool_down()
+    local.shutdown_prestarted()
     uninstall(shell)

@@ -23,7 +23,7 @@ _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
 RANK_CELL_MAGICS = frozenset(("bash", "capture", "prun", "python", "sh", "time", "timeit"))
 
 
-def stays_local(cell: str) -> bool:
+def runs_locally(cell: str) -> bool:
     """Whether a cell runs in the notebook in auto mode.
 
     Those are: empty ones, cell magics but for `RANK_CELL_MAGICS` (`%%local`, `%%distributed` and other extensions'),
@@ -39,7 +39,7 @@ def stays_local(cell: str) -> bool:
     return len(magics) == len(lines) and any(line[1:].split(" ")[0] not in RANK_MAGICS for line in magics)
 
 
-def keep_local(lines: list[str]) -> list[str]:
+def run_locally(lines: list[str]) -> list[str]:
     """IPython's input transformation: `%%local` becomes a comment, so that the rest is a plain cell in every respect.
 
     Where a cell magic follows, which has to come first, the line goes.
@@ -64,7 +64,7 @@ class Distribute:
 
     def __call__(self, lines: list[str]) -> list[str]:
         """The cell's lines, transformed."""
-        if not lines or self._running or self._asks_for_itself() or stays_local("".join(lines)):
+        if not lines or self._running or self._asks_for_itself() or runs_locally("".join(lines)):
             return lines
         return [_PUT_BEFORE, *lines]
 
@@ -99,7 +99,7 @@ class Distribute:
         self._stock_check: Callable[[str], tuple[str, int | None]] = manager.check_complete
         manager.check_complete = self._check_complete
         transformations = self._shell.input_transformer_manager.cleanup_transforms
-        transformations.insert(transformations.index(keep_local), self)  # it has to see %%local
+        transformations.insert(transformations.index(run_locally), self)  # it has to see %%local
 
     def detach(self) -> None:
         """No longer."""
@@ -119,12 +119,12 @@ class Distribute:
         self._running = max(0, self._running - 1)  # the cell that turned it on is left without having been entered
 
 
-def is_on(shell: InteractiveShell) -> bool:
+def is_enabled(shell: InteractiveShell) -> bool:
     """Whether plain cells run on the ranks."""
     return any(isinstance(each, Distribute) for each in shell.input_transformer_manager.cleanup_transforms)
 
 
-def set_auto(shell: InteractiveShell, *, on: bool) -> None:
+def set_enabled(shell: InteractiveShell, *, on: bool) -> None:
     """Turn auto mode on or off."""
     for each in tuple(shell.input_transformer_manager.cleanup_transforms):
         if isinstance(each, Distribute):
@@ -136,13 +136,13 @@ def set_auto(shell: InteractiveShell, *, on: bool) -> None:
 def install(shell: InteractiveShell) -> None:
     """Make `%%local` known. A second time changes nothing."""
     transformations = shell.input_transformer_manager.cleanup_transforms
-    if keep_local not in transformations:
-        transformations.append(keep_local)
+    if run_locally not in transformations:
+        transformations.append(run_locally)
 
 
 def uninstall(shell: InteractiveShell) -> None:
     """Leave nothing behind."""
-    set_auto(shell, on=False)
+    set_enabled(shell, on=False)
     transformations = shell.input_transformer_manager.cleanup_transforms
-    if keep_local in transformations:
-        transformations.remove(keep_local)
+    if run_locally in transformations:
+        transformations.remove(run_locally)

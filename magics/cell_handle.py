@@ -18,7 +18,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.wait import Ask
 from rankbook.formatting import format_3g, format_duration
-from rankbook.magics.errors import raise_for
+from rankbook.magics.errors import raise_cell_error
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
@@ -60,7 +60,7 @@ class CellHandle:
             self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
         if self._cell.result is None:
             raise TimeoutError(f"{self._cell.label} has not ended within {timeout} s; it goes on")
-        raise_for(self._cell, self._cell.result)
+        raise_cell_error(self._cell, self._cell.result)
         return self._cell.result
 
     def interrupt(self) -> None:

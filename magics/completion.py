@@ -69,7 +69,7 @@ def target_of(cell: str, cursor: int, *, auto_mode: bool) -> RankCode | MagicLin
             words = line.removeprefix("%%distributed").split(" ")
             return MagicLine(None, tuple(words[1:-1]), words[-1]) if len(words) > 1 else None
         return _rank_code(body, len(head) + len(newline), start, line, _ranks_of(head))
-    if not auto_mode or auto.stays_local(cell):
+    if not auto_mode or auto.runs_locally(cell):
         return None
     return _rank_code(cell, 0, start, line, None)
 
@@ -125,7 +125,7 @@ class _Completion:
 
     def _find(self, code: str, at: int) -> tuple[int, list[Completion]] | None:
         """Return the start of the text to replace and its completions; None for code of the notebook."""
-        match target_of(code, at, auto_mode=auto.is_on(self._shell)):
+        match target_of(code, at, auto_mode=auto.is_enabled(self._shell)):
             case RankCode() as target:
                 return self._complete_code(target, at)
             case MagicLine() as line:
@@ -133,7 +133,7 @@ class _Completion:
         return None
 
     def _complete_code(self, code: RankCode, at: int) -> tuple[int, list[Completion]]:
-        cluster = default_cluster.running_cluster()
+        cluster = default_cluster.default_or_none()
         if cluster is None:
             start, names = keyword_completions(code.text, at - code.offset)
             return start + code.offset, [Completion(name, "keyword") for name in names]
@@ -141,7 +141,7 @@ class _Completion:
         return start + code.offset, list(completions)
 
     def _complete_line(self, line: MagicLine) -> list[str]:
-        cluster = default_cluster.running_cluster()
+        cluster = default_cluster.default_or_none()
 
         def notebook_names() -> list[str]:
             hidden = self._shell.user_ns_hidden
@@ -194,10 +194,10 @@ class KernelCompletion(_Completion):
         omit_sections: Any = (),  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401
         """See ipykernel's."""
-        target = target_of(code, cursor_pos, auto_mode=auto.is_on(self._shell))
+        target = target_of(code, cursor_pos, auto_mode=auto.is_enabled(self._shell))
         if not isinstance(target, RankCode):
             return self._stock_inspect(code, cursor_pos, detail_level, omit_sections)
-        cluster, text = default_cluster.running_cluster(), ""
+        cluster, text = default_cluster.default_or_none(), ""
         if cluster is not None:
             ranks = _selected(cluster, target.ranks)
             text = cluster.inspect(target.text, cursor_pos - target.offset, ranks=ranks, source=detail_level > 0)

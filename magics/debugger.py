@@ -182,7 +182,9 @@ class Debugging:
         if not _is_cell(path) or not Path(path).is_file():
             return False
         text = Path(path).read_text(encoding="utf-8")
-        return text.startswith("%%distributed") or (auto_mode.is_on(self._shell) and not auto_mode.stays_local(text))
+        return text.startswith("%%distributed") or (
+            auto_mode.is_enabled(self._shell) and not auto_mode.runs_locally(text)
+        )
 
     async def variables(self, rank: int) -> list[Message] | None:
         """From its own list, which asks no variable anything."""
@@ -216,12 +218,12 @@ class Debugging:
     def _of_cells(self, rank: int) -> Cluster | None:
         """The cluster of that rank, where plain cells run."""
         cluster = self._cluster
-        there = cluster is not None and auto_mode.is_on(self._shell) and rank < cluster.world_size
+        there = cluster is not None and auto_mode.is_enabled(self._shell) and rank < cluster.world_size
         return cluster if there else None
 
     def _look(self) -> None:
         """Whether there are other ranks than before."""
-        running = default_cluster.running_cluster()
+        running = default_cluster.default_or_none()
         if running is self._cluster:
             return
         self.desk.lose_all()
@@ -244,7 +246,7 @@ def _is_cell(path: str) -> bool:
     return Path(path).parent == Path(get_tmp_directory())
 
 
-def of(shell: InteractiveShell) -> Debugging | None:
+def debugging_of(shell: InteractiveShell) -> Debugging | None:
     """What answers in the shell's kernel, if it has one that can debug."""
     kernel = getattr(shell, "kernel", None)
     found = getattr(getattr(kernel, "do_debug_request", None), "__self__", None)
@@ -254,12 +256,12 @@ def of(shell: InteractiveShell) -> Debugging | None:
 def install(shell: InteractiveShell) -> None:
     """Answer for the ranks in the shell's kernel, if it has a debugger. A second time changes nothing."""
     kernel: Any = getattr(shell, "kernel", None)
-    if kernel is not None and hasattr(kernel, "debugger") and of(shell) is None:
+    if kernel is not None and hasattr(kernel, "debugger") and debugging_of(shell) is None:
         Debugging(shell, kernel).start()
 
 
 def uninstall(shell: InteractiveShell) -> None:
     """Leave nothing behind."""
-    debugging = of(shell)
+    debugging = debugging_of(shell)
     if debugging is not None:
         debugging.stop()

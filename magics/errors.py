@@ -16,7 +16,7 @@ from rankbook.output.cell_result import CellResult, describe_errors
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
-def raise_for(cell: RunningCell, result: CellResult, own: Collection[str] = ()) -> None:
+def raise_cell_error(cell: RunningCell, result: CellResult, own: Collection[str] = ()) -> None:
     """Raise what `result.raise_for_status` does, or `CellTimeout`, unless it went well.
 
     `own`: the notebook's variables. Of one that the ranks lack it is said how they get it.

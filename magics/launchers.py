@@ -14,7 +14,7 @@ from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import BadRequest
 from rankbook.magics.output_panel import ask_for, sink_for
-from rankbook.runtime.launched_function import PRECISION, USE_CPU, run
+from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
 
 if TYPE_CHECKING:
     from rankbook.coordinator.wait import Ask
@@ -74,7 +74,7 @@ def notebook_launcher(
     if mixed_precision not in _PRECISIONS:
         raise BadRequest(f"mixed_precision={mixed_precision!r} is not there; use one of {', '.join(_PRECISIONS)}")
     _check_call("notebook_launcher", function, args, num_processes)
-    cluster = default_cluster.running_cluster()
+    cluster = default_cluster.default_or_none()
     if cluster is None:
         cluster = default_cluster.start(num_processes)
     elif num_processes not in (None, cluster.world_size):
@@ -115,7 +115,7 @@ def _call(
     label = getattr(function, "__name__", type(function).__name__) + "()"
     ask: Ask = ask_for(shell)
     call = (function, tuple(args), environment)
-    return cluster.call(run, call, sink=sink_for(shell), ask=ask, label=label)
+    return cluster.call(run_launched, call, sink=sink_for(shell), ask=ask, label=label)
 
 
 def _shell() -> Any:  # noqa: ANN401 - an InteractiveShell, or None in a plain script

@@ -16,20 +16,20 @@ from IPython.display import display
 
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster, RankStatus
-from rankbook.coordinator.deferred_interrupts import held_interrupts, set_ending
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts, set_ending_check
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import plural, suggest
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, status_line_factory
 from rankbook.magics.comm_bridge import CommBridge
-from rankbook.magics.errors import raise_for
+from rankbook.magics.errors import raise_cell_error
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import format_ranks, name_ranks
-from rankbook.transport.cell_sources import name_cells
+from rankbook.transport.cell_sources import set_cell_numbers
 from rankbook.widgets.rendering import table
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class DistributedMagics(Magics):
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         file = self._known_to_debugger(ranks, head + cell)
         has_status_line = shown and not chosen.background and isinstance(sink, JupyterSink)
-        with held_interrupts():
+        with deferred_interrupts():
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
                 head + cell,
@@ -126,7 +126,7 @@ class DistributedMagics(Magics):
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         assert submitted.result is not None
         keep(submitted.result)
-        raise_for(submitted, submitted.result, self._shell.user_ns)
+        raise_cell_error(submitted, submitted.result, self._shell.user_ns)
         return None
 
     def _keeper(self, name: str | None) -> Callable[[CellResult], None]:
@@ -139,7 +139,7 @@ class DistributedMagics(Magics):
 
     def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
         """What a front end's debugger knows the cell as; while one debugs, it is on these ranks too by then."""
-        debugging = debugger.of(self._shell)
+        debugging = debugger.debugging_of(self._shell)
         if debugging is None:
             return ""
         for rank, trouble in sorted(debugging.prepare(ranks).items()):
@@ -160,7 +160,7 @@ class DistributedMagics(Magics):
         return Panel(sink, number, ranks, view or self._view)
 
     def _cluster(self) -> Cluster:
-        running = default_cluster.wait_current()
+        running = default_cluster.wait_default()
         if running is not None:
             self._tell_kept()
             return running
@@ -173,7 +173,7 @@ class DistributedMagics(Magics):
         self._knows_kept = True
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
-        there = None if default_cluster.starting() else default_cluster.running_cluster()
+        there = None if default_cluster.is_starting() else default_cluster.default_or_none()
         self._knows_kept = self._knows_kept and there is not None
         self._tell_kept()
         cluster = default_cluster.start(n, backend=backend, keep=keep or False)
@@ -205,8 +205,8 @@ class DistributedMagics(Magics):
                 display(handle)
 
     def _command_status(self, _command: argparse.Namespace) -> None:
-        running = default_cluster.running_cluster()
-        if running is None and default_cluster.starting():
+        running = default_cluster.default_or_none()
+        if running is None and default_cluster.is_starting():
             self._say("the ranks are starting; a cell waits for them")
             return
         if running is None:
@@ -237,7 +237,7 @@ class DistributedMagics(Magics):
         self._say(str(healed) if healed is not None else "no rank is dead")
 
     def _command_stop(self, _command: argparse.Namespace) -> None:
-        running = default_cluster.running_cluster()
+        running = default_cluster.default_or_none()
         if default_cluster.stop() and running is not None:
             self._say(f"{plural(running.world_size, 'rank')} stopped")
         else:
@@ -251,7 +251,7 @@ class DistributedMagics(Magics):
         self._say(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
-        debugging = debugger.of(self._shell)
+        debugging = debugger.debugging_of(self._shell)
         if debugging is None:
             raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
         if command.moves is not None:
@@ -300,8 +300,8 @@ class DistributedMagics(Magics):
         self._say(f"{target}: a list with the value of {name_ranks(ranks)}, in that order")
 
     def _command_auto(self, command: argparse.Namespace) -> None:
-        auto_mode.set_auto(self._shell, on=command.state == "on")
-        if (debugging := debugger.of(self._shell)) is not None:
+        auto_mode.set_enabled(self._shell, on=command.state == "on")
+        if (debugging := debugger.debugging_of(self._shell)) is not None:
             debugging.move_in()
         self._say(
             "plain cells run on the ranks now; %%local keeps one in the notebook"
@@ -310,12 +310,12 @@ class DistributedMagics(Magics):
         )
 
     def _command_view(self, command: argparse.Namespace) -> None:
-        from rankbook.magics.output_panel import still
+        from rankbook.magics.output_panel import still_bundle
 
         self._view = command.view
         self._say(f"cells show their output {_VIEWS[command.view]} from now on")
         if self._last is not None:
-            self._show(still(self._last, command.view))
+            self._show(still_bundle(self._last, command.view))
 
     def _show(self, bundle: dict[str, str]) -> None:
         from rankbook.output.merger import RichOutput
@@ -375,13 +375,13 @@ def install(shell: InteractiveShell) -> None:
     auto_mode.install(shell)
     debugger.install(shell)
     completion.install(shell)
-    set_ending(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
+    set_ending_check(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
         shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")
-    name_cells(shell.compile._filename_map)
+    set_cell_numbers(shell.compile._filename_map)
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
-        auto_mode.set_auto(shell, on=True)
+        auto_mode.set_enabled(shell, on=True)
 
 
 def uninstall(shell: InteractiveShell) -> None:

@@ -101,7 +101,7 @@ class Panel:
                     pass  # what stands in the cell's panel stays
 
 
-def still(result: CellResult, view: str) -> dict[str, str]:
+def still_bundle(result: CellResult, view: str) -> dict[str, str]:
     """What a cell that has ended has shown, by rank, as a mime bundle: each rank's text, then its displays."""
     ranks = [outcome.rank for outcome in result.outcomes]
     pieces = _pieces_of(result.outcomes)

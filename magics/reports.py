@@ -10,7 +10,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.evaluate import Peeked
 from rankbook.errors import BadRequest
 from rankbook.formatting import format_bytes, suggest
-from rankbook.launch.registry import find_records
+from rankbook.launch.registry import find_detached
 from rankbook.protocol.messages import Stack
 from rankbook.protocol.telemetry import Variable
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
@@ -136,14 +136,14 @@ def describe_attached(cluster: Cluster) -> str:
 
 def describe_waiting() -> str:
     """Return a line for each set of kept ranks whose notebook is gone; empty if there is none."""
-    records = [record for record in find_records().records if not record.owned]
+    records = [record for record in find_detached().records if not record.owned]
     how = "%distributed stop, then %distributed attach"
     return "\n".join(f"kept ranks wait: {record.describe()}; {how} {record.key} takes them over" for record in records)
 
 
 def describe_kept() -> str:
     """Return a line for each set of kept ranks, and the notes about unreadable records; empty if there are none."""
-    found = find_records()
+    found = find_detached()
     how = "%distributed attach takes them over"
     lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in found.records]
     return "\n".join([*lines, *found.notes])

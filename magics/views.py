@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 
-from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.format.structure import decode
 from rankbook.checkpoint.storage import steps
@@ -159,13 +159,13 @@ class CheckpointBrowser:
                 except CheckpointingException as error:
                     trouble = str(error)
                 found = []
-                for step in steps.finished(self._storage):
+                for step in steps.finished_steps(self._storage):
                     with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
                         made = self._stored(steps.folder_of(self._storage, step), step, latest=step == latest)
-                        if made.checked != "damaged" or step in steps.finished(self._storage):
+                        if made.checked != "damaged" or step in steps.finished_steps(self._storage):
                             found.append(made)
                 found += [self._stored(name, None, latest=False) for name in self._others(names)]
-                found += [self._rest(name) for name in steps.partials(self._storage)]
+                found += [self._rest(name) for name in steps.list_partials(self._storage)]
             except (OSError, CheckpointingException) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
             return CheckpointFolder(self._folder, tuple(found), trouble)
@@ -190,8 +190,8 @@ class CheckpointBrowser:
 
     def delete(self, name: str) -> str:
         """See `CheckpointSource`. A step that is being saved stays."""
-        if name in steps.partials(self._storage):
-            if (owner := steps.owner_of(self._storage, name)) is not None:
+        if name in steps.list_partials(self._storage):
+            if (owner := steps.writer_of(self._storage, name)) is not None:
                 raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
             self._storage.remove(name)
             return f"{name} was deleted"
@@ -206,7 +206,7 @@ class CheckpointBrowser:
 
     def _step(self, name: str) -> int | None:
         """The step of a finished checkpoint that `look` has named; None for one that is no step."""
-        step = steps.step_of(name.removesuffix(".old"))
+        step = steps.parse_step(name.removesuffix(".old"))
         if step is not None:
             return step
         if self._is_whole_folder(name) or name in self._others(self._storage.list()):
@@ -219,7 +219,7 @@ class CheckpointBrowser:
             name
             for name in sorted(names)
             if names[name] is None
-            and steps.step_of(name.removesuffix(".old")) is None
+            and steps.parse_step(name.removesuffix(".old")) is None
             and not name.endswith(steps.PARTIAL)
             and steps.is_checkpoint(self._storage.list(name))
         ]
@@ -281,14 +281,14 @@ class CheckpointBrowser:
     def _manifest(self, path: str) -> Manifest:
         where = f"{path}/{MANIFEST}" if path else MANIFEST
         if MANIFEST not in self._storage.list(path):
-            return foreign(self._storage, path)
+            return manifest_from_dcp(self._storage, path)
         return decode(read_all(self._storage, where), where)
 
     def _rest(self, name: str) -> StoredCheckpoint:
-        owner = steps.owner_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
+        owner = steps.writer_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
         return StoredCheckpoint(
             name=name,
-            step=steps.step_of(name.removesuffix(steps.PARTIAL)),
+            step=steps.parse_step(name.removesuffix(steps.PARTIAL)),
             created=None,
             bytes=sum(size or 0 for size in self._storage.list(name).values()),
             world_size=None,

@@ -19,9 +19,20 @@ import traitlets
 from rankbook.errors import BadRequest, RankbookError
 from rankbook.formatting import format_bytes, format_duration, format_time, plural
 from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
-from rankbook.widgets.live_view import LiveView, end_of, script, start_thread
-from rankbook.widgets.rendering import BLUE, FAINT, GREEN, LINE, VERMILLION, bar, picture, rect, table, words
-from rankbook.widgets.view_model import CheckpointSource, ClusterSource, Message, ViewModel, compact
+from rankbook.widgets.live_view import LiveView, call_if_set, script, start_thread
+from rankbook.widgets.rendering import (
+    BLUE,
+    FAINT,
+    GREEN,
+    LINE,
+    VERMILLION,
+    bar,
+    rect,
+    svg_document,
+    table,
+    text_element,
+)
+from rankbook.widgets.view_model import CheckpointSource, ClusterSource, Message, ViewModel, to_json
 
 LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
 ENDS = {"done", "failed"}
@@ -65,7 +76,7 @@ class CheckpointsModel(ViewModel):
     def close(self) -> None:
         """See `ViewModel`."""
         end, self._end = self._end, None
-        end_of(end)
+        call_if_set(end)
         self._stop.set()
         self._again.set()
 
@@ -75,11 +86,11 @@ class CheckpointsModel(ViewModel):
 
     def fixed(self) -> str:
         """See `ViewModel`."""
-        return compact(folder_of(self._folder))
+        return to_json(folder_of(self._folder))
 
     def state(self) -> str:
         """See `ViewModel`."""
-        return compact(saves_of(self._saves))
+        return to_json(saves_of(self._saves))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
         """`verify`, `load` or `delete` a checkpoint by its `name`; `look` again.
@@ -331,23 +342,25 @@ def html(saves: Saves | None, folder: CheckpointFolder | None) -> str:
 def svg(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     """The saves with a bar for each rank, and the checkpoints, as a picture."""
     title = summary(saves, folder)
-    shapes, y = [words(12, 24, title, size=14)], 40.0
+    shapes, y = [text_element(12, 24, title, size=14)], 40.0
     for whole in together(saves):
         colour = {"failed": VERMILLION, "done": GREEN}.get(whole.phase, BLUE)
-        shapes.append(words(12, y + 14, f"{whole.title}: {whole.words()}"))
+        shapes.append(text_element(12, y + 14, f"{whole.title}: {whole.words()}"))
         y += 22
         for each in whole.ranks:
             share = each.save.written / each.save.total if each.save.total else 0
             shapes += [
-                words(36, y + 11, str(each.rank), anchor="end", size=11),
+                text_element(36, y + 11, str(each.rank), anchor="end", size=11),
                 rect(44, y, 300, 12, "none", extra=f" stroke='{LINE}'"),
                 rect(44, y, 300 * share, 12, colour, title=f"rank {each.rank}"),
-                words(352, y + 11, f"{format_bytes(each.save.written)} of {format_bytes(each.save.total)}", size=11),
+                text_element(
+                    352, y + 11, f"{format_bytes(each.save.written)} of {format_bytes(each.save.total)}", size=11
+                ),
             ]
             y += 16
         y += 8
     for each_stored in folder.checkpoints if folder is not None else ():
         for x, cell in zip((12, 64, 190, 240, 400, 480, 530), _row(each_stored), strict=True):
-            shapes.append(words(x, y + 14, cell, fill=FAINT if x == 12 else "#1f2328"))
+            shapes.append(text_element(x, y + 14, cell, fill=FAINT if x == 12 else "#1f2328"))
         y += 22
-    return picture(900, y + 12, title, shapes)
+    return svg_document(900, y + 12, title, shapes)

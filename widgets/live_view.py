@@ -124,15 +124,15 @@ class LiveView(EarlyMessageWidget):
         Of a view that was closed there is the HTML.
         """
         if self.comm is None:
-            show({"text/html": self.html(), "text/plain": self.text()})
+            show_display({"text/html": self.html(), "text/plain": self.text()})
             return
         data, _ = self._repr_mimebundle_()
         if not has_front_end():
-            show({"text/plain": data["text/plain"]})
+            show_display({"text/plain": data["text/plain"]})
             return
         still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
-        show({**data, "text/plain": self.summary()}, still=self.still)
-        show(still, display_id=self.still)
+        show_display({**data, "text/plain": self.summary()}, still=self.still)
+        show_display(still, display_id=self.still)
         self._shown, self._remembered = True, time.monotonic()
 
     def text(self) -> str:
@@ -174,7 +174,7 @@ class LiveView(EarlyMessageWidget):
         self._shown, shown = False, self._shown
         self.close()
         if shown:
-            show({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
+            show_display({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
 
     # ------------------------------------------------------------------ who looks
 
@@ -238,7 +238,7 @@ class LiveView(EarlyMessageWidget):
         now = time.monotonic()
         if self._shown and (at_once or now - self._remembered > REMEMBER):
             self._remembered = now
-            show({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
+            show_display({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
 
     # ------------------------------------------------------------------ from the browser
 
@@ -267,7 +267,7 @@ class LiveView(EarlyMessageWidget):
         self.send({"reply": message["rankbook"], **answer})
 
 
-def end_of(end: Callable[[], None] | None) -> None:
+def call_if_set(end: Callable[[], None] | None) -> None:
     """Call what ends a watch, if there is one."""
     if end is not None:
         end()
@@ -294,7 +294,7 @@ def has_front_end() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def show(
+def show_display(
     bundle: Mapping[str, Any], display_id: str | None = None, *, update: bool = False, still: str | None = None
 ) -> None:
     """Show a mime bundle as an output, or as the new state of the one that has that id.

@@ -23,7 +23,7 @@ import traitlets
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, Change, OutputBlock, OutputHeader, TextAppended
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.widgets.live_view import STATIC, EarlyMessageWidget
-from rankbook.widgets.rendering import rank_colour, to_html
+from rankbook.widgets.rendering import rank_color, to_html
 
 VIEWS = ("merged", "tabs", "grid")
 _MARKUP = ("text/html", "image/svg+xml")
@@ -107,7 +107,7 @@ def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
     columns = [ranks.index(rank) for rank in piece.ranks]
     together = columns == list(range(columns[0], columns[-1] + 1))
     place = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
-    colour = f"--rb-colour:{rank_colour(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
+    colour = f"--rb-colour:{rank_color(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
     label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
     if piece.data is not None:
         inner = bundle_html(piece.data, piece.metadata)

@@ -19,7 +19,7 @@ from rankbook.errors import BadRequest
 from rankbook.formatting import format_3g, format_bytes, format_count, format_shape, format_time, plural
 from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
 from rankbook.ranks import name_ranks
-from rankbook.widgets.live_view import LiveView, end_of, script
+from rankbook.widgets.live_view import LiveView, call_if_set, script
 from rankbook.widgets.rendering import (
     FAINT,
     LINE,
@@ -27,12 +27,12 @@ from rankbook.widgets.rendering import (
     STATE_MARKS,
     VERMILLION,
     bar,
-    picture,
     rect,
+    svg_document,
     table,
-    words,
+    text_element,
 )
-from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, compact
+from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
 
 class PlacementModel(ViewModel):
@@ -58,7 +58,7 @@ class PlacementModel(ViewModel):
     def close(self) -> None:
         """See `ViewModel`."""
         end, self._end = self._end, None
-        end_of(end)
+        call_if_set(end)
 
     def ready(self) -> bool:
         """See `ViewModel`."""
@@ -66,11 +66,11 @@ class PlacementModel(ViewModel):
 
     def fixed(self) -> str:
         """See `ViewModel`."""
-        return compact(fixed_of(self._last))
+        return to_json(fixed_of(self._last))
 
     def state(self) -> str:
         """See `ViewModel`."""
-        return compact(state_of(self._last))
+        return to_json(state_of(self._last))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
         """`detail` of a rank, or `act` on it."""
@@ -318,27 +318,29 @@ def svg(placement: Placement | None) -> str:
     """The ranks with their memory bars, as a picture."""
     width, row = 960, 26
     if placement is None:
-        return picture(width, 40, "placement", [words(12, 25, NOTHING_YET)])
-    shapes = [words(12, 24, f"{summary(placement)}, {format_time(placement.at)}", size=14)]
+        return svg_document(width, 40, "placement", [text_element(12, 25, NOTHING_YET)])
+    shapes = [text_element(12, 24, f"{summary(placement)}, {format_time(placement.at)}", size=14)]
     y = 40.0
     for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
-        shapes.append(words(12, y + 14, host, fill=FAINT))
+        shapes.append(text_element(12, y + 14, host, fill=FAINT))
         y += 22
         for each in ranks:
             shapes += _svg_row(each, y)
             y += row
     x = 12.0
     for name, colour in MEMORY_COLOURS.items():
-        shapes += [rect(x, y + 10, 12, 12, colour), words(x + 17, y + 20, name)]
+        shapes += [rect(x, y + 10, 12, 12, colour), text_element(x + 17, y + 20, name)]
         x += 120
-    return picture(width, y + 34, f"placement: {summary(placement)}", shapes)
+    return svg_document(width, y + 34, f"placement: {summary(placement)}", shapes)
 
 
 def _svg_row(each: RankPlacement, y: float) -> list[str]:
     shapes = [
-        words(36, y + 16, str(each.rank), anchor="end"),
-        words(48, y + 16, f"{STATE_MARKS.get(each.state, '')} {'▲ lags, ' if each.lags else ''}{state_words(each)}"),
-        words(370, y + 16, each.device, fill=FAINT),
+        text_element(36, y + 16, str(each.rank), anchor="end"),
+        text_element(
+            48, y + 16, f"{STATE_MARKS.get(each.state, '')} {'▲ lags, ' if each.lags else ''}{state_words(each)}"
+        ),
+        text_element(370, y + 16, each.device, fill=FAINT),
     ]
     if each.lags:
         shapes.insert(0, rect(4, y + 1, 4, 22, VERMILLION))
@@ -348,7 +350,9 @@ def _svg_row(each: RankPlacement, y: float) -> list[str]:
         for name, amount, colour in split(each.memory):
             shapes.append(rect(x, y + 4, amount * scale, 16, colour, title=f"{name} {format_bytes(amount)}"))
             x += amount * scale
-        shapes.append(words(680, y + 16, f"{format_bytes(used(each.memory))} of {format_bytes(each.memory.total)}"))
+        shapes.append(
+            text_element(680, y + 16, f"{format_bytes(used(each.memory))} of {format_bytes(each.memory.total)}")
+        )
     if each.rate is not None:
-        shapes.append(words(948, y + 16, f"{format_3g(each.rate)} steps/s", anchor="end"))
+        shapes.append(text_element(948, y + 16, f"{format_3g(each.rate)} steps/s", anchor="end"))
     return shapes

@@ -44,12 +44,12 @@ INK, PAPER, LINE, FAINT = "#1f2328", "#ffffff", "#d0d7de", "#57606a"
 FONT = "font-family='system-ui, sans-serif'"
 
 
-def rank_colour(rank: int) -> str:
+def rank_color(rank: int) -> str:
     """The colour of a rank; ranks that share one are told apart by their number, which always stands beside it."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
-def ink_on(colour: str) -> str:
+def contrast_color(colour: str) -> str:
     """The colour of text on `colour`."""
     return "#ffffff" if colour in DARK else "#000000"
 
@@ -63,14 +63,14 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, title: s
     )
 
 
-def words(x: float, y: float, text: str, *, size: int = 12, fill: str = INK, anchor: str = "start") -> str:
+def text_element(x: float, y: float, text: str, *, size: int = 12, fill: str = INK, anchor: str = "start") -> str:
     """Text whose baseline is at `y`."""
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{fill}' text-anchor='{anchor}'>{escape(text)}</text>"
     )
 
 
-def picture(width: float, height: float, title: str, shapes: Sequence[str]) -> str:
+def svg_document(width: float, height: float, title: str, shapes: Sequence[str]) -> str:
     """A whole SVG file of that many pixels."""
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "

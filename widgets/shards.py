@@ -20,8 +20,18 @@ from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import LiveView, script, start_thread
-from rankbook.widgets.rendering import BLUE, FAINT, PAPER, ink_on, picture, rank_colour, rect, table, words
-from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, compact
+from rankbook.widgets.rendering import (
+    BLUE,
+    FAINT,
+    PAPER,
+    contrast_color,
+    rank_color,
+    rect,
+    svg_document,
+    table,
+    text_element,
+)
+from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
 MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
 
@@ -36,7 +46,7 @@ class ShardsModel(ViewModel):
         self._lock = Lock()
         self._asked = 0
         self._found: ShardMap | None = None
-        self._fixed = compact({"name": variable, "search": search})
+        self._fixed = to_json({"name": variable, "search": search})
         self._tensors: dict[str, ShardedTensorMap] = {}
         self._chosen: ShardedTensorMap | None = None
         self._changed: Callable[[], None] | None = None
@@ -106,7 +116,7 @@ class ShardsModel(ViewModel):
                 self._tensors = {tensor.key: tensor for tensor in found.tensors}
                 self._chosen = None
                 # the number, so that the browser hears of parts that have moved between the same tensors, too
-                self._fixed = compact({**fixed_of(found), "search": self._search, "asked": asked})
+                self._fixed = to_json({**fixed_of(found), "search": self._search, "asked": asked})
         return found.trouble
 
     def summary(self) -> str:
@@ -263,11 +273,11 @@ def html(found: ShardMap | None, name: str, search: str = "") -> str:
 def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
     """The chosen tensor, or the largest one, as a grid of its parts, and the bytes of each rank."""
     if found is None or not found.tensors:
-        return picture(720, 40, "shards", [words(12, 25, summary(found, name))])
+        return svg_document(720, 40, "shards", [text_element(12, 25, summary(found, name))])
     tensor = chosen or max(found.tensors, key=lambda each: sum(shard.bytes for shard in each.shards))
     shapes = [
-        words(12, 22, summary(found, name), size=14),
-        words(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
+        text_element(12, 22, summary(found, name), size=14),
+        text_element(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
     ]
     shapes += _grid(tensor, 12, 56, 400, 280)
     amounts = totals(found)
@@ -278,10 +288,10 @@ def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> s
         shapes.append(rect(480, y, 130 * amount / most, row - 2, BLUE, title=f"rank {rank}: {format_bytes(amount)}"))
         if row >= 10:
             shapes += [
-                words(470, y + row - 6, str(rank), anchor="end", size=11),
-                words(620, y + row - 6, format_bytes(amount)),
+                text_element(470, y + row - 6, str(rank), anchor="end", size=11),
+                text_element(620, y + row - 6, format_bytes(amount)),
             ]
-    return picture(720, 350, summary(found, name), shapes)
+    return svg_document(720, 350, summary(found, name), shapes)
 
 
 def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: float) -> list[str]:
@@ -295,13 +305,13 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
         drawn.add((shard.offset, shard.shape))
         left, wide = _extent(tensor, shard.offset, shard.shape, across, width)
         top, high = _extent(tensor, shard.offset, shard.shape, down, height)
-        colour = rank_colour(shard.rank)
+        colour = rank_color(shard.rank)
         copies = [each for each in tensor.shards if (each.offset, each.shape) == (shard.offset, shard.shape)]
         title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
         shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
         label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"
         if wide > 8 * len(label) and high > 14:
-            shapes.append(words(x + left + 4, y + top + 14, label, fill=ink_on(colour)))
+            shapes.append(text_element(x + left + 4, y + top + 14, label, fill=contrast_color(colour)))
     return shapes
 
 

@@ -19,7 +19,7 @@ from rankbook.protocol.telemetry import CheckpointFolder
 Message = Mapping[str, Any]
 
 
-def compact(value: object) -> str:
+def to_json(value: object) -> str:
     """JSON without spaces."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 

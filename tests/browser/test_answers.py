@@ -12,7 +12,7 @@ from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import fixed_of, state_of
 from rankbook.widgets.shards import fixed_of as shards_of
 from rankbook.widgets.shards import tensor_of
-from rankbook.widgets.view_model import compact
+from rankbook.widgets.view_model import to_json
 from tests.widgets import fakes
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -46,7 +46,7 @@ DETAIL = {
     "output": ["step 11"],
     "variables": [["x", "int", "", "", "", "", "3"]],
 }
-SHARDS = compact({**shards_of(fakes.shard_map()), "asked": 1})
+SHARDS = to_json({**shards_of(fakes.shard_map()), "asked": 1})
 WEIGHT, CONV = (tensor_of(fakes.sharded_tensor(kind, ranks=4)) for kind in (0, 4))
 
 
@@ -62,7 +62,7 @@ class Opened:
 
     def render(self) -> None:
         ranks = fakes.placement(4)
-        state = {"placement_fixed": compact(fixed_of(ranks)), "placement_state": compact(state_of(ranks))}
+        state = {"placement_fixed": to_json(fixed_of(ranks)), "placement_state": to_json(state_of(ranks))}
         source = str(Dashboard._esm)
         self.page.evaluate(OPEN, {"source": source, "state": {**state, "shards_fixed": SHARDS, "still": "none"}})
 
@@ -127,7 +127,7 @@ def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened
     made = fakes.placement(4)
     holding = Holding("model", "net", "Linear", "", 6, 24, ("float32",), "cuda:0", "")
     ranks = tuple(msgspec.structs.replace(each, holdings=(holding,)) for each in made.ranks)
-    view.change("placement_fixed", compact(fixed_of(msgspec.structs.replace(made, ranks=ranks))))
+    view.change("placement_fixed", to_json(fixed_of(msgspec.structs.replace(made, ranks=ranks))))
     expect(page.locator(".rb-near")).to_contain_text("model net: Linear")
     expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")
     expect(page.locator("[data-rank='1']")).to_be_focused()
@@ -166,7 +166,7 @@ def test_answers_that_overtake_each_other(opened):
     expect(said).to_have_text("nobody has fast")
 
     expect(shards.get_by_role("button", name="Statistic")).to_be_visible()
-    view.change("shards_fixed", compact({"name": "fast", "trouble": "nobody has fast", "tensors": [], "asked": 4}))
+    view.change("shards_fixed", to_json({"name": "fast", "trouble": "nobody has fast", "tensors": [], "asked": 4}))
     view.reply("tensor", answer=WEIGHT)
     expect(shards.get_by_role("button", name="Statistic")).to_be_hidden()  # of what was shown before
     view.change("shards_fixed", SHARDS)

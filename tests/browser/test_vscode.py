@@ -11,7 +11,7 @@ from rankbook.output.by_rank import OutputBlock
 from rankbook.widgets.live_view import STATIC
 from rankbook.widgets.output_panel import piece_html, skeleton
 from rankbook.widgets.placement import PlacementView, state_of
-from rankbook.widgets.view_model import compact
+from rankbook.widgets.view_model import to_json
 from tests.browser.test_looks import GRAVE
 from tests.widgets import fakes
 
@@ -80,7 +80,7 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     died = msgspec.structs.replace(
         made, ranks=tuple(msgspec.structs.replace(each, state="dead", memory=None, rate=None) for each in made.ranks)
     )
-    page.evaluate("state => change('placement_state', state)", compact(state_of(died)))
+    page.evaluate("state => change('placement_state', state)", to_json(state_of(died)))
     expect(row).to_contain_text("dead")
     expect(row.locator(".rb-bar")).to_have_count(0)
     expect(row).not_to_contain_text("of 140 GB")

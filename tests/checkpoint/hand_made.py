@@ -11,7 +11,7 @@ import torch
 
 from rankbook.checkpoint.format.checksums import pieces
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
-from rankbook.checkpoint.format.torch_zip import tensor_in
+from rankbook.checkpoint.format.torch_zip import locate_tensor
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.checkpoint.storage.local import storage_of
@@ -35,7 +35,7 @@ class Writer:
     def tensor(self, value: torch.Tensor, offset: tuple[int, ...]) -> Chunk:
         blob = saved_bytes(value.clone())
         self.storage.write("scratch", [blob])
-        view = tensor_in(self.storage, "scratch", 0, len(blob))
+        view = locate_tensor(self.storage, "scratch", 0, len(blob))
         self.storage.remove("scratch")
         start = len(self.parts)
         self.parts += blob
@@ -69,7 +69,7 @@ def write_checkpoint(
 ) -> Manifest:
     storage = storage_of(where)
     generator = torch.Generator().manual_seed(seed)
-    folder = steps.begin(storage, step)
+    folder = steps.begin_step(storage, step)
     writers = [Writer(storage, folder, rank, rank) for rank in range(2)]
     stored = {}
     for number in range(tensors):
@@ -97,5 +97,5 @@ def write_checkpoint(
         metadata={"loss": 0.5},
     )
     storage.write(f"{folder}/manifest.json", [encode(manifest)])
-    steps.commit(storage, step)
+    steps.commit_step(storage, step)
     return manifest

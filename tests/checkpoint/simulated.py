@@ -7,8 +7,8 @@ from typing import Any
 
 from rankbook.checkpoint.consistency import RankGroup
 from rankbook.checkpoint.format.checksums import as_bytes
-from rankbook.checkpoint.loading import Loader, StrictHandling, find
-from rankbook.checkpoint.local_state import LoadRequest, contents_of
+from rankbook.checkpoint.loading import Loader, StrictHandling, find_checkpoint
+from rankbook.checkpoint.local_state import LoadRequest, local_state_of
 from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.saving import PlanHistory, Writer
 from rankbook.checkpoint.storage.steps import CheckpointLocation
@@ -58,7 +58,7 @@ def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_paral
     writers = [
         Writer(
             rank,
-            contents_of(held),
+            local_state_of(held),
             place,
             SaveProgress("memory"),
             PlanHistory(),
@@ -77,7 +77,7 @@ def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_paral
 
 def load_ranks(ranks: Sequence[Any], storage: Any, *, verify: bool = True, cast: bool = False) -> list[Any]:
     """What each rank asks for, loaded as these many ranks would."""
-    found = find(storage, "latest")
+    found = find_checkpoint(storage, "latest")
     loaders = [
         Loader(
             found,

@@ -19,7 +19,7 @@ def run(tmp_path):
 
 
 def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
-    steps.begin(storage_of(run), 50)
+    steps.begin_step(storage_of(run), 50)
     (run / "step-60.partial").mkdir()
     assert cli.main(["checkpoint", "ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -29,7 +29,7 @@ def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
     assert lines[2].split()[4:6] == ["5", "2"]
     assert lines[3] == "not finished:"
     assert lines[4] == "  step-60.partial: a save that was broken off; the next save removes it"
-    steps.abandon(storage_of(run), 50)
+    steps.abandon_step(storage_of(run), 50)
 
 
 def test_ls_tells_of_a_damaged_latest_and_a_damaged_manifest(run, capsys):

@@ -67,7 +67,7 @@ def check_same_steps(tmp_path, count):
         assert (loaded["w"] == loaded["by"]).all()
         assert loaded["n"][0] == loaded["by"]
     assert sorted(path.name for path in run.iterdir() if not path.name.startswith("step-")) == ["latest"]
-    assert not folders.partials(storage_of(run))
+    assert not folders.list_partials(storage_of(run))
     return refused
 
 
@@ -96,14 +96,14 @@ def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
                 told.append(str(error))
         return told
 
-    folders.begin(storage_of(tmp_path / "run"), 5)
+    folders.begin_step(storage_of(tmp_path / "run"), 5)
     try:
         one, other = run_ranks(attempt, 2)
         assert one == other
         assert len(one) == 2
         assert all(f"step 5 is being saved by process {os.getpid()}" in each for each in one)
     finally:
-        folders.abandon(storage_of(tmp_path / "run"), 5)
+        folders.abandon_step(storage_of(tmp_path / "run"), 5)
 
 
 def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
@@ -138,18 +138,18 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
             return getattr(self.inner, name)
 
     one, other = Unlocked(), Unlocked()
-    claim = lock.claim
+    claim = lock.claim_lock
 
     def late(storage, path):
         if not done:  # another saver comes between the look at the claim and the claim
             done.append(1)
-            folders.begin(other, 5)
+            folders.begin_step(other, 5)
         return claim(storage, path)
 
     done = []
-    monkeypatch.setattr(lock, "claim", late)
+    monkeypatch.setattr(lock, "claim_lock", late)
     with pytest.raises(CheckpointingException, match="step 5 is being saved by"):
-        folders.begin(one, 5)
+        folders.begin_step(one, 5)
 
 
 def save_own_steps(place, count):
@@ -192,5 +192,5 @@ def test_latest_keep_and_listing_stand_concurrent_savers_of_other_steps(tmp_path
     assert folders.read_latest(storage) in found
     assert {48, 49} & set(found)
     assert all(verify(run, step).ok for step in found)
-    assert folders.partials(storage) == []
+    assert folders.list_partials(storage) == []
     assert set(storage.list()) == {"latest", *(f"step-{step}" for step in found)}

@@ -150,10 +150,10 @@ def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
 
 def test_alone_an_argument_that_is_wrong_is_told_as_it_is():
     with pytest.raises(BadRequest, match=r"^mine$"):
-        consistency.agreed("save", lambda: (_ for _ in ()).throw(BadRequest("mine")), step=1)
+        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(BadRequest("mine")), step=1)
     with pytest.raises(OSError, match="disk"):
-        consistency.agreed("save", lambda: (_ for _ in ()).throw(OSError("disk")))
-    assert consistency.agreed("save", lambda: 7, step=1) == 7
+        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(OSError("disk")))
+    assert consistency.check_same_arguments("save", lambda: 7, step=1) == 7
 
 
 def failed(errors, rank=0):

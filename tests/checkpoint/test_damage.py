@@ -110,7 +110,7 @@ def damaged(root, counts, seed):
     import torch.distributed as dist
 
     from rankbook.checkpoint import load, load_metadata, save, verify
-    from rankbook.checkpoint.local_state import everything
+    from rankbook.checkpoint.local_state import request_everything
 
     rank, world, root = dist.get_rank(), dist.get_world_size(), Path(root)
     for generation, step in enumerate(STEPS):
@@ -128,7 +128,7 @@ def damaged(root, counts, seed):
             hit, place = kind(chance, file)
         dist.barrier()
         told = [None] * world
-        wanted = own if number // len(files) % 2 else everything(manifest)
+        wanted = own if number // len(files) % 2 else request_everything(manifest)
         dist.all_gather_object(told, complaint(wanted, root))
         if unnamed:
             assert told == [None] * world

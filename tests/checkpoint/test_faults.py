@@ -138,7 +138,7 @@ def struck(kind, folder, background):
             == generation
         ), what
         if rank == 0:
-            assert steps.partials(plain) == [], what
+            assert steps.list_partials(plain) == [], what
             assert verify(plain).ok
         dist.barrier()
     return True

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint.loading import find
+from rankbook.checkpoint.loading import find_checkpoint
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import CheckpointingException
 
@@ -15,12 +15,12 @@ def test_latest_a_number_and_the_folder_itself_are_found_alike(tmp_path):
     for step in (1, 5):
         rc.save({"w": torch.full((1,), float(step))}, tmp_path, step=step)
     storage = storage_of(tmp_path)
-    assert find(storage, "latest").folder == find(storage, None).folder == "step-5"
-    assert find(storage, 1).manifest.step == 1
-    own = find(storage_of(tmp_path / "step-1"), "latest")
+    assert find_checkpoint(storage, "latest").folder == find_checkpoint(storage, None).folder == "step-5"
+    assert find_checkpoint(storage, 1).manifest.step == 1
+    own = find_checkpoint(storage_of(tmp_path / "step-1"), "latest")
     assert (own.folder, own.manifest.step) == ("", 1)
-    assert (own.path("x"), find(storage, 1).path(0)) == ("x", "step-1/__0_0.distcp")
-    assert str(find(storage, 1)) == f"{storage}/step-1"
+    assert (own.path("x"), find_checkpoint(storage, 1).path(0)) == ("x", "step-1/__0_0.distcp")
+    assert str(find_checkpoint(storage, 1)) == f"{storage}/step-1"
     assert str(own) == str(own.storage)
 
 
@@ -30,8 +30,8 @@ def test_what_is_damaged_is_not_found_instead_of_another(tmp_path):
     manifest = tmp_path / "step-2/manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-5])
     with pytest.raises(CheckpointingException, match=r"step-2/manifest\.json: its last line"):
-        find(storage_of(tmp_path), "latest")
+        find_checkpoint(storage_of(tmp_path), "latest")
     (tmp_path / "latest").write_bytes(b"step-9 crc32=00000000\n")
     with pytest.raises(CheckpointingException, match="latest: the file is damaged"):
-        find(storage_of(tmp_path), "latest")
-    assert find(storage_of(tmp_path), 1).manifest.step == 1
+        find_checkpoint(storage_of(tmp_path), "latest")
+    assert find_checkpoint(storage_of(tmp_path), 1).manifest.step == 1

@@ -18,7 +18,7 @@ import torch
 from rankbook.checkpoint import CheckpointingException, ShardedObject, ShardedTensor, load, load_plain, save, verify
 from rankbook.checkpoint.format import manifest as manifests
 from rankbook.checkpoint.format.dcp_metadata import read_metadata
-from rankbook.checkpoint.format.pickle_opcodes import check
+from rankbook.checkpoint.format.pickle_opcodes import check_opcodes
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
 from rankbook.cli import main as cli
 from tests.checkpoint.hand_made import write_checkpoint
@@ -188,7 +188,7 @@ DOUBLED = b"\x80\x04)" + b"2\x86" * 60 + b"\x85."
 )
 def test_pickle_that_would_take_more_than_its_length_is_refused(data):
     with pytest.raises(CheckpointingException):
-        check(data)
+        check_opcodes(data)
     with pytest.raises(CheckpointingException, match="where"):
         read_metadata(data, "where")
 
@@ -198,12 +198,12 @@ def test_real_pickles_pass(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     save({f"t{number}": torch.ones(3) for number in range(20)}, tmp_path / "ours", step=0)
-    check((tmp_path / "ours/step-0/.metadata").read_bytes())
+    check_opcodes((tmp_path / "ours/step-0/.metadata").read_bytes())
     dcp.save({"a": {"b": [torch.ones(2), 3]}, "c": "x"}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    check((tmp_path / "theirs/.metadata").read_bytes())
+    check_opcodes((tmp_path / "theirs/.metadata").read_bytes())
     value = {"a": [(1, 2.5, None, True), {"k": b"bytes", 2**70: "é" * 300}, {1, 2}, frozenset({3})], "b": bytearray(9)}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        check(pickle.dumps(value, protocol))
+        check_opcodes(pickle.dumps(value, protocol))
 
 
 SPECIAL = ["manifest.json", ".metadata", "common.pt", "__RANK_0.distcp", "latest"]

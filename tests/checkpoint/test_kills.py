@@ -111,7 +111,7 @@ def check(folder, root, kill, saved):
     storage = storage_of(root)
     for step in steps(root):
         assert verify(root, step).ok, (kill, str(verify(root, step)))
-    rests = folders.partials(storage)
+    rests = folders.list_partials(storage)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert cli.main(["checkpoint", "ls", str(root)]) == 0
     for rest in rests:
@@ -122,7 +122,7 @@ def check(folder, root, kill, saved):
         return loaded(rank, root)
 
     assert rank_processes.run_forked(WORLD, folder, again) == [3, 3]
-    assert folders.partials(storage) == []
+    assert folders.list_partials(storage) == []
     leftover = set(storage.list()) - {"latest", "step-40", "step-50", "step-60"}
     assert not leftover, (kill, leftover)
     return found[0], bool(rests)

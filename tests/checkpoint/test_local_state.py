@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from rankbook.checkpoint.format.manifest import Manifest, StoredObject, StoredTensor
-from rankbook.checkpoint.local_state import LoadRequest, LocalObject, LocalTensor, contents_of, digests, everything
+from rankbook.checkpoint.local_state import (
+    LoadRequest,
+    LocalObject,
+    LocalTensor,
+    local_state_of,
+    request_everything,
+    state_digests,
+)
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
 
 
@@ -23,16 +30,16 @@ def test_a_shard_is_seen_with_all_axes_of_its_global_tensor():
 
 def test_every_leaf_of_the_common_part_has_its_own_digest():
     value = {"a": [1, {"b": 2.0}], "t": torch.ones(2), "c": (None, b"x"), "empty": {}, "o": slice(1)}
-    found = dict(digests(value))
+    found = dict(state_digests(value))
     assert list(found) == ["a[0]", "a[1].b", "t", "c[0]", "c[1]", "empty", "o"]
     for key, other in (("t", torch.zeros(2)), ("empty", []), ("o", slice(2)), ("a", [True, {"b": 2.0}])):
-        assert dict(digests({**value, key: other})) != found, key
-    assert dict(digests({**value, "t": torch.ones(2)})) == found
+        assert dict(state_digests({**value, key: other})) != found, key
+    assert dict(state_digests({**value, "t": torch.ones(2)})) == found
 
 
 def test_the_layout_and_the_common_part_are_told_apart():
     def signature(values, rate):
-        return contents_of({"w": torch.tensor(values), "lr": rate}).declared().signature()
+        return local_state_of({"w": torch.tensor(values), "lr": rate}).declared().signature()
 
     layout, common = signature([1.0, 2.0], 0.1)
     assert signature([3.0, 4.0], 0.1) == (layout, common)
@@ -52,7 +59,7 @@ MANIFEST = Manifest(
 
 
 def test_everything_is_asked_for_whole():
-    wanted = everything(MANIFEST)
+    wanted = request_everything(MANIFEST)
     assert wanted.keys() == {"w", "a/b/shard_1_2"}
     assert (wanted["w"].dtype, wanted["w"].local_shape) == (torch.bfloat16, (2, 3))
     assert (wanted["a/b/shard_1_2"].key, wanted["a/b/shard_1_2"].global_offset) == ("a/b", (1,))

@@ -28,7 +28,7 @@ def test_the_next_step_is_one_above_the_highest():
     third.begin()
     assert third.step == 41
     third.abandon()
-    assert steps.finished(storage) == [0, 1, 40]
+    assert steps.finished_steps(storage) == [0, 1, 40]
 
 
 def test_what_a_killed_save_left_is_swept_when_the_next_begins():
@@ -55,7 +55,7 @@ def test_old_steps_go_after_the_new_one_is_there():
     storage = InMemory()
     for step in range(6):
         completed(CheckpointLocation(storage, "f", step, retention=RetentionPolicy(keep=2, keep_every=3)))
-    assert steps.finished(storage) == [0, 3, 4, 5]
+    assert steps.finished_steps(storage) == [0, 3, 4, 5]
 
 
 def test_a_step_is_safe_where_old_ones_cannot_be_removed():
@@ -72,7 +72,7 @@ def test_a_step_is_safe_where_old_ones_cannot_be_removed():
     storage.stuck = True
     completed(CheckpointLocation(storage, "f", 1, retention=RetentionPolicy(keep=1)))
     assert steps.read_latest(storage) == 1
-    assert steps.finished(storage) == [0, 1]
+    assert steps.finished_steps(storage) == [0, 1]
 
 
 def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():

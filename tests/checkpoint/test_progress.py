@@ -47,7 +47,7 @@ def test_a_save_that_does_not_get_as_far_as_its_group_is_told_to_have_failed(mon
     heard = []
     told = SaveProgress("runs", background=True, on_progress=heard.append)
     with pytest.raises(RuntimeError, match="no group"):
-        async_save.start(None, told, None, everything=False)
+        async_save.start_save(None, told, None, everything=False)
     assert (heard[-1].phase, heard[-1].error) == ("failed", "RuntimeError: no group")
     assert told._source not in telemetry._sources
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.checkpoint.loading import MOST_SAID, CheckpointRead, find
+from rankbook.checkpoint.loading import MOST_SAID, CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
@@ -30,7 +30,7 @@ def flip(storage, name, at):
 
 
 def fetched(storage, keys, **more):
-    found = find(storage, "latest")
+    found = find_checkpoint(storage, "latest")
     held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
     fetch = CheckpointRead(found, **{"verify": True} | more)
     fetch.tensors(plan_read([each.wanted() for each in held], found.manifest), held, fresh=range(len(held)))
@@ -38,7 +38,7 @@ def fetched(storage, keys, **more):
 
 
 def test_all_damages_are_counted_and_the_first_ones_named(storage):
-    manifest = find(storage, "latest").manifest
+    manifest = find_checkpoint(storage, "latest").manifest
     for key in KEYS[1:]:
         flip(storage, "__0_0.distcp", manifest.tensors[key].chunks[0].data + 1)
     fetch, (first, *_) = fetched(storage, KEYS)
@@ -59,7 +59,7 @@ def test_all_damages_are_counted_and_the_first_ones_named(storage):
 
 
 def test_objects_and_the_common_part_are_checked_before_they_are_unpickled(storage):
-    found = find(storage, "latest")
+    found = find_checkpoint(storage, "latest")
     wishes = LoadRequest({"epoch": 0}, found.manifest)
     fetch = CheckpointRead(found, verify=True)
     assert fetch.objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
@@ -76,7 +76,7 @@ def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(stora
     flip(storage, ".metadata", 9)
     storage.files["step-0/__0_0.distcp"] += b"more"
     for verify, count in ((True, 2), (False, 0)):
-        fetch = CheckpointRead(find(storage, "latest"), verify=verify)
+        fetch = CheckpointRead(find_checkpoint(storage, "latest"), verify=verify)
         fetch.small_files()
         assert len(fetch.damages) == count
 
@@ -85,7 +85,7 @@ def test_a_chunk_that_is_not_filled_is_zero_in_every_dtype():
     for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128, torch.bfloat16):
         storage = InMemory()
         save_ranks([{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2).to(dtype))}], storage)
-        found = find(storage, "latest")
+        found = find_checkpoint(storage, "latest")
         entry = ShardedTensor.from_rank_offsets("w", torch.ones(4).to(dtype), allow_shape_mismatch=True)
         fetch = CheckpointRead(found, verify=True)
         fetch.tensors(plan_read([LocalTensor.of(entry).wanted()], found.manifest), [LocalTensor.of(entry)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import PIECE
-from rankbook.checkpoint.loading import CheckpointRead, find
+from rankbook.checkpoint.loading import CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -258,7 +258,7 @@ def test_of_a_large_chunk_little_more_is_read_than_is_asked_for(verify):
     whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)  # 20 MB
     save_ranks([{"w": grid("w", whole, (1, 1))[0]}], storage)
     rows = shard("w", torch.zeros(500, 2000, dtype=torch.int32), whole, (1003, 0))  # 4 MB
-    asked, found = LocalTensor.of(rows), find(storage, "latest")
+    asked, found = LocalTensor.of(rows), find_checkpoint(storage, "latest")
     before, fetch = storage.read_bytes, CheckpointRead(found, verify=verify)
     fetch.tensors(plan_read([asked.wanted()], found.manifest), [asked])
     fetch.conclude()

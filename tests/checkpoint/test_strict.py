@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.loading import StrictHandling, decide
+from rankbook.checkpoint.loading import StrictHandling, decide_keys
 from rankbook.errors import BadRequest
 
 KEYS = st.sets(st.sampled_from("abcdef"))
@@ -14,7 +14,7 @@ KEYS = st.sets(st.sampled_from("abcdef"))
 def test_every_mode_does_what_its_name_says(asked, stored, mode):
     unexpected = set().union(*asked) - stored
     missing = stored - set().union(*asked) if mode.name.endswith("_ALL") and mode.name != "IGNORE_ALL" else set()
-    told = decide(asked, stored, mode, "step-4")
+    told = decide_keys(asked, stored, mode, "step-4")
     raises = mode.name.startswith(("RAISE", "ASSUME")) and bool(unexpected | missing)
     logs = mode.name.startswith("LOG") and bool(unexpected | missing)
     returns = mode.name.startswith("RETURN")
@@ -26,12 +26,12 @@ def test_every_mode_does_what_its_name_says(asked, stored, mode):
 
 
 def test_a_message_names_keys_ranks_and_what_to_do():
-    told = decide([{"a", "b"}, {"a"}, {"a", "c"}], {"c", "d"}, StrictHandling.RAISE_ALL, "step-4")
+    told = decide_keys([{"a", "b"}, {"a"}, {"a", "c"}], {"c", "d"}, StrictHandling.RAISE_ALL, "step-4")
     assert told.error == (
         "step-4: unexpected keys, asked for and not in the checkpoint: 'a' (ranks 0-2), 'b' (rank 0); "
         "missing keys, in the checkpoint and asked for by no rank: 'd'. strict='log_all' loads the rest"
     )
-    many = decide([{f"k{n}" for n in range(30)}], set(), StrictHandling.ASSUME_OK_UNEXPECTED, "step-4")
+    many = decide_keys([{f"k{n}" for n in range(30)}], set(), StrictHandling.ASSUME_OK_UNEXPECTED, "step-4")
     assert "and 22 more. strict='log_unexpected' loads the rest" in many.error
 
 

@@ -58,13 +58,13 @@ def threads() -> set[str]:
 def nothing_left() -> Iterator[None]:
     """No process, folder, thread or descriptor of this module's clusters is left at its end."""
     before = children()
-    local.warm_up()
+    local.prestart_forkserver()
     yield
     rankbook.stop()
     wait_until(lambda: not own_folders(), timeout=10, what="the folders' end")
     wait_until(lambda: not threads(), timeout=10, what="the threads' end")
     wait_until(lambda: len(children() - before) <= 1, timeout=10, what="only the warm forkserver is left")
-    local.cool_down()
+    local.shutdown_prestarted()
     wait_until(lambda: children() <= before, timeout=10, what="the forkserver's end")
 
 

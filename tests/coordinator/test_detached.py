@@ -51,7 +51,7 @@ def cluster() -> Iterator[Cluster]:
     with rankbook.start(2) as cluster:
         cluster.run(START)
         yield cluster
-    local.cool_down()
+    local.shutdown_prestarted()
 
 
 def end(pids: list[int]) -> None:

@@ -10,7 +10,14 @@ import pytest
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import LOOK_AFTER_END
-from rankbook.coordinator.reattach import OutputReplay, RankReport, ReattachHandshake, choose, take_stock, tasks_of
+from rankbook.coordinator.reattach import (
+    OutputReplay,
+    RankReport,
+    ReattachHandshake,
+    recovered_state,
+    recovered_tasks,
+    select_detached,
+)
 from rankbook.coordinator.recovered_state import ReattachedDriver, RecoveredClusterState
 from rankbook.coordinator.state_machine import RankState
 from rankbook.errors import BadRequest, NoCluster
@@ -91,14 +98,14 @@ def test_tasks_are_those_that_run_or_were_not_seen():
         3: account(here(0)),
         4: account(here(3)),
     }
-    told = [(task.cell, task.ranks, task.running) for task in tasks_of(accounts)]
+    told = [(task.cell, task.ranks, task.running) for task in recovered_tasks(accounts)]
     assert told == [(3, (4,), ()), (5, (0, 1), (0,))]
 
 
 def test_the_state_begins_where_the_ranks_are():
     exited = RankExited(rank=2, incarnation=6, pid=1, code=-9, memory_kills=0, stdout=b"", stderr=b"")
     accounts = {0: account(here(5, running=True)), 1: account(here(5))}
-    state = RecoveredClusterState(take_stock(3, {0: 1, 1: 2}, {2: exited}, accounts))
+    state = RecoveredClusterState(recovered_state(3, {0: 1, 1: 2}, {2: exited}, accounts))
     assert [rank.state for rank in state.ranks.values()] == [RankState.BUSY, RankState.IDLE, RankState.DEAD]
     assert [rank.incarnation for rank in state.ranks.values()] == [1, 2, 6]
     assert state.ranks[2].loss == "was killed by signal 9 (out of memory?)"
@@ -112,7 +119,7 @@ def test_the_state_begins_where_the_ranks_are():
 
 def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_broken_off_as_any_other():
     accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5, "bad", collectives=1))}
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.resume() == [act.ScheduleCheck(LOOK_AFTER_END)]
     assert act.RequestCollectives((0, 1)) in state.handle(ev.CheckCollectives(10.0))
     state.handle(waits(0, 5, (0, 1), number=2, at=10.0))
@@ -128,7 +135,7 @@ def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_di
 ):
     ended = [done(5, error, collectives=collectives), done(5, collectives=collectives)]
     accounts = {rank: account(here(5, entries=1), each) for rank, each in enumerate(ended)}
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert [type(each) for each in state.resume()] == ([act.FormGroup, act.SendTask] if anew else [])
 
 
@@ -143,12 +150,12 @@ def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_di
 )
 def test_only_a_failed_cell_that_has_ended_makes_the_inventory_stale(answer, stale):
     accounts = {0: account(answer), 1: account(here(5, number=answer.number), done(5, "bad", collectives=1))}
-    assert take_stock(2, {0: 1, 1: 1}, {}, accounts).stale is stale
+    assert recovered_state(2, {0: 1, 1: 1}, {}, accounts).stale is stale
 
 
 def test_ranks_that_are_in_one_group_stay_in_it():
     accounts = {rank: account(here(5, seen=True, generation=2)) for rank in (0, 1)}
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.grouped
     assert state.resume() == []
 
@@ -156,7 +163,7 @@ def test_ranks_that_are_in_one_group_stay_in_it():
 @pytest.mark.parametrize("generations", [(2, 1), (0, 0), (2, 0)])
 def test_ranks_that_are_not_in_one_group_form_one_of_a_number_that_was_never_used(generations):
     accounts = {rank: account(here(5, seen=True, generation=each)) for rank, each in enumerate(generations)}
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     regroup, send = state.resume()
     assert isinstance(regroup, act.FormGroup)
     assert regroup.generation > max(generations) + 1, "the old owner may have begun to form the next one"
@@ -168,7 +175,7 @@ def test_a_group_that_is_being_formed_is_waited_for():
         0: account(here(5, running=True, number=-1, generation=0)),
         1: account(here(5, number=-1, generation=1)),
     }
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.cells[5].internal
     assert state.resume() == []
     assert state.handle(ev.CellDone(0, 1, 5)) == [act.EndCell(5, (), interrupted=False)]
@@ -180,7 +187,7 @@ def test_a_group_that_a_rank_could_not_join_while_nobody_was_there_is_formed_onc
         0: account(here(5, running=True, number=-1, generation=0)),
         1: account(here(5, number=-1, generation=0, entries=1), done(5, "bad")),
     }
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert any(isinstance(each, act.FormGroup) for each in state.resume())
     assert any(isinstance(each, act.SendTask) for each in state.handle(ev.CellDone(0, 1, 5)))
 
@@ -282,27 +289,27 @@ def record(key: str) -> ClusterRecord:
 
 def test_the_only_one_needs_no_key_and_of_several_one_is_named():
     one, two = record("9-1"), record("9-2")
-    assert choose(DetachedCluster((one,)), None) is one
-    assert choose(DetachedCluster((one, two)), "9-2") is two
+    assert select_detached(DetachedCluster((one,)), None) is one
+    assert select_detached(DetachedCluster((one, two)), "9-2") is two
     with pytest.raises(BadRequest, match=r"2 sets of ranks are kept; .*KEY takes one:\n9-1: 1 rank on cpu.*\n9-2"):
-        choose(DetachedCluster((one, two)), None)
+        select_detached(DetachedCluster((one, two)), None)
     with pytest.raises(BadRequest, match="no ranks are kept as 'x'; there are: 9-1, 9-2"):
-        choose(DetachedCluster((one, two)), "x")
+        select_detached(DetachedCluster((one, two)), "x")
     with pytest.raises(NoCluster, match=r"start --keep makes such\nsome have ended"):
-        choose(DetachedCluster((), ("some have ended",)), None)
+        select_detached(DetachedCluster((), ("some have ended",)), None)
 
 
 def test_without_a_key_this_notebooks_ranks_are_chosen_and_never_another_notebooks(monkeypatch):
     mine, other = (dataclasses.replace(record(f"9-{name}"), session=f"work/{name}.ipynb") for name in ("a", "b"))
     unknown = record("9-c")
     monkeypatch.setenv("JPY_SESSION_NAME", "work/a.ipynb")
-    assert choose(DetachedCluster((other, mine, unknown)), None) is mine
-    assert choose(DetachedCluster((other, unknown)), None) is unknown
-    assert choose(DetachedCluster((other, unknown)), "9-b") is other
+    assert select_detached(DetachedCluster((other, mine, unknown)), None) is mine
+    assert select_detached(DetachedCluster((other, unknown)), None) is unknown
+    assert select_detached(DetachedCluster((other, unknown)), "9-b") is other
     with pytest.raises(BadRequest, match=r"kept, but not by this notebook; .*KEY takes one:\n9-b \(b.ipynb\)"):
-        choose(DetachedCluster((other,)), None)
+        select_detached(DetachedCluster((other,)), None)
     monkeypatch.delenv("JPY_SESSION_NAME")
-    assert choose(DetachedCluster((other,)), None) is other
+    assert select_detached(DetachedCluster((other,)), None) is other
 
 
 # The driver tells what was seen
@@ -365,7 +372,7 @@ def test_a_rank_that_goes_on_after_its_cell_was_given_up_hears_it_when_it_has_en
 def test_a_driver_that_resumes_goes_on_with_the_cell_and_what_came_since(stage):
     stage.driver.close()
     accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5))}
-    state = RecoveredClusterState(take_stock(2, {0: 1, 1: 1}, {}, accounts))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     adoption = OutputReplay(accounts, cluster_key="k", sink=Keeper())
     adoption.tell()
     stage.state = state

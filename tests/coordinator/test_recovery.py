@@ -76,10 +76,10 @@ def test_the_donor_has_the_oldest_state_and_is_idle_if_possible():
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Cluster]:
-    local.warm_up()
+    local.prestart_forkserver()
     with rankbook.start(3) as cluster:
         yield cluster
-    local.cool_down()
+    local.shutdown_prestarted()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.monitor import RankView, StatusAggregator, lagging
+from rankbook.coordinator.monitor import RankView, StatusAggregator, stragglers_of
 from rankbook.coordinator.states import RankState
 from rankbook.protocol.queries import RankSample, StatusReply
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
@@ -137,18 +137,22 @@ def row(rank, state="running", steps=0, rate=None, cell=3):
 
 
 def test_the_one_that_all_others_wait_for_lags():
-    assert lagging([row(0, "waiting"), row(1, "waiting"), row(2)]) == {2}
-    assert lagging([row(0, "waiting"), row(1, "unresponsive")]) == {1}
-    assert lagging([row(0, "waiting"), row(1), row(2)]) == set()
-    assert lagging([row(0, "waiting"), row(1, "waiting")]) == set()
-    assert lagging([row(0), row(1, "dead", cell=None), row(2, "idle", cell=None)]) == set()
-    assert lagging([row(0, "waiting", cell=3), row(1, cell=4)]) == set()
+    assert stragglers_of([row(0, "waiting"), row(1, "waiting"), row(2)]) == {2}
+    assert stragglers_of([row(0, "waiting"), row(1, "unresponsive")]) == {1}
+    assert stragglers_of([row(0, "waiting"), row(1), row(2)]) == set()
+    assert stragglers_of([row(0, "waiting"), row(1, "waiting")]) == set()
+    assert stragglers_of([row(0), row(1, "dead", cell=None), row(2, "idle", cell=None)]) == set()
+    assert stragglers_of([row(0, "waiting", cell=3), row(1, cell=4)]) == set()
 
 
 def test_fewer_steps_lag_where_no_sampling_explains_them():
-    assert lagging([row(0, steps=100, rate=10.0), row(1, steps=100, rate=10.0), row(2, steps=90, rate=9.0)]) == {2}
-    assert lagging([row(0, steps=100, rate=10.0), row(1, steps=100, rate=10.0), row(2, steps=97, rate=9.0)]) == set()
-    assert lagging([row(0, steps=3, rate=0.1), row(1, steps=1, rate=0.1)]) == set()
+    assert stragglers_of([row(0, steps=100, rate=10.0), row(1, steps=100, rate=10.0), row(2, steps=90, rate=9.0)]) == {
+        2
+    }
+    assert (
+        stragglers_of([row(0, steps=100, rate=10.0), row(1, steps=100, rate=10.0), row(2, steps=97, rate=9.0)]) == set()
+    )
+    assert stragglers_of([row(0, steps=3, rate=0.1), row(1, steps=1, rate=0.1)]) == set()
 
 
 def test_saves_are_told_by_rank():

@@ -23,7 +23,7 @@ SOON = 10.0
 def cluster() -> Iterator[Cluster]:
     with rankbook.start(2) as cluster:
         yield cluster
-    local.cool_down()
+    local.shutdown_prestarted()
 
 
 @pytest.fixture

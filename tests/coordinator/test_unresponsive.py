@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rankbook.coordinator.liveness import LivenessTracker, UnresponsiveRank, describe_silence, describe_straggler
-from rankbook.launch.process_info import ProcessInfo, look_at
+from rankbook.coordinator.liveness import LivenessTracker, UnresponsiveRank, describe_straggler, describe_unresponsive
+from rankbook.launch.process_info import ProcessInfo, process_info
 from rankbook.protocol.messages import GetStack, Stack
 from tests.conftest import wait_until
 
@@ -39,7 +39,7 @@ def silence(look: ProcessInfo | None, *, seconds: float = 12.0, heard: float = 3
     ],
 )
 def test_a_silence_is_told_with_what_the_process_does_and_never_as_a_death(told, words):
-    assert describe_silence(told) == words
+    assert describe_unresponsive(told) == words
     assert "dead" not in words
 
 
@@ -61,13 +61,13 @@ def sleeper() -> Iterator[psutil.Process]:
 
 @pytest.mark.processes
 def test_a_look_tells_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
-    wait_until(lambda: look_at(sleeper.pid).doing == "sleeping", timeout=20, what="it sleeps")
-    assert not look_at(sleeper.pid).stopped
+    wait_until(lambda: process_info(sleeper.pid).doing == "sleeping", timeout=20, what="it sleeps")
+    assert not process_info(sleeper.pid).stopped
     os.kill(sleeper.pid, signal.SIGSTOP)
-    wait_until(lambda: look_at(sleeper.pid).stopped, timeout=20, what="it is stopped")
+    wait_until(lambda: process_info(sleeper.pid).stopped, timeout=20, what="it is stopped")
     os.kill(sleeper.pid, signal.SIGKILL)
-    wait_until(lambda: look_at(sleeper.pid) is None, timeout=20, what="it is gone, if not reaped")
-    assert look_at(None) is None
+    wait_until(lambda: process_info(sleeper.pid) is None, timeout=20, what="it is gone, if not reaped")
+    assert process_info(None) is None
 
 
 class Ranks:

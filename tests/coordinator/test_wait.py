@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from rankbook.coordinator import wait
-from rankbook.coordinator.deferred_interrupts import held_interrupts
-from rankbook.coordinator.wait import wait_for
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts
+from rankbook.coordinator.wait import wait_for_cell
 from rankbook.protocol.messages import InputReply, InputRequest, Interrupt, RunCell, Text
 from tests.conftest import wait_until
 from tests.coordinator.test_driver import SOON, Keeper, Stage
@@ -24,8 +24,8 @@ def stage():
 
 
 def wait_here(stage, cell, *, ask=lambda *_: pytest.fail("nothing was asked"), patience=SOON):
-    with held_interrupts() as held:
-        wait_for(stage.driver, cell, held, patience=patience, ask=ask)
+    with deferred_interrupts() as held:
+        wait_for_cell(stage.driver, cell, held, patience=patience, ask=ask)
 
 
 def on_a_thread(function):

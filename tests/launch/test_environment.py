@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.launch.environment import abort_grace, place, rank_environment
+from rankbook.launch.environment import abort_grace, assign_devices, rank_environment
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
     monkeypatch.delenv("RANKBOOK_RANKS", raising=False)
-    placed = place(None, 4, backend=None, cores=16)
+    placed = assign_devices(None, 4, backend=None, cores=16)
     assert placed.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert placed.backend == "cpu:gloo,cuda:nccl"
     assert placed.threads == 4
 
 
 def test_ranks_that_share_a_device_use_gloo():
-    placed = place(3, 2, backend=None, cores=2)
+    placed = assign_devices(3, 2, backend=None, cores=2)
     assert placed.devices == ("cuda:0", "cuda:1", "cuda:0")
     assert placed.backend == "gloo"
     assert placed.threads == 1
@@ -25,23 +25,23 @@ def test_ranks_that_share_a_device_use_gloo():
 
 def test_nccl_with_shared_devices_is_refused():
     with pytest.raises(BadRequest, match="3 ranks, 2 devices"):
-        place(3, 2, backend="nccl", cores=2)
+        assign_devices(3, 2, backend="nccl", cores=2)
 
 
 def test_two_ranks_on_the_cpu_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.delenv("RANKBOOK_RANKS", raising=False)
-    assert place(None, 0, backend=None, cores=2).devices == ("cpu", "cpu")
+    assert assign_devices(None, 0, backend=None, cores=2).devices == ("cpu", "cpu")
     monkeypatch.setenv("RANKBOOK_RANKS", "3")
-    assert len(place(None, 0, backend=None, cores=2).devices) == 3
+    assert len(assign_devices(None, 0, backend=None, cores=2).devices) == 3
     monkeypatch.setenv("RANKBOOK_RANKS", "many")
     with pytest.raises(BadRequest, match="RANKBOOK_RANKS=many"):
-        place(None, 0, backend=None, cores=2)
+        assign_devices(None, 0, backend=None, cores=2)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 65, 100_000])
 def test_more_ranks_than_sense_or_none_at_all(ranks):
     with pytest.raises(BadRequest, match=f"^{ranks} ranks make no sense here; from 1 to 64"):
-        place(ranks, 0, backend=None, cores=2)
+        assign_devices(ranks, 0, backend=None, cores=2)
 
 
 def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():

@@ -80,7 +80,7 @@ def test_the_start_after_one_that_timed_out_has_a_new_forkserver(stopped_launche
     with pytest.raises(StartError):
         stopped_launcher.open((), timeout=1)
     stopped_launcher.close()  # as a start that failed does
-    launcher = local.take()
+    launcher = local.acquire_forkserver()
     try:
         assert launcher is not stopped_launcher
         assert launcher.alive

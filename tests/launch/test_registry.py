@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.launch.registry import RECORD, ClusterRecord, DetachedRank, find_records, started_at, write_record
+from rankbook.launch.registry import (
+    RECORD,
+    ClusterRecord,
+    DetachedRank,
+    find_detached,
+    process_start_time,
+    write_record,
+)
 from rankbook.process_identity import OWNER_FILE, claim_folder, hold_folder
 
 
@@ -36,7 +43,7 @@ def make(base: Path, *, holder: int | None = None, name: str = "abc") -> Cluster
         seconds=600.0,
         notebook=7,
         forkserver=pid,
-        started=started_at(pid) or 0.0,
+        started=process_start_time(pid) or 0.0,
         address=str(folder / "owner"),
         uplink=f"ipc://{folder}/up",
         sockets=str(folder),
@@ -60,11 +67,11 @@ def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base)
     record = make(base)
     other = make(base, name="other")
     assert stat.S_IMODE(Path(record.sockets, RECORD).stat().st_mode) == 0o600
-    found = find_records()
+    found = find_detached()
     assert (set(found.records), found.notes) == ({record, other}, ())
     assert record.describe() == "7-abc: 2 ranks on cpu, gloo"
     write_record(dataclasses.replace(record, notebook=8))
-    assert {each.notebook for each in find_records().records} == {7, 8}
+    assert {each.notebook for each in find_detached().records} == {7, 8}
 
 
 def test_what_others_could_have_written_is_not_believed(base):
@@ -78,28 +85,28 @@ def test_what_others_could_have_written_is_not_believed(base):
     ):
         was = stat.S_IMODE(path.stat().st_mode)
         path.chmod(mode)
-        found = find_records()
+        found = find_detached()
         assert found.records == ()
         assert words in found.notes[0]
         path.chmod(was)
     elsewhere = base / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
-    assert "no plain file" in find_records().notes[0]
+    assert "no plain file" in find_detached().notes[0]
 
 
 def test_another_users_record_is_not_believed(base, monkeypatch):
     folder = Path(make(base).sockets)
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     folder.rename(base / f"rankbook-{os.getuid()}-1-abc")
-    assert "the folder is another user's" in find_records().notes[0]
+    assert "the folder is another user's" in find_detached().notes[0]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"ranks": []}', '{"ranks": 3}'])
 def test_one_that_cannot_be_read_is_told_and_left_alone(base, text):
     file = Path(make(base).sockets, RECORD)
     file.write_text(text)
-    found = find_records()
+    found = find_detached()
     assert found.records == ()
     assert "cannot be read" in found.notes[0]
     assert file.exists()
@@ -109,7 +116,7 @@ def test_one_that_tells_of_another_folder_is_not_believed(base):
     record = make(base)
     file = Path(record.sockets, RECORD)
     file.write_text(file.read_text().replace(record.sockets, "/somewhere"))
-    assert "another folder" in find_records().notes[0]
+    assert "another folder" in find_detached().notes[0]
 
 
 @pytest.mark.processes
@@ -118,11 +125,11 @@ def test_one_whose_process_has_ended_is_removed_and_told(base):
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
     record = make(base, holder=int(run.stdout))
-    found = find_records()
+    found = find_detached()
     assert found.records == ()
     assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have ended; what was left of them is removed",)
     assert not Path(record.sockets).exists()
-    assert find_records().notes == ()
+    assert find_detached().notes == ()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_clu
     (segments / "file").touch()
     write_record(dataclasses.replace(record, started=record.started - 3600, segments=str(segments)))
     change_owner(record, started="1")
-    assert "have ended" in find_records().notes[0]
+    assert "have ended" in find_detached().notes[0]
     assert not Path(record.sockets).exists()
     assert (segments / "file").exists() is not removed
 
@@ -144,14 +151,14 @@ def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it
     record = make(base)
     write_record(dataclasses.replace(record, started=record.started - 3600))
     change_owner(record, started="1")
-    assert "have ended" in find_records().notes[0]
+    assert "have ended" in find_detached().notes[0]
 
 
 def test_a_cluster_of_another_pid_namespace_is_told_and_left_alone(base):
     record = make(base)
     write_record(dataclasses.replace(record, forkserver=(1 << 22) + 1))
     change_owner(record, machine="another pid namespace")
-    found = find_records()
+    found = find_detached()
     assert found.records == ()
     assert "cannot be seen from here" in found.notes[0]
     assert Path(record.sockets).exists()
@@ -161,9 +168,9 @@ def test_a_lock_that_is_held_keeps_a_cluster_whose_process_cannot_be_found(base)
     record = make(base, holder=(1 << 22) + 1)
     lock = hold_folder(Path(record.sockets))
     assert lock is not None
-    assert "cannot be seen from here" in find_records().notes[0]
+    assert "cannot be seen from here" in find_detached().notes[0]
     os.close(lock)
-    assert "have ended" in find_records().notes[0]
+    assert "have ended" in find_detached().notes[0]
 
 
 def test_a_folder_that_is_gone_or_full_is_told(base):
@@ -181,7 +188,7 @@ def test_a_record_names_its_notebook_and_its_age(base, seconds, words):
 
 
 def test_a_record_is_owned_while_the_process_that_wrote_it_lives(base):
-    began = started_at(os.getpid())
+    began = process_start_time(os.getpid())
     assert began is not None
     record = dataclasses.replace(make(base), notebook=os.getpid(), notebook_started=began)
     assert record.owned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.magics.auto_mode import keep_local, stays_local
+from rankbook.magics.auto_mode import run_locally, runs_locally
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
     ],
 )
 def test_cells_for_the_notebook_stay_there(cell):
-    assert stays_local(cell)
+    assert runs_locally(cell)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_cells_for_the_notebook_stay_there(cell):
     ],
 )
 def test_cells_for_the_ranks_go_there(cell):
-    assert not stays_local(cell)
+    assert not runs_locally(cell)
 
 
 def test_local_becomes_a_comment_so_that_line_numbers_stay():
-    assert keep_local(["%%local\n", "x = 1\n"]) == ["# %%local\n", "x = 1\n"]
-    assert keep_local(["%%local\n", "%%time\n", "x = 1\n"]) == ["%%time\n", "x = 1\n"]
-    assert keep_local(["%%local now\n", "x = 1\n"]) == ["%%local now\n", "x = 1\n"]
-    assert keep_local(["x = 1\n"]) == ["x = 1\n"]
-    assert keep_local([]) == []
+    assert run_locally(["%%local\n", "x = 1\n"]) == ["# %%local\n", "x = 1\n"]
+    assert run_locally(["%%local\n", "%%time\n", "x = 1\n"]) == ["%%time\n", "x = 1\n"]
+    assert run_locally(["%%local now\n", "x = 1\n"]) == ["%%local now\n", "x = 1\n"]
+    assert run_locally(["x = 1\n"]) == ["x = 1\n"]
+    assert run_locally([]) == []
 
 
 # In a notebook -------------------------------------------------------------------------------------------------------

@@ -64,13 +64,15 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
         f"LocalStorage.write = full\nhandle = save({{'x': torch.ones(2)}}, {str(tmp_path)!r}, async_=True)\n"
     )
     ranks.ok(fails)
-    told = ranks.ok("%%distributed\nasync_save.finish(20)\nprint('the disk is full' in str(handle.error), handle.done)")
+    told = ranks.ok(
+        "%%distributed\nasync_save.wait_for_saves(20)\nprint('the disk is full' in str(handle.error), handle.done)"
+    )
     assert told.stdout == "[0-1] True True\n"
     again = ranks.run(f"%%distributed\nsave({{'x': torch.ones(2)}}, {str(tmp_path)!r})")
     assert again.ename == "CheckpointingException"
     assert "the save before this one failed in the background" in again.evalue
     ranks.ok(fails)
-    message = ranks.send("%%distributed\nassert async_save.finish(20)")
+    message = ranks.send("%%distributed\nassert async_save.wait_for_saves(20)")
     outcome = ranks.finish(message)
     ranks.send("%distributed stop")
     ranks.follow(message, outcome, lambda o: "the disk is full" in o.stderr)

@@ -63,7 +63,7 @@ def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
 
 
 def test_only_what_nobody_saves_is_deleted(run):
-    steps.begin(storage_of(run), 50)
+    steps.begin_step(storage_of(run), 50)
     (run / "step-50.partial").mkdir()
     (run / "step-60.partial").mkdir()
     shelf = CheckpointBrowser(run)
@@ -78,7 +78,7 @@ def test_only_what_nobody_saves_is_deleted(run):
     for name in ("..", "latest", "", "../run"):
         with pytest.raises(BadRequest):
             shelf.delete(name)
-    steps.abandon(storage_of(run), 50)
+    steps.abandon_step(storage_of(run), 50)
 
 
 def test_load_does_what_it_was_given_or_says_how(run):

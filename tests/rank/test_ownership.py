@@ -182,11 +182,11 @@ def test_a_child_process_sees_whether_there_is_an_owner(stage):
 @pytest.mark.processes
 def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ended = os_utils.end_of(process.pid)
+    ended = os_utils.exit_watcher(process.pid)
     assert not ended()
     process.communicate(b"go\n")
     assert ended()
-    assert os_utils.end_of(process.pid)()
+    assert os_utils.exit_watcher(process.pid)()
 
 
 def test_a_dead_owner_counts_as_gone_though_its_child_has_the_socket_still():

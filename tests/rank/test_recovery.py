@@ -46,7 +46,7 @@ def taken_over(
     listed = recovery.list_state(peer, hidden)
     packed = recovery.export_state(peer, hidden, listed["names"], SegmentStore(folder))
     fresh: dict[str, Any] = {"__name__": "__main__"}
-    recovery.stand_for(fresh)
+    recovery.set_cell_namespace(fresh)
     adopted = recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=folder))
     adopted["missing"] |= listed["missing"]
     return fresh, adopted

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankbook.rank.shutdown import finish_saves
+from rankbook.rank.shutdown import wait_for_saves
 
 MODULE = "rankbook.checkpoint.async_save"
 
@@ -30,12 +30,12 @@ def told(monkeypatch, handle):
     asked: list[float] = []
     finish = handle.finish if handle is not None else None
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(latest=lambda: handle, finish=finish))
-    return finish_saves(7.0, asked.append), asked
+    return wait_for_saves(7.0, asked.append), asked
 
 
 def test_who_has_not_imported_the_package_has_nothing_to_wait_for(monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    assert finish_saves(7.0, pytest.fail) == ""
+    assert wait_for_saves(7.0, pytest.fail) == ""
     assert MODULE not in sys.modules
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.launch_environment import LaunchSetup, flag, local_rank_of, read_setup, text
+from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read_flag, read_setup, read_text
 
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -88,9 +88,9 @@ def test_a_description_with_a_hole_is_an_error_that_names_it(told, words):
 
 
 def test_the_first_variable_that_is_set_counts():
-    assert text("A", "B", environment={"B": "2"}) == "2"
-    assert flag("A", "B", environment={"A": "0", "B": "1"}) is False
-    assert flag("A", environment={"A": "True"}) is True
-    assert flag("A", environment={}) is False
+    assert read_text("A", "B", environment={"B": "2"}) == "2"
+    assert read_flag("A", "B", environment={"A": "0", "B": "1"}) is False
+    assert read_flag("A", environment={"A": "True"}) is True
+    assert read_flag("A", environment={}) is False
     with pytest.raises(BadRequest, match="either 1 or 0"):
-        flag("A", environment={"A": "perhaps"})
+        read_flag("A", environment={"A": "perhaps"})

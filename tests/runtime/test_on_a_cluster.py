@@ -33,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
     finally:
         found.stop()
-        local.cool_down()
+        local.shutdown_prestarted()
 
 
 TRAIN = """

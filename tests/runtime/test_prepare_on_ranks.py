@@ -39,7 +39,7 @@ def traces():
     gc.collect()
     return {
         "groups": len(c10d._world.pg_map),
-        "generations": prepared.count(),
+        "generations": prepared.count_prepared(),
         "successors": len(prepared._successors),
         "modules": sum(isinstance(each, torch.nn.Module) for each in gc.get_objects()),
         "objects": len(gc.get_objects()),

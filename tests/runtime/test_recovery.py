@@ -74,7 +74,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
     finally:
         found.stop()
-        local.cool_down()
+        local.shutdown_prestarted()
 
 
 MOMENTS = ["loop", "batch", "forward", "backward", "gradients", "step"]

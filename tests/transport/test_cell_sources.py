@@ -19,7 +19,7 @@ def cell(monkeypatch):
     monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
     monkeypatch.setattr(cell_sources, "_numbers", None)
     numbers = {"<cell>": 7}
-    cell_sources.name_cells(numbers)
+    cell_sources.set_cell_numbers(numbers)
     space = {"__name__": "__main__"}
     exec(compile(CELL, "<cell>", "exec"), space)
     return space["outer"], numbers

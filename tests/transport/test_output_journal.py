@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rankbook.transport import output_journal
-from rankbook.transport.output_journal import JournalTail, OutputJournal, take_last_words, words_of
+from rankbook.transport.output_journal import JournalTail, OutputJournal, journal_path, read_journal
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "splice"), reason="the system does not move what is in a pipe to a file"
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def path(tmp_path):
-    return words_of(tmp_path, 2, 1)
+    return journal_path(tmp_path, 2, 1)
 
 
 @pytest.fixture
@@ -38,19 +38,19 @@ def test_what_was_taken_last_is_there_and_the_files_are_gone(path, pipe):
     assert say(words, pipe, 5, b"one\n") == b"one\n"
     assert say(words, pipe, 5, b"oh\n", "stderr") == b"oh\n"
     assert say(words, pipe, 5, b"two\n") == b"two\n"
-    assert [*take_last_words(path)] == [
+    assert [*read_journal(path)] == [
         JournalTail(5, "stdout", 8, b"one\ntwo\n"),
         JournalTail(5, "stderr", 3, b"oh\n"),
     ]
     assert [*path.parent.iterdir()] == []
-    assert [*take_last_words(path)] == []
+    assert [*read_journal(path)] == []
 
 
 def test_another_cell_counts_anew(path, pipe):
     words = OutputJournal(path)
     say(words, pipe, 5, b"a long line of the cell before\n")
     say(words, pipe, 6, b"new\n")
-    assert next(take_last_words(path)) == JournalTail(6, "stdout", 4, b"new\n")
+    assert next(read_journal(path)) == JournalTail(6, "stdout", 4, b"new\n")
 
 
 def test_no_more_is_taken_than_was_asked_for(path, pipe):
@@ -64,14 +64,14 @@ def test_a_long_file_begins_anew_and_still_counts_all(path, pipe, monkeypatch):
     words = OutputJournal(path)
     for _ in range(3):
         say(words, pipe, 5, b"0123456789" * 2)
-    assert next(take_last_words(path)) == JournalTail(5, "stdout", 60, b"0123456789" * 2)
+    assert next(read_journal(path)) == JournalTail(5, "stdout", 60, b"0123456789" * 2)
 
 
 def test_what_is_not_sent_any_more_is_forgotten(path, pipe):
     words = OutputJournal(path)
     say(words, pipe, 5, b"text")
     words.end()
-    assert [*take_last_words(path)] == []
+    assert [*read_journal(path)] == []
 
 
 @pytest.mark.parametrize(("heard", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
@@ -96,5 +96,5 @@ def test_files_that_cannot_be_made_or_written_do_no_harm(tmp_path, path, pipe, m
     assert say(words, pipe, 1, b"text") is None
     monkeypatch.undo()
     assert say(words, pipe, 1, b"more") is None
-    assert [*take_last_words(path)] == []
+    assert [*read_journal(path)] == []
     assert os.read(pipe[0], 10) == b"textmore"

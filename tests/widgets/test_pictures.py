@@ -161,4 +161,4 @@ def test_a_terminals_colours_can_be_read_in_dark_and_light(ink, paper):
 
 def test_text_on_a_ranks_colour_can_be_read():
     for colour in drawing.RANK_COLOURS:
-        assert contrast(colour, drawing.ink_on(colour)) >= 4.5, colour
+        assert contrast(colour, drawing.contrast_color(colour)) >= 4.5, colour

@@ -123,7 +123,7 @@ def _step_back() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def settle(*, refuse: bool) -> None:
+def join_previous(*, refuse: bool) -> None:
     """Have the save before this one be over: wait for it, or with `refuse` raise while it is not. A collective.
 
     Raises `CheckpointingException` on every rank if it failed and somebody has not been told.
@@ -165,13 +165,13 @@ def _first(complaint: str) -> str:
     return next(each for each in told if each)
 
 
-def latest() -> SaveHandle | None:
+def current_save() -> SaveHandle | None:
     """The save in the background that is under way, or that nobody has been told the end of; None without one."""
     handle = _process.current
     return handle if handle is not None and not (handle.done and (handle.heard or handle.error is None)) else None
 
 
-def lost() -> str:
+def lost_saves() -> str:
     """Return the words for a save that failed and of which nobody has heard; "" without one, and the second time."""
     handle = _process.current
     if handle is None or handle.error is None or handle.heard or handle._announced:
@@ -180,12 +180,12 @@ def lost() -> str:
     return f"rankbook: {handle!r}. What was saved before is untouched."
 
 
-def finish(timeout: float | None = None) -> bool:
+def wait_for_saves(timeout: float | None = None) -> bool:
     """Wait until nothing is being saved in the background. Whether that is so, after `timeout` seconds."""
     return _process.current is None or _process.current._ended.wait(timeout)
 
 
-def start(
+def start_save(
     contents: LocalState, telling: SaveProgress, perform: Callable[[LocalState, Any], Saved], *, everything: bool
 ) -> SaveHandle:
     """Copy what this rank writes, and have `perform(copies, group)` run in a thread. A collective.

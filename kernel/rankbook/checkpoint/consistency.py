@@ -128,7 +128,7 @@ def _failures(results: Sequence[object]) -> dict[int, Failure]:
     return {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
 
 
-def agreed(what: str, check: Callable[[], T], **given: object) -> T:
+def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> T:
     """What `check()` returns, once all ranks have `given` the same and no rank's check has raised. A collective.
 
     `what` is the call, for the message. Where all is well it costs one small all-reduce. Raises, the same on every
@@ -174,6 +174,6 @@ def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Ex
     raise BadRequest(f"the {what} has not begun, for the ranks do not ask for the same: {'; '.join(differing)}")
 
 
-def spelt(folder: Any) -> str:  # noqa: ANN401 - a path or a storage
+def folder_key(folder: Any) -> str:  # noqa: ANN401 - a path or a storage
     """A folder for `agreed`: its path; of a storage, whose text may be of this process alone, its type."""
     return str(folder) if isinstance(folder, str) or hasattr(folder, "__fspath__") else type(folder).__qualname__

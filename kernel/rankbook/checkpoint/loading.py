@@ -31,14 +31,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rankbook.checkpoint.consistency import RankGroup, RanksFailed, agreed, spelt
+from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import dcp_metadata, torch_zip
 from rankbook.checkpoint.format.checksums import crc32
 from rankbook.checkpoint.format.manifest import MANIFEST, PIECE, Manifest, StoredObject
-from rankbook.checkpoint.format.structure import decode, sizes_hold
-from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_holds, envelope_holds, fill, verify
-from rankbook.checkpoint.format.torch_zip import is_plain, zip_holds
-from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, everything
+from rankbook.checkpoint.format.structure import decode, sizes_match
+from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
+from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
+from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, request_everything
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.planning.validation import said
 from rankbook.checkpoint.saving import Folder
@@ -100,7 +100,9 @@ class Decision(NamedTuple):
     unexpected: frozenset[str]
 
 
-def decide(asked: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str) -> Decision:
+def decide_keys(
+    asked: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str
+) -> Decision:
     """What to do about the keys that each rank asks for, rank by rank, of those that the checkpoint `where` has."""
     known = set(stored)
     ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - known)
@@ -186,16 +188,16 @@ def prepare_load(
     allow: Sequence[type | str] = (),
 ) -> Loader:
     """Load up to the first tensor that is written; `fill` of the loader that is returned does the rest."""
-    mode, storage, _ = agreed(
+    mode, storage, _ = check_same_arguments(
         "load",
-        lambda: (StrictHandling.of(strict), storage_of(folder), steps.asked_for(step)),
-        folder=spelt(folder),
+        lambda: (StrictHandling.of(strict), storage_of(folder), steps.requested_step(step)),
+        folder=folder_key(folder),
         step=step,
         strict=str(getattr(strict, "value", strict)).lower(),
         verify=verify,
         cast=cast,
     )
-    found = find(storage, step)
+    found = find_checkpoint(storage, step)
     loader = Loader(
         found,
         lambda: LoadRequest(sharded_state_dict, found.manifest),
@@ -279,7 +281,7 @@ class Loader:
             )
         manifest = self._found.manifest
         sharded = [*manifest.tensors, *(key for key in manifest.objects if key not in manifest.values)]
-        decision = decide([request.keys for request in requests], sharded, self.mode, str(self._found))
+        decision = decide_keys([request.keys for request in requests], sharded, self.mode, str(self._found))
         if decision.error:
             raise CheckpointingException(decision.error)
         return [decision] * len(requests)
@@ -317,11 +319,11 @@ def load_plain(
 
     Raises `CheckpointingException` as `load` does.
     """
-    found = find(storage_of(folder), step, together=False)
+    found = find_checkpoint(storage_of(folder), step, together=False)
     found.check_sizes()  # before memory is taken for what the manifest says
     loader = Loader(
         found,
-        lambda: LoadRequest(everything(found.manifest), found.manifest, all_values=True),
+        lambda: LoadRequest(request_everything(found.manifest), found.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
@@ -335,7 +337,7 @@ def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
 
     Raises `CheckpointingException` where there is none, or where that is damaged.
     """
-    return find(storage_of(folder), step, together=False).manifest
+    return find_checkpoint(storage_of(folder), step, together=False).manifest
 
 
 @dataclass(frozen=True)
@@ -353,13 +355,13 @@ class CheckpointRef:
 
     def check_sizes(self) -> None:
         """Raise `CheckpointingException` where a file has fewer bytes than the manifest says."""
-        sizes_hold(self.manifest, self.storage.list(self.folder), str(self))
+        sizes_match(self.manifest, self.storage.list(self.folder), str(self))
 
     def __str__(self) -> str:
         return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
 
 
-def find(storage: Storage, step: Step | None, *, together: bool = True) -> CheckpointRef:
+def find_checkpoint(storage: Storage, step: Step | None, *, together: bool = True) -> CheckpointRef:
     """Return the checkpoint that `step` means in `storage`. A collective with `together`: rank 0 chooses.
 
     Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
@@ -392,7 +394,7 @@ def _choose(storage: Storage, step: Step | None) -> CheckpointRef:
         try:
             return _read(storage, folder)
         except (CheckpointingException, FileNotFoundError):
-            if steps.asked_for(step) is not None or steps.locate(storage, step) == folder:
+            if steps.requested_step(step) is not None or steps.locate(storage, step) == folder:
                 raise
             # another process has saved the next step meanwhile, and removed this one
 
@@ -402,13 +404,13 @@ def _read(storage: Storage, folder: str) -> CheckpointRef:
     if MANIFEST in storage.list(folder):
         where = f"{storage}/{prefix}{MANIFEST}"
         manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
-        step = steps.step_of(folder.removesuffix(ASIDE))
+        step = steps.parse_step(folder.removesuffix(ASIDE))
         if folder and manifest.step != step:
             raise CheckpointingException(
                 f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
             )
         return CheckpointRef(storage, folder, manifest)
-    return CheckpointRef(storage, folder, dcp_metadata.foreign(storage, folder))
+    return CheckpointRef(storage, folder, dcp_metadata.manifest_from_dcp(storage, folder))
 
 
 COMMON = "common.pt"
@@ -468,7 +470,7 @@ class CheckpointRead:
         scratch = memoryview(bytearray(_SCRATCH))
         for chunk in chunks:
             with self._naming(_where(chunk)):
-                verify(chunk, self._reader(chunk), scratch)
+                verify_chunk(chunk, self._reader(chunk), scratch)
 
     def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a transfer.ReadRange
         return partial(self._found.storage.read, self._found.path(chunk.file))
@@ -488,17 +490,17 @@ class CheckpointRead:
     def _chunk(self, chunk: ChunkRead, views: Sequence[torch.Tensor]) -> None:
         read = self._reader(chunk)
         check, stored = self._verify, chunk.chunk
-        if check and not envelope_holds(stored, read):
+        if check and not envelope_matches(stored, read):
             raise ChunkDamage("has other bytes around its data than were written")
         if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
-            if not data_holds(stored, read):
+            if not data_matches(stored, read):
                 raise ChunkDamage("has other data than was written")
             check = False
         for part in chunk.reads:
             target = views[part.wanted]
             for axis, (at, size) in enumerate(zip(part.target, part.shape, strict=True)):
                 target = target.narrow(axis, at, size)
-            fill(target, chunk, part, read, check)
+            read_into(target, chunk, part, read, check)
 
     def objects(self, keys: Collection[str]) -> dict[str, Any]:
         """The objects of these unique keys that the checkpoint has."""
@@ -523,7 +525,7 @@ class CheckpointRead:
             raise ChunkDamage("ends too early")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
             raise ChunkDamage("has other bytes than were written")
-        if self._verify and stored.crc is None and not zip_holds(bytes(blob)):
+        if self._verify and stored.crc is None and not zip_is_intact(bytes(blob)):
             raise ChunkDamage("has other bytes than were written")
         return self._unpickled(blob)
 
@@ -539,7 +541,7 @@ class CheckpointRead:
             data = read_all(self._found.storage, self._found.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
                 raise ChunkDamage("has other bytes than were written")
-            if self._verify and stored.crc is None and not zip_holds(data):
+            if self._verify and stored.crc is None and not zip_is_intact(data):
                 raise ChunkDamage("has other bytes than were written")
             return self._unpickled(data)
         return {}
@@ -570,7 +572,7 @@ class CheckpointRead:
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # within half a page of advice
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
-                names = torch_zip.unsafe(data) or [named[1]]
+                names = torch_zip.unsafe_globals(data) or [named[1]]
                 raise kind(
                     f"holds {', '.join(names)}, which may run code when it is loaded: if you trust it, give that to "
                     f"allow={names}"

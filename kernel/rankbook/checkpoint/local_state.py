@@ -23,7 +23,7 @@ from rankbook.checkpoint.format.torch_zip import object_blob
 from rankbook.checkpoint.planning.load_plan import WantedChunk
 from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
-from rankbook.checkpoint.state_dict.state_dicts import nested, placed, split
+from rankbook.checkpoint.state_dict.state_dicts import nest, normalize_path, partition
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LocalState:
                 for e in self.tensors
             ],
             [LocalShard(e.key, e.global_shape, e.global_offset, is_main=e.is_main) for e in self.objects],
-            common=dict(digests(self.common)),
+            common=dict(state_digests(self.common)),
         )
 
     def declared(self) -> LocalPlan:
@@ -152,14 +152,14 @@ class FailedStaging(LocalState):
         raise self._error
 
 
-def digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict
+def state_digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict
     """The path of each leaf with a digest of it, for the ranks to compare."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
-            yield from digests(each, f"{path}.{key}" if path else str(key))
+            yield from state_digests(each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple) and value:
         for number, each in enumerate(value):
-            yield from digests(each, f"{path}[{number}]")
+            yield from state_digests(each, f"{path}[{number}]")
     else:
         yield path, blake2b(_spelt(value), digest_size=8).hexdigest()
 
@@ -174,9 +174,9 @@ def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
     return pickle.dumps(value)
 
 
-def contents_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
+def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     """What this rank holds of a sharded state dict. A collective; raises `CheckpointingException`."""
-    made = split(sharded_state_dict)
+    made = partition(sharded_state_dict)
     tensors = [LocalTensor.of(each.shard) for each in made.tensors]
     return LocalState(tensors, [LocalObject.of(each) for _, each in made.objects], made.common)
 
@@ -186,7 +186,7 @@ class LoadRequest:
 
     def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
         stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
-        self._split = split(sharded_state_dict, stored=stored, gather=None)
+        self._split = partition(sharded_state_dict, stored=stored, gather=None)
         self._all_values = all_values
         self.fresh: set[int] = set()
         """The positions of the tensors whose memory is made here: nobody has anything to lose in them."""
@@ -203,11 +203,11 @@ class LoadRequest:
         Those are all of each of its parts, or all that there are.
         """
         asked = self._split.containers
-        return {key: placed(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
+        return {key: normalize_path(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
 
     def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
         """Values at paths as a part of the state dict."""
-        return nested(leaves, self._split.containers)
+        return nest(leaves, self._split.containers)
 
     def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
         """The state dict with what was loaded in its places, but for keys that were skipped."""
@@ -221,7 +221,7 @@ class LoadRequest:
         return made.assemble(values, common)
 
 
-def everything(manifest: Manifest) -> dict[str, Any]:
+def request_everything(manifest: Manifest) -> dict[str, Any]:
     """A map that asks for all of a checkpoint, whole."""
     wanted: dict[str, Any] = {}
     for key, each in manifest.tensors.items():

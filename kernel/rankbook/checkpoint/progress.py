@@ -36,7 +36,7 @@ class SaveProgress:
         self._on_progress = on_progress
         self._raised: BaseException | None = None
         self._source = f"checkpoint {next(_numbers)}"
-        telemetry.offer(self._source, self.now)
+        telemetry.offer_source(self._source, self.now)
         self._tell()
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class SaveProgress:
         if phase == "writing":
             self._writing_began = time.monotonic()
         elif phase == "done" or (phase == "failed" and not self.background):
-            telemetry.withdraw(self._source)
+            telemetry.withdraw_source(self._source)
         self._tell()
 
     def wrote(self, count: int) -> None:
@@ -83,12 +83,12 @@ class SaveProgress:
 
     def withdraw(self) -> None:
         """Show a save that failed in the background no longer: the person has been told."""
-        telemetry.withdraw(self._source)
+        telemetry.withdraw_source(self._source)
 
     def _tell(self) -> None:
         self._told = time.monotonic()
         said = self.now()
-        telemetry.report(said)
+        telemetry.report_value(said)
         if self._on_progress is not None:
             try:
                 self._on_progress(said)

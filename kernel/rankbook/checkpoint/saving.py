@@ -90,7 +90,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from rankbook.checkpoint import async_save
 from rankbook.checkpoint.async_save import SaveHandle
-from rankbook.checkpoint.consistency import RankGroup, RanksFailed, agreed, spelt
+from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import torch_zip
 from rankbook.checkpoint.format.checksums import crc32, whole
 from rankbook.checkpoint.format.manifest import (
@@ -106,13 +106,13 @@ from rankbook.checkpoint.format.manifest import (
     encode,
     now,
 )
-from rankbook.checkpoint.local_state import LocalState, contents_of
+from rankbook.checkpoint.local_state import LocalState, local_state_of
 from rankbook.checkpoint.planning.local_plan import LocalPlan
 from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy, whole_number
+from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy, check_int
 from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.protocol.telemetry import CheckpointSave
 
@@ -251,9 +251,9 @@ class Writer:
         at = 0
         for number in assignment.tensors:
             tensor = self._contents.tensors[number]
-            envelope = torch_zip.envelope(tensor.data.dtype, tensor.local_shape)
+            envelope = torch_zip.make_envelope(tensor.data.dtype, tensor.local_shape)
             yield envelope.before
-            data = torch_zip.raw(tensor.data)
+            data = torch_zip.raw_bytes(tensor.data)
             pieces = []
             for begin in range(0, len(data), PIECE):
                 piece = data[begin : begin + PIECE]
@@ -351,7 +351,7 @@ def _tell_unsafe(what: str, blob: bytes) -> None:
     """Warn, once, of an object that no load will take unasked: the person may not be asked then, or not know."""
     if len(blob) > MOST_LOOKED_AT or what in _told_unsafe:
         return
-    if names := torch_zip.unsafe(blob):
+    if names := torch_zip.unsafe_globals(blob):
         _told_unsafe.add(what)
         asked = f"a load takes it with allow={names} only"
         if never := torch_zip.NEVER.intersection(names):
@@ -407,7 +407,7 @@ class _SaveHistory:
 _process = _SaveHistory()
 
 
-def last_saved() -> Saved | None:
+def last_save() -> Saved | None:
     """Return the last checkpoint that this process has saved with the others; None if there is none."""
     return _process.last
 
@@ -446,14 +446,14 @@ def save(
     def checked() -> tuple[dict[str, Any], CheckpointLocation]:
         if busy not in {"wait", "refuse"}:
             raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
-        number = None if step is None else whole_number("step", step, 0)
+        number = None if step is None else check_int("step", step, 0)
         retention = RetentionPolicy(keep, keep_every)
         return _metadata(metadata), CheckpointLocation(storage_of(folder), str(folder), number, retention=retention)
 
-    given, place = agreed(
+    given, place = check_same_arguments(
         "save",
         checked,
-        folder=spelt(folder),
+        folder=folder_key(folder),
         step=step,
         async_=async_,
         keep=keep,
@@ -462,7 +462,7 @@ def save(
         busy=busy,
     )
     return save_contents(
-        contents_of(sharded_state_dict),
+        local_state_of(sharded_state_dict),
         place,
         metadata=given,
         async_=async_,
@@ -483,7 +483,7 @@ def save_contents(
     busy: str = "wait",
 ) -> Saved | SaveHandle:
     """Save what has been taken apart, in a place of any name. See `save`."""
-    async_save.settle(refuse=busy == "refuse")
+    async_save.join_previous(refuse=busy == "refuse")
     telling = SaveProgress(place.folder, background=async_, on_progress=on_progress)
 
     def run(held: LocalState, group: Any) -> Saved:  # noqa: ANN401 - a process group
@@ -491,7 +491,7 @@ def save_contents(
 
     if not async_:
         return run(contents, None)
-    return async_save.start(contents, telling, run, everything=fully_parallel)
+    return async_save.start_save(contents, telling, run, everything=fully_parallel)
 
 
 def run_save(

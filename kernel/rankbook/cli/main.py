@@ -167,7 +167,7 @@ def _verify(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.storage import local, steps
     from rankbook.checkpoint.tools.verify import verify
 
-    which = (steps.finished(local.storage_of(args.path)) if args.all else []) or [args.step]
+    which = (steps.finished_steps(local.storage_of(args.path)) if args.all else []) or [args.step]
     whole = True
     for step in which:
         report = verify(args.path, step)

@@ -23,16 +23,16 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.completion import CompletionClient
-from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.evaluate import Peeked, peek
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.liveness import describe_silence
+from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
-from rankbook.coordinator.recovery import Healed, hand_over, segments_of, summarize
+from rankbook.coordinator.recovery import Healed, hand_over, payload_segments, summarize_recovery
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
-from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for
+from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
 from rankbook.errors import BadRequest, CellError, CellTimeout, ClusterStopped, LostRank
 from rankbook.formatting import plural
 from rankbook.launch.registry import ClusterRecord
@@ -105,10 +105,10 @@ class ClusterTasks:
         `timeout` seconds from now the cell is interrupted, or removed where it still waits for its ranks; after
         `patience` seconds this returns, whatever the cell does.
         """
-        with held_interrupts() as held:
+        with deferred_interrupts() as held:
             if timeout is not None:
                 self.interrupt_after(cell, timeout)
-            wait_for(self._crew.driver, cell, held, patience=patience, ask=ask)
+            wait_for_cell(self._crew.driver, cell, held, patience=patience, ask=ask)
             held.take()
 
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
@@ -162,7 +162,7 @@ class ClusterTasks:
         ask: Ask = ask_in_terminal,
     ) -> dict[int, Any]:
         __tracebackhide__ = True
-        with held_interrupts():
+        with deferred_interrupts():
             cell = self._submit(tasks, number=0, sink=sink, label=label)
             self.wait(cell, timeout=timeout, ask=ask)
         try:
@@ -213,7 +213,7 @@ class ClusterTasks:
         page: OutputView | None = None,
         head: Callable[[RunningCell], StatusHeader] | None = None,
     ) -> RunningCell:
-        with held_interrupts():
+        with deferred_interrupts():
             driver = self._crew.driver
             self._check_available(tuple(tasks))
             with driver.changed:
@@ -412,7 +412,7 @@ class Cluster(ClusterQueries):
         which waiting for ranks that are busy counts.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
-        with held_interrupts():
+        with deferred_interrupts():
             cell = self.submit_code(code, number=0, ranks=ranks, sink=sink)
             self.wait(cell, timeout=timeout)
         return self._check(cell)
@@ -551,7 +551,7 @@ class Cluster(ClusterQueries):
         found = []
         for rank, each in self._state.ranks.items():
             cell = driver.cell_of(rank)
-            state = describe_silence(silent[rank]) if rank in silent else self._state_of(rank)
+            state = describe_unresponsive(silent[rank]) if rank in silent else self._state_of(rank)
             device = self._place.devices[rank]
             found.append(
                 RankStatus(
@@ -618,11 +618,11 @@ class Cluster(ClusterQueries):
 
         refused = hand_over(listed["names"], attempt)
         self._crew.driver.post(ev.StateRestored(ranks, donor))
-        return summarize(ranks, donor, adopted, {**listed["missing"], **refused})
+        return summarize_recovery(ranks, donor, adopted, {**listed["missing"], **refused})
 
     def _try_restore(self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float) -> Any:  # noqa: ANN401 - rank.heal.Adopted
         """Have `donor` export the variables `names` and the new `ranks` adopt them; return one of their answers."""
-        with held_interrupts():
+        with deferred_interrupts():
             make_export = lambda cell: ExportState(cell=cell, names=names)  # noqa: E731 - used once
             export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
             self.wait(export, timeout=timeout)
@@ -636,7 +636,7 @@ class Cluster(ClusterQueries):
             others = {rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks}
             answers = self._collect({**others, **newcomers}, timeout, "heal")
         finally:
-            for segment in segments_of(payload):
+            for segment in payload_segments(payload):
                 self._segments.discard(segment)
         return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]])
 

@@ -17,18 +17,18 @@ import weakref
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deferred_interrupts import describe_interrupt, held_interrupts
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts, describe_interrupt
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.liveness import describe_silence
+from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.errors import ClusterStopped, RankbookError, StartError
 from rankbook.launch import local
-from rankbook.launch.environment import DeviceAssignment, abort_grace, place, rank_environment, usable_cores
+from rankbook.launch.environment import DeviceAssignment, abort_grace, assign_devices, rank_environment, usable_cores
 from rankbook.launch.paths import ClusterPaths, make_folders
-from rankbook.launch.registry import ClusterRecord, DetachedRank, started_at, this_session, write_record
+from rankbook.launch.registry import ClusterRecord, DetachedRank, process_start_time, session_id, write_record
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore
@@ -67,23 +67,23 @@ class ClusterProcesses:
     ) -> None:
         self.grace = grace or GracePeriods(raised=abort_grace())
         self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
-        with held_interrupts() as held:
+        with deferred_interrupts() as held:
             if n is not None:
-                place(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
-            self._launcher = local.take()
+                assign_devices(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
+            self._launcher = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)
             except BaseException:
                 self._launcher.close()
                 raise
-            remember(self)
+            register_for_exit(self)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 opened = self._launcher.open(
                     (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=held.take
                 )
                 self._port = opened.master_port
-                self.placement = place(n, opened.devices, backend=backend, cores=usable_cores())
+                self.placement = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
                 self.state = ClusterState(len(self.placement.devices), grace=self.grace)
                 self.segments = SegmentStore(self._folders.segments)
                 make_driver = Driver if keep is None else ReattachedDriver
@@ -130,7 +130,7 @@ class ClusterProcesses:
         except OSError as error:
             raise StartError("the notebook's current folder is gone; os.chdir() to one that is there") from error
         driver.start_errors.clear()
-        with held_interrupts() as held:
+        with deferred_interrupts() as held:
             driver.post(ev.LaunchRanks(ranks))
             deadline = time.monotonic() + timeout
             with driver.changed:
@@ -186,7 +186,7 @@ class ClusterProcesses:
     def _states(self, driver: Driver) -> str:
         silent = driver.presence.wait_silent(driver.answering(), timeout=_ANSWER_TIMEOUT)
         states = {rank: each.state.name.lower() for rank, each in self.state.ranks.items()}
-        states |= {rank: describe_silence(silence) for rank, silence in silent.items()}
+        states |= {rank: describe_unresponsive(silence) for rank, silence in silent.items()}
         return "; ".join(f"rank {rank} is {state}" for rank, state in states.items())
 
     def _request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
@@ -230,7 +230,7 @@ class ClusterProcesses:
 
     def _record(self, *, interrupted: str = "") -> None:
         """Write down where a kept cluster is, what it is now, and what its next owner is to be told."""
-        began = started_at(self._launcher.pid)
+        began = process_start_time(self._launcher.pid)
         if self.keep is None or self._hub is None or self._driver is None or began is None:
             return
         infos, ranks, devices = self._driver.infos, self.state.ranks, self.placement.devices
@@ -249,9 +249,9 @@ class ClusterProcesses:
             master_port=self._port,
             backend=self.placement.backend,
             threads=self.placement.threads,
-            session=this_session(),
+            session=session_id(),
             created=self._created,
-            notebook_started=started_at(os.getpid()) or 0.0,
+            notebook_started=process_start_time(os.getpid()) or 0.0,
             interrupted=interrupted,
             ranks=tuple(DetachedRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
         )
@@ -259,7 +259,7 @@ class ClusterProcesses:
 
     def leave(self) -> None:
         """Let go of a kept cluster, which goes on for its time. It counts as stopped here."""
-        with self._stop_lock, held_interrupts():
+        with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
                 return
             self._stopped.set()
@@ -277,7 +277,7 @@ class ClusterProcesses:
 
         What idle ranks save in the background may go on for `patience` seconds, or as long as the grace period says.
         """
-        with self._stop_lock, held_interrupts():
+        with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
                 return
             self._stopped.set()
@@ -313,7 +313,7 @@ def _is_text(entry: object) -> bool:
 _all: weakref.WeakSet[ClusterProcesses] = weakref.WeakSet()
 
 
-def remember(crew: ClusterProcesses) -> None:
+def register_for_exit(crew: ClusterProcesses) -> None:
     """When this process ends, so shall `crew`, or it lets go of a kept one."""
     _all.add(crew)
 

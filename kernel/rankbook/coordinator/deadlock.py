@@ -71,7 +71,9 @@ class CollectiveMismatch:
     text: str
 
 
-def doomed(told: Mapping[int, CollectiveReport], out: Mapping[int, InactiveRank], now: float) -> list[BlockedRank]:
+def blocked_ranks(
+    told: Mapping[int, CollectiveReport], out: Mapping[int, InactiveRank], now: float
+) -> list[BlockedRank]:
     """The ranks that wait for one of `out`, or for a rank that itself waits in vain. `told` has all that reported."""
     found: dict[int, BlockedRank] = {}
     ended = dict(out)
@@ -120,7 +122,7 @@ def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLau
     return view is not None and view.count >= launch.number and not view.broken
 
 
-def disagreements(told: Mapping[int, CollectiveReport], *, patience: float) -> Iterator[CollectiveMismatch]:
+def find_mismatches(told: Mapping[int, CollectiveReport], *, patience: float) -> Iterator[CollectiveMismatch]:
     """Where ranks have waited for `patience` seconds in what others take for something else."""
     seen: set[tuple[str, int]] = set()
     for each in told.values():
@@ -134,7 +136,7 @@ def disagreements(told: Mapping[int, CollectiveReport], *, patience: float) -> I
                         yield CollectiveMismatch(group.name, launch.number, _tell(group, launch.number, sides))
 
 
-def deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
+def find_deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
     """Ranks that have waited for `patience` seconds, each for another one of them, in words; None if there are none.
 
     They took part in the collectives of several groups in different orders, or receive from one another.
@@ -215,7 +217,7 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, i
     return "\n".join([head, *lines, _WAY_OUT]) + "\n"
 
 
-def warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
+def format_warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
     """What the cell says of the wait of `ranks`, as in `doom`, for a rank that merely has finished."""
     who = tuple(ranks)
     where = f" at line {doom.line}" if doom.line is not None else ""
@@ -281,9 +283,9 @@ class CollectiveMonitor:
         out = self._out(now, ranks, running)
         told = {rank: each for rank, each in self._told.items() if each.report.cell == ranks[rank].cell}
         actions = self._judge(now, told, out, ranks, cells)
-        for each in disagreements(told, patience=_DISAGREE_FOR):
+        for each in find_mismatches(told, patience=_DISAGREE_FOR):
             actions += self._say(running[0], each.text, each.group, each.number)
-        if (text := deadlock(told, patience=_DEADLOCKED_FOR)) is not None:
+        if (text := find_deadlock(told, patience=_DEADLOCKED_FOR)) is not None:
             actions += self._say(running[0], text, "deadlock")
         alive = tuple(rank for rank, each in ranks.items() if each.state in (RankState.IDLE, RankState.BUSY))
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
@@ -318,7 +320,7 @@ class CollectiveMonitor:
         actions: list[act.Action] = []
         broken: dict[str, list[tuple[int, str]]] = {}
         late: dict[tuple[int, str], list[BlockedRank]] = {}
-        for doom in doomed(told, out, now):
+        for doom in blocked_ranks(told, out, now):
             number = ranks[doom.rank].cell
             cell = cells.get(number) if number is not None else None
             if cell is None:
@@ -327,13 +329,13 @@ class CollectiveMonitor:
                 what = (doom.rank, doom.group, doom.launch.number)
                 if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:
                     self._said.add((cell.cell, *what))
-                    same = warning(doom, [doom.missing])  # but for who waits
+                    same = format_warning(doom, [doom.missing])  # but for who waits
                     late.setdefault((cell.cell, same), []).append(doom)
             elif doom.seconds >= self._grace.raised:
                 cell.aborted = True
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
         for (key, _), dooms in late.items():
-            actions.append(act.NotifyUser(key, warning(dooms[0], [doom.rank for doom in dooms])))
+            actions.append(act.NotifyUser(key, format_warning(dooms[0], [doom.rank for doom in dooms])))
         for words, where in broken.items():
             who = tuple(sorted({rank for rank, _ in where}))
             actions.append(act.SendAbort(who, tuple(sorted({group for _, group in where})), words))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
-from rankbook.coordinator.deferred_interrupts import held_interrupts
-from rankbook.coordinator.reattach import choose
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts
+from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
 from rankbook.errors import BadRequest, NoCluster, RankbookError
 from rankbook.launch import local
-from rankbook.launch.registry import find_records
+from rankbook.launch.registry import find_detached
 from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 
@@ -46,7 +46,7 @@ class _Prestarted:
 _ahead: _Prestarted | None = None
 
 
-def start_ahead() -> None:
+def prestart_ranks() -> None:
     """Start the notebook's cluster in the background; who asks for it first waits for it, and hears its error.
 
     It gives way, unused, to a start with another number of ranks or backend, and to ranks that are attached.
@@ -65,7 +65,7 @@ def _refuse_on_a_rank() -> None:
         )
 
 
-def starting() -> bool:
+def is_starting() -> bool:
     """Whether ranks are started in the background, and are not there yet."""
     return _ahead is not None and not _ahead.ended.is_set()
 
@@ -83,7 +83,7 @@ def _wait_ahead() -> _Prestarted | None:
     return ahead
 
 
-def wait_current() -> Cluster | None:
+def wait_default() -> Cluster | None:
     """The notebook's cluster; one that is being started ahead is waited for. None if there is none.
 
     Raises what became of the start, `StartError` or `BadRequest`: once, the next one is another try.
@@ -91,7 +91,7 @@ def wait_current() -> Cluster | None:
     ahead = _wait_ahead()
     if ahead is not None and ahead.error is not None:
         raise ahead.error
-    return running_cluster()
+    return default_or_none()
 
 
 def start(
@@ -111,7 +111,7 @@ def start(
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise BadRequest(f"keep={keep} is no time in seconds")
     ahead = _wait_ahead()
-    if ahead is not None and ahead.cluster is not None and ahead.cluster is running_cluster():
+    if ahead is not None and ahead.cluster is not None and ahead.cluster is default_or_none():
         unused = ahead.cluster
         if n not in (None, unused.world_size) or backend not in (None, unused.backend) or seconds is not None:
             unused.stop()
@@ -121,7 +121,7 @@ def start(
 def _start(n: int | None, backend: str | None, timeout: float, seconds: float | None) -> Cluster:
     global _current
     with _starting:  # a second thread gets the first one's cluster, once it is there
-        running = running_cluster()
+        running = default_or_none()
         if running is None:
             _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
@@ -147,19 +147,19 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     ahead = _wait_ahead()
     if ahead is not None and ahead.cluster is not None:
         ahead.cluster.stop()
-    with _starting, held_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
-        if running_cluster() is not None:
+    with _starting, deferred_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
+        if default_or_none() is not None:
             raise BadRequest("ranks are running here already; %distributed stop ends them first")
-        found = find_records()
+        found = find_detached()
         if sink is not None and found.records and found.notes:
             sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
-        cluster = Cluster.adopt(choose(found, key), sink=sink)
-        local.cool_down()  # it was kept warm for ranks that need not be started now
+        cluster = Cluster.adopt(select_detached(found, key), sink=sink)
+        local.shutdown_prestarted()  # it was kept warm for ranks that need not be started now
         _current = cluster
         return cluster
 
 
-def running_cluster() -> Cluster | None:
+def default_or_none() -> Cluster | None:
     """The notebook's cluster, if one runs."""
     return None if _current is None or _current.stopped else _current
 
@@ -167,7 +167,7 @@ def running_cluster() -> Cluster | None:
 def current() -> Cluster:
     """The notebook's cluster. Raises `NoCluster`, and what became of a start in the background."""
     _refuse_on_a_rank()
-    running = wait_current()
+    running = wait_default()
     if running is None:
         raise NoCluster("no ranks are running; rankbook.start() or %distributed start makes them")
     return running
@@ -176,7 +176,7 @@ def current() -> Cluster:
 def stop() -> bool:
     """Stop the notebook's cluster; whether there was one."""
     _wait_ahead()
-    running = running_cluster()
+    running = default_or_none()
     if running is None:
         return False
     running.stop()

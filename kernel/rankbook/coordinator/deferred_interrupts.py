@@ -39,7 +39,7 @@ JUST_BEFORE = 5.0
 _is_ending: Callable[[], bool] | None = None
 
 
-def set_ending(is_ending: Callable[[], bool]) -> None:
+def set_ending_check(is_ending: Callable[[], bool]) -> None:
     """Set the function that tells whether this process was asked to end, as a kernel that restarts is."""
     global _is_ending
     _is_ending = is_ending
@@ -73,7 +73,7 @@ def describe_interrupt() -> str:
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[DeferredInterrupts]:
+def deferred_interrupts() -> Iterator[DeferredInterrupts]:
     """Within it, SIGINT only counts; what nobody took is raised as KeyboardInterrupt at the end of the outermost one.
 
     On any but the main thread it does nothing: signals do not come there.
@@ -109,7 +109,7 @@ def held_interrupts() -> Iterator[DeferredInterrupts]:
 
 
 @contextlib.contextmanager
-def plain_interrupts() -> Iterator[None]:
+def immediate_interrupts() -> Iterator[None]:
     """Within it, SIGINT raises KeyboardInterrupt again: for prompts, which have their own way with it."""
     if threading.current_thread() is not threading.main_thread():
         yield

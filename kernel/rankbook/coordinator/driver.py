@@ -20,8 +20,8 @@ A cell, from its submission to its end:
 1. The main thread makes a `RunningCell` and calls `submit`. If the cell's ranks are idle the state machine answers with
    `SendTask`, and the tasks are on their way when `submit` returns. If not, the cell is queued until the `CellDone` of
    other cells frees its ranks.
-2. The main thread calls `wait.wait_for` and sleeps on the queue `cell.inbox`. Three things wake it: a question for the
-   user, the end of the cell, and SIGINT, whose handler puts an empty notice into the queue.
+2. The main thread calls `wait.wait_for_cell` and sleeps on the queue `cell.inbox`. Three things wake it: a question for
+   the user, the end of the cell, and SIGINT, whose handler puts an empty notice into the queue.
 3. Output arrives. The driver thread merges it (`RunningCell.feed`) and emits what is due (`OutputFlusher.flush`), every
    50 ms at most.
 4. An `InputRequest` becomes an `InputQuestion` in the queue. The main thread asks the user, and sends the answer by
@@ -30,7 +30,7 @@ A cell, from its submission to its end:
    action is deferred until the driver thread has handled all that has arrived: another thread's event, such as a
    second interrupt, must not end a cell while the driver thread is in the middle of merging its output.
 6. The driver thread ends the cell: it shows the rest of the output, builds the `CellResult`, calls the cell's listeners
-   (`on_change`), and puts `CellEnded` into the queue. The main thread returns from `wait_for`; by then all of the
+   (`on_change`), and puts `CellEnded` into the queue. The main thread returns from `wait_for_cell`; by then all of the
    output has been shown. Ranks that still run (stragglers) may send more, which is shown in the same cell.
 
 Failures. After an interrupt (`InterruptCell`) grace periods (`StartTimer`) determine when the cell's collectives are
@@ -60,10 +60,10 @@ from collections.abc import Callable, Mapping
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CollectiveReport
-from rankbook.coordinator.exit_status import describe_exit, describe_failure, feed_last, sent_last
+from rankbook.coordinator.exit_status import describe_exit, describe_failure, read_remains, replay_remains
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import LivenessTracker, RankProcess, describe_straggler
-from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, nobody_to_ask
+from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, input_unavailable
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
@@ -303,7 +303,7 @@ class Driver:
             cell = self._cells[ending.cell]
             cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.presence.straggler(rank)))
             for rank in ending.stragglers:
-                self._hub.send(rank, nobody_to_ask(ending.cell))
+                self._hub.send(rank, input_unavailable(ending.cell))
             self._recent.append(ending.cell)
             while len(self._recent) > _RECENT_CELLS:
                 oldest = self._recent.popleft()
@@ -337,7 +337,7 @@ class Driver:
                 if cell is not None and cell.result is None:
                     cell.ask(rank, message)
                 else:
-                    self._hub.send(rank, nobody_to_ask(message.cell))
+                    self._hub.send(rank, input_unavailable(message.cell))
             case ReplayStart():
                 pass  # an answer to a question of reunion.py that had been given up
             case _:
@@ -368,12 +368,12 @@ class Driver:
 
     def _bury(self, message: RankExited) -> None:
         rank = self.state.ranks[message.rank]
-        sent = sent_last(message, self.infos[message.rank].segments)
+        sent = read_remains(message, self.infos[message.rank].segments)
         if message.incarnation != rank.incarnation:
             return
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
-        feed_last(message, sent, self._cells, cell)
+        replay_remains(message, sent, self._cells, cell)
         words = self._inbox.reason(message.rank, message.incarnation) or describe_exit(message)
         forming = cell is not None and cell.number < 0 and cell.result is None
         if rank.state is RankState.STARTING or forming:

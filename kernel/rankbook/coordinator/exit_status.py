@@ -14,8 +14,8 @@ from pathlib import Path
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, Text
-from rankbook.transport.cell_sources import number_of
-from rankbook.transport.output_journal import JournalTail, take_crash, take_last_words, words_of
+from rankbook.transport.cell_sources import cell_number
+from rankbook.transport.output_journal import JournalTail, journal_path, read_crash, read_journal
 
 _OF_A_CELL = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
 """What the rank calls the file of a cell, and what ipykernel's debugger does."""
@@ -29,15 +29,15 @@ class CrashRemains:
     crash: str = ""
 
 
-def sent_last(message: RankExited, segments: str) -> CrashRemains:
+def read_remains(message: RankExited, segments: str) -> CrashRemains:
     """What the rank has left in its files, which are removed."""
     if not segments:
         return CrashRemains()
-    path = words_of(Path(segments), message.rank, message.incarnation)
-    return CrashRemains(tuple(take_last_words(path)), take_crash(path))
+    path = journal_path(Path(segments), message.rank, message.incarnation)
+    return CrashRemains(tuple(read_journal(path)), read_crash(path))
 
 
-def feed_last(
+def replay_remains(
     message: RankExited, left: CrashRemains, cells: Mapping[int, RunningCell], running: RunningCell | None
 ) -> None:
     """Give the cells what the rank sent and never came, then what it left in its pipes, then where it crashed."""
@@ -72,7 +72,7 @@ def describe_crash(text: str) -> str:
 
 def _name_cell(file: re.Match[str]) -> str:
     """As tracebacks do; a cell of another notebook keeps its file."""
-    number = number_of(file[1])
+    number = cell_number(file[1])
     return file[0] if number is None else f"Cell In[{number}]"
 
 

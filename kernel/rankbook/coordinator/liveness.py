@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.queries import QueryClient
-from rankbook.launch.process_info import ProcessInfo, describe_look, look_at
+from rankbook.launch.process_info import ProcessInfo, describe_process, process_info
 from rankbook.protocol.comm import CommFromRank, DapFromRank
 from rankbook.protocol.messages import GetStack, Stack
 from rankbook.protocol.queries import Answer
@@ -145,7 +145,7 @@ class LivenessTracker:
         with self._changed:
             while (unknown := unknown - answers.keys()) and (left := began + timeout - time.monotonic()) > 0:
                 self._changed.wait(min(left, _LOOK_EVERY))
-                looks = {rank: look_at(self._pid_of(rank)) for rank in unknown - answers.keys()}
+                looks = {rank: process_info(self._pid_of(rank)) for rank in unknown - answers.keys()}
                 ended |= {rank for rank, look in looks.items() if look is None}
                 late = time.monotonic() - began > _LOOK_AFTER
                 unknown = {rank for rank, look in looks.items() if look is not None and not (late and look.stopped)}
@@ -161,7 +161,7 @@ class LivenessTracker:
             if asked is not None:
                 pid = self._pid_of(rank)
                 heard = self._heard.get(rank, asked)
-                found[rank] = UnresponsiveRank(rank, pid, now - asked, now - heard, look_at(pid))
+                found[rank] = UnresponsiveRank(rank, pid, now - asked, now - heard, process_info(pid))
         return found
 
     def straggler(self, rank: int) -> UnresponsiveRank | None:
@@ -170,7 +170,7 @@ class LivenessTracker:
         if silence is not None:
             return silence
         pid, now = self._pid_of(rank), time.monotonic()
-        unasked = UnresponsiveRank(rank, pid, 0.0, now - self._heard.get(rank, now), look_at(pid))
+        unasked = UnresponsiveRank(rank, pid, 0.0, now - self._heard.get(rank, now), process_info(pid))
         return unasked if unasked.stopped else None
 
     def _ask(self, rank: int, token: int) -> bool:
@@ -203,13 +203,13 @@ class UnresponsiveRank:
         return self.look is not None and (self.look.stopped or self.look.traced)
 
 
-def describe_silence(silence: UnresponsiveRank) -> str:
+def describe_unresponsive(silence: UnresponsiveRank) -> str:
     """The rank's state: `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
     if silence.seconds >= 1:
         since = f"unresponsive for {silence.seconds:.0f} s"
     else:
         since = f"unresponsive, last heard from {max(silence.heard, silence.seconds):.0f} s ago"
-    return f"{since}, {describe_look(silence.look, silence.pid)}"
+    return f"{since}, {describe_process(silence.look, silence.pid)}"
 
 
 def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
@@ -218,6 +218,6 @@ def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
     if silence is None:
         return f"rank {rank} still runs; %distributed stacks shows where"
     if silence.stopped:
-        return f"rank {rank} is stopped ({describe_look(silence.look, silence.pid)}); {fresh}"
+        return f"rank {rank} is stopped ({describe_process(silence.look, silence.pid)}); {fresh}"
     held = "it may be in C code that holds the interpreter"
-    return f"rank {rank} still runs, {describe_silence(silence)}: {held}; {fresh}"
+    return f"rank {rank} still runs, {describe_unresponsive(silence)}: {held}; {fresh}"

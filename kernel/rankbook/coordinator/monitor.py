@@ -240,7 +240,7 @@ class StatusMonitor:
             each.offer(saves if each.kind == "saves" else placement)
 
     def _views(self) -> list[RankView]:
-        return views_of(self._crew, self._driver)
+        return rank_views(self._crew, self._driver)
 
     def glance(self) -> NonBlockingMonitor:
         """Return a non-blocking monitor for the driver thread."""
@@ -301,7 +301,7 @@ class StatusMonitor:
         refusals = {each.trouble for each in answers.values() if isinstance(each, QueryFailed)}
         if answers and all(isinstance(each, QueryFailed) for each in answers.values()):
             raise BadRequest("; ".join(sorted(refusals)))
-        return fold_shards(name, answers, tuple(devices), devices)
+        return merge_shards(name, answers, tuple(devices), devices)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
         """The numbers of what `rank` holds of the tensor `key`. Raises `BadRequest`, `LostRank`."""
@@ -348,7 +348,7 @@ class NonBlockingMonitor:
     def placement(self) -> Placement:
         """All ranks without what lives on them, as they were at the last call; those that owe no answer are asked."""
         driver, now = self._driver, time.monotonic()
-        views = views_of(self._crew, driver)
+        views = rank_views(self._crew, driver)
         picture = self._board.placement(views, now=now, wall=time.time())
         for rank, version in self._board.to_ask(views).items():
             self._board.asked(rank, now)
@@ -367,7 +367,7 @@ class NonBlockingMonitor:
             self._board.refused(rank)
 
 
-def views_of(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
+def rank_views(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
     """The ranks as the cluster's state has them; `driver` None: they are stopped."""
     return [
         RankView(
@@ -482,7 +482,7 @@ class StatusAggregator:
     def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
         """All ranks, at `now` on the monotonic and `wall` on the wall clock."""
         rows = [self._row(view, now) for view in views]
-        behind = lagging(rows)
+        behind = stragglers_of(rows)
         ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in behind else row for row in rows)
         return Placement(ranks, wall, self._name)
 
@@ -557,7 +557,7 @@ def _rate_of(history: deque[tuple[float, int]]) -> float | None:
     return (last - first) / (ended - began) if ended > began else None
 
 
-def lagging(rows: Iterable[RankPlacement]) -> set[int]:
+def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
     """The ranks that hold up the others of their cell, or have taken clearly fewer steps than those."""
     groups: dict[int, list[RankPlacement]] = {}
     for row in rows:
@@ -581,7 +581,7 @@ def _is_behind(row: RankPlacement, others: list[RankPlacement]) -> bool:
     return steps - row.steps > max(_BEHIND, _BEHIND_SECONDS * statistics.median(rates or [0.0]))
 
 
-def fold_shards(
+def merge_shards(
     name: str, answers: Mapping[int, Answer], everyone: Collection[int], devices: Mapping[int, str]
 ) -> ShardMap:
     """The map. What a rank says of its own part counts; what others have computed stands for ranks that are silent."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from rankbook.coordinator.cluster_processes import ClusterProcesses, remember
-from rankbook.coordinator.deferred_interrupts import held_interrupts
+from rankbook.coordinator.cluster_processes import ClusterProcesses, register_for_exit
+from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.exit_status import describe_exit, describe_failure
 from rankbook.coordinator.recovered_state import (
     ReattachedDriver,
@@ -31,7 +31,7 @@ from rankbook.errors import BadRequest, NoCluster, StartError, UnreadableMessage
 from rankbook.launch.environment import DeviceAssignment
 from rankbook.launch.local import ReattachedLauncher
 from rankbook.launch.paths import ClusterPaths
-from rankbook.launch.registry import ClusterRecord, DetachedCluster, this_session
+from rankbook.launch.registry import ClusterRecord, DetachedCluster, session_id
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited
@@ -45,7 +45,7 @@ from rankbook.transport.zmq_link import ZmqHub
 _REUNION_TIMEOUT = 10.0
 
 
-def choose(found: DetachedCluster, key: str | None) -> ClusterRecord:
+def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
     """Return the cluster that is meant: `key`'s, else this notebook's, else the only one whose notebook is unknown.
 
     Raises `NoCluster`, and `BadRequest` where none is or several are.
@@ -54,7 +54,7 @@ def choose(found: DetachedCluster, key: str | None) -> ClusterRecord:
     if not found.records:
         raise NoCluster(f"no ranks are kept here; %distributed start --keep makes such{told}")
     if key is None:
-        session = this_session()
+        session = session_id()
         candidates = [record for record in found.records if session and record.session == session]
         candidates = [record for record in candidates if not record.owned] or candidates
         if not candidates:
@@ -86,7 +86,7 @@ class ReattachedProcesses(ClusterProcesses):
         self._port = record.master_port
         self.placement = DeviceAssignment(record.devices, record.backend, record.threads)
         self.segments = SegmentStore(self._folders.segments)
-        with held_interrupts():
+        with deferred_interrupts():
             launcher = self._launcher = ReattachedLauncher(record)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
@@ -95,7 +95,7 @@ class ReattachedProcesses(ClusterProcesses):
                 self.leave()
                 raise
             self._created = record.created or self._created
-            remember(self)
+            register_for_exit(self)
             if record.interrupted and sink is not None:
                 sink.emit([Stream("stderr", f"{record.interrupted}, perhaps by its restart\n")])
 
@@ -104,11 +104,11 @@ class ReattachedProcesses(ClusterProcesses):
         pids = {rank: told.pid for rank, told in launcher.forked.items()}
         for rank, incarnation in incarnations.items():
             hub.open_downlink(rank, incarnation)
-        accounts = wait_reunited(
+        accounts = replay_handshake(
             hub, pids, incarnations, token=record.token, since=launcher.lost, timeout=_REUNION_TIMEOUT
         )
         self.state = state = RecoveredClusterState(
-            take_stock(len(record.ranks), incarnations, launcher.exited, accounts)
+            recovered_state(len(record.ranks), incarnations, launcher.exited, accounts)
         )
         adoption = OutputReplay(accounts, cluster_key=record.key, sink=sink, exits=launcher.exited)
         self.missed = adoption.tell()
@@ -189,7 +189,7 @@ class ReattachHandshake:
         self.take(sender, Text(cell=cell, stream="stderr", data=told.encode()), [])
 
 
-def wait_reunited(
+def replay_handshake(
     hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
 ) -> dict[int, RankReport]:
     """Ask the ranks and wait for what all of them tell. Raises `StartError` that names those which do not answer."""
@@ -247,7 +247,7 @@ class RecoveredTask:
         return self.number == _INTERNAL
 
 
-def tasks_of(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
+def recovered_tasks(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
     """The tasks of which something is to be told, oldest first."""
     by_cell = group_ranks(
         (rank, account.here.cell)
@@ -270,7 +270,7 @@ def _ends(message: FromRank, cell: int) -> TypeGuard[Done]:
     return isinstance(message, Done) and message.cell == cell
 
 
-def take_stock(
+def recovered_state(
     world_size: int,
     incarnations: Mapping[int, int],
     exits: Mapping[int, RankExited],
@@ -286,7 +286,7 @@ def take_stock(
             ranks.append(RecoveredRank(rank, incarnation, words))
         else:
             ranks.append(RecoveredRank(rank, incarnations[rank]))
-    tasks = tasks_of(accounts)
+    tasks = recovered_tasks(accounts)
     running = tuple(
         RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
         for task in tasks
@@ -326,7 +326,7 @@ class OutputReplay:
         self._tell_stray()
         self._tell_exits()
         results = []
-        for task in tasks_of(self._accounts):
+        for task in recovered_tasks(self._accounts):
             cell = self._make(task)
             if not task.internal:
                 self._say(_heading(task))

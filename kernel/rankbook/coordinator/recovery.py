@@ -48,7 +48,9 @@ class Healed:
         return "\n".join(lines)
 
 
-def summarize(ranks: tuple[int, ...], donor: int, adopted: Mapping[str, Any], missing: Mapping[str, str]) -> Healed:
+def summarize_recovery(
+    ranks: tuple[int, ...], donor: int, adopted: Mapping[str, Any], missing: Mapping[str, str]
+) -> Healed:
     """Return the result of a heal from what a new rank has `adopted`, and what was `missing` before."""
     missing = {**missing, **adopted["missing"]}
     return Healed(ranks, donor, adopted["variables"], adopted["functions"], adopted["imports"], missing)
@@ -78,6 +80,6 @@ def _find_refused(names: Sequence[str], attempt: Callable[[Sequence[str]], str])
     return refused
 
 
-def segments_of(payload: Payload) -> list[str]:
+def payload_segments(payload: Payload) -> list[str]:
     """The shared memory that a payload rests on."""
     return list(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))

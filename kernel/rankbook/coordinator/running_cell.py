@@ -288,6 +288,6 @@ class OutputFlusher:
                 self._numbers.discard(number)
 
 
-def nobody_to_ask(cell: int) -> InputReply:
+def input_unavailable(cell: int) -> InputReply:
     """The answer to a question of a cell that has ended."""
     return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")

@@ -16,9 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deferred_interrupts import DeferredInterrupts, note_interrupt, plain_interrupts, wait_ending
+from rankbook.coordinator.deferred_interrupts import (
+    DeferredInterrupts,
+    immediate_interrupts,
+    note_interrupt,
+    wait_ending,
+)
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.liveness import UnresponsiveRank, describe_silence
+from rankbook.coordinator.liveness import UnresponsiveRank, describe_unresponsive
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.protocol.messages import InputReply
 
@@ -36,7 +41,9 @@ def ask_in_terminal(prompt: str, password: bool) -> str:
     return getpass.getpass(prompt) if password else input(prompt)
 
 
-def wait_for(driver: Driver, cell: RunningCell, held: DeferredInterrupts, *, patience: float | None, ask: Ask) -> None:
+def wait_for_cell(
+    driver: Driver, cell: RunningCell, held: DeferredInterrupts, *, patience: float | None, ask: Ask
+) -> None:
     """Wait until `cell` has ended, or for `patience` seconds.
 
     An interrupt goes to its ranks; the second gives control back at once.
@@ -130,7 +137,7 @@ class _InputPrompter:
         rank, request = question.rank, question.request
         text, reason = None, ""
         try:
-            with plain_interrupts(), _interrupted_at_end(self._cell):
+            with immediate_interrupts(), _interrupted_at_end(self._cell):
                 text = self._ask(f"[{rank}] {request.prompt}", request.password)
         except KeyboardInterrupt:
             if self._cell.result is None:
@@ -178,5 +185,5 @@ class LivenessWarning:
         return [rank for rank in self._cell.ranks if self._driver.cell_of(rank) is self._cell]
 
     def _tell(self, silence: UnresponsiveRank) -> None:
-        text = f"rank {silence.rank}: {describe_silence(silence)}\n"
+        text = f"rank {silence.rank}: {describe_unresponsive(silence)}\n"
         self._driver.after(0.0, lambda: self._cell.note(text))

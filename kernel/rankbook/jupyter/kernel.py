@@ -36,4 +36,4 @@ class RankbookKernel(IPythonKernel):
         super().start()
         shell: Any = self.shell
         shell.extension_manager.load_extension("rankbook")
-        default_cluster.start_ahead()
+        default_cluster.prestart_ranks()

@@ -27,7 +27,7 @@ class DeviceAssignment:
     threads: int
 
 
-def place(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> DeviceAssignment:
+def assign_devices(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> DeviceAssignment:
     """Decide it. `ranks` None: one per CUDA device, else two on the CPU.
 
     nccl when each rank has a device of its own (beside gloo for CPU tensors); gloo when they share one, which nccl

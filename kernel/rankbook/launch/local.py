@@ -26,7 +26,7 @@ from typing import IO, Protocol, TypeVar
 import psutil
 
 from rankbook.errors import BadRequest, StartError
-from rankbook.launch.process_info import describe_look, look_at
+from rankbook.launch.process_info import describe_process, process_info
 from rankbook.launch.registry import ClusterRecord
 from rankbook.protocol.forkserver import (
     CloseCluster,
@@ -202,7 +202,9 @@ class LocalLauncher:
         """Return how far the process has come, what it does now, and what it wrote to standard error."""
         pid = self._process.pid
         stage = "torch is not imported yet" if self.up is None else "torch is imported"
-        return "\n".join(filter(None, [f"{stage}, {describe_look(look_at(pid), pid)} (pid {pid})", self._error_text()]))
+        return "\n".join(
+            filter(None, [f"{stage}, {describe_process(process_info(pid), pid)} (pid {pid})", self._error_text()])
+        )
 
     def _last_words(self) -> str:
         try:
@@ -233,7 +235,7 @@ _lock = threading.Lock()
 _warm: LocalLauncher | None = None
 
 
-def warm_up() -> None:
+def prestart_forkserver() -> None:
     """Start the next cluster's forkserver now, so that it has torch imported when it is needed."""
     global _warm
     with _lock:
@@ -241,7 +243,7 @@ def warm_up() -> None:
             _warm = LocalLauncher()
 
 
-def take() -> LocalLauncher:
+def acquire_forkserver() -> LocalLauncher:
     """The warm forkserver, or a new one."""
     global _warm
     with _lock:
@@ -262,7 +264,7 @@ def _keep(launcher: LocalLauncher) -> None:
     launcher.terminate()
 
 
-def cool_down() -> None:
+def shutdown_prestarted() -> None:
     """End the forkserver that is kept warm, if there is one."""
     global _warm
     with _lock:
@@ -276,7 +278,7 @@ def _forget_warm() -> None:
     _warm = None
 
 
-atexit.register(cool_down)
+atexit.register(shutdown_prestarted)
 if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says what that means
     os.register_at_fork(after_in_child=_forget_warm)  # a child of the notebook's has no forkserver to end
 

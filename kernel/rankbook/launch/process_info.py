@@ -24,7 +24,7 @@ class ProcessInfo:
     traced: bool = False
 
 
-def look_at(pid: int | None) -> ProcessInfo | None:
+def process_info(pid: int | None) -> ProcessInfo | None:
     """What the process `pid` does; None when it is gone, or about to be."""
     if pid is None:
         return None
@@ -44,7 +44,7 @@ def look_at(pid: int | None) -> ProcessInfo | None:
     )
 
 
-def describe_look(look: ProcessInfo | None, pid: int | None) -> str:
+def describe_process(look: ProcessInfo | None, pid: int | None) -> str:
     """Return what the process `pid` does, in words: `process sleeping, 3.1 s of CPU time`."""
     if look is None:
         return "process ending"

@@ -75,7 +75,7 @@ class ClusterRecord:
     @property
     def owned(self) -> bool:
         """Whether the process that owns it still runs."""
-        began = started_at(self.notebook)
+        began = process_start_time(self.notebook)
         return began is not None and (not self.notebook_started or abs(began - self.notebook_started) <= _CLOCK_STEP)
 
     def describe(self) -> str:
@@ -95,7 +95,7 @@ class DetachedCluster:
     notes: tuple[str, ...] = ()
 
 
-def this_session() -> str:
+def session_id() -> str:
     """Return this process's notebook file, as Jupyter Server tells its kernels; empty where it does not."""
     return os.environ.get("JPY_SESSION_NAME", "")
 
@@ -108,7 +108,7 @@ def describe_age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def started_at(pid: int) -> float | None:
+def process_start_time(pid: int) -> float | None:
     """When the process began; None when there is none."""
     try:
         process = psutil.Process(pid)
@@ -131,7 +131,7 @@ def write_record(record: ClusterRecord) -> None:
         raise StartError(f"cannot write {path}: {error.strerror}; the ranks could not be found again") from error
 
 
-def find_records() -> DetachedCluster:
+def find_detached() -> DetachedCluster:
     """Every kept cluster of this user on this machine. What is left of those that have ended is removed."""
     records: list[ClusterRecord] = []
     notes: list[str] = []
@@ -147,7 +147,7 @@ def find_records() -> DetachedCluster:
         except (OSError, ValueError, TypeError, KeyError) as error:
             notes.append(f"{path} is not used: it cannot be read ({error})")
             continue
-        began = started_at(record.forkserver)
+        began = process_start_time(record.forkserver)
         if began is not None and abs(began - record.started) <= _CLOCK_STEP:
             records.append(record)
         elif is_abandoned(path.parent):

@@ -236,7 +236,7 @@ class SingleItem:
     ranks: Ranks
 
 
-def advance(sources: Sequence[RankQueue], may: list[int]) -> Iterator[TextBatch | SingleItem]:
+def interleave(sources: Sequence[RankQueue], may: list[int]) -> Iterator[TextBatch | SingleItem]:
     """Take what is next out of the queues of `sources`, one item at least.
 
     Only the first `may` items of each are to be shown now; others just together with the same of another rank.

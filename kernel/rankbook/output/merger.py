@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rankbook.output.history import OutputHistory
-from rankbook.output.interleave import ClearItem, DisplayItem, RankQueue, Ranks, Rows, SingleItem, TextBatch, advance
+from rankbook.output.interleave import (
+    ClearItem,
+    DisplayItem,
+    RankQueue,
+    Ranks,
+    Rows,
+    SingleItem,
+    TextBatch,
+    interleave,
+)
 from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
 from rankbook.protocol.messages import Clear, Display, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
@@ -190,7 +199,7 @@ class OutputMerger:
                 may = [source.due(now, self._hold) for source in sources]
             if not any(may):
                 return
-            for turn in advance(sources, may):
+            for turn in interleave(sources, may):
                 self._page.put(turn)
             for source in sources:
                 if not source.items:

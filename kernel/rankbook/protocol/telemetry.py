@@ -292,18 +292,18 @@ listener: Callable[[msgspec.Struct], None] | None = None
 _sources: dict[str, Source] = {}
 
 
-def report(struct: msgspec.Struct) -> None:
+def report_value(struct: msgspec.Struct) -> None:
     """Tell the listener, if there is one."""
     if listener is not None:
         listener(struct)
 
 
-def offer(name: str, source: Source) -> None:
+def offer_source(name: str, source: Source) -> None:
     """Have `source` asked at each `snapshot`, under `name`, until it answers None. It is asked on any thread."""
     _sources[name] = source
 
 
-def withdraw(name: str) -> None:
+def withdraw_source(name: str) -> None:
     """Ask that source no more."""
     _sources.pop(name, None)
 

@@ -319,8 +319,8 @@ class ControlThread(threading.Thread):
             try:
                 self._turn()
             except Exception as error:
-                if replaced := originals.restore():
-                    self._capture.tell(originals.describe(replaced))
+                if replaced := originals.restore_originals():
+                    self._capture.tell(originals.describe_restored(replaced))
                     continue
                 failed, before = time.monotonic(), failed
                 if failed - before < FAILURES_APART:
@@ -387,7 +387,7 @@ class ControlThread(threading.Thread):
             case Abort():
                 self._answers.abort(message)
             case CommToRank():
-                comms.hear(message, frames)
+                comms.receive_comm(message, frames)
             case DapToRank():
                 self._answers.debug(message)
             case QueryRequest():

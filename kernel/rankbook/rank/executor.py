@@ -63,7 +63,7 @@ from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom
 from rankbook.rank.inspect.completion import CompletionHandler
-from rankbook.rank.inspect.query_handlers import QueryThreads, answer_apart
+from rankbook.rank.inspect.query_handlers import QueryThreads, answer_in_thread
 from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
 from rankbook.rank.process_groups.manager import GroupManager
@@ -159,7 +159,7 @@ class Executor:
                 self._interrupts.disarm()
         except BaseException as caught:  # noqa: BLE001 - as above
             error = caught if error is None else error
-            report = report or tracebacks.brief(error, caught, self._cell_files(), self._number)
+            report = report or tracebacks.brief_report(error, caught, self._cell_files(), self._number)
         self._interrupts.disarm()  # the first time may have been interrupted itself
         self._debuggee.end()
         self._end_if_forked()
@@ -168,7 +168,7 @@ class Executor:
         self._capture.end()
         done = Done(
             cell=self.cell,
-            status=status_of(error),
+            status=task_status(error),
             seconds=perf_counter() - began,
             error=report,
             payload=packed.payload if packed else None,
@@ -190,20 +190,20 @@ class Executor:
             cancel_leftovers()
         else:  # it may be just a flush that was interrupted
             self._capture.flush()
-        return explain(self._shell, error, self._cell_files(), self._number)
+        return explain_error(self._shell, error, self._cell_files(), self._number)
 
     def _give_up(self, error: BaseException) -> Done:
         """Return the `Done` of a task whose end went wrong, once the rank can work again."""
-        replaced = originals.restore()
+        replaced = originals.restore_originals()
         self._end_if_forked()
         self._interrupts.disarm()
         self._measurement = None
-        report = tracebacks.brief(error, None, self._cell_files(), self._number)
+        report = tracebacks.brief_report(error, None, self._cell_files(), self._number)
         with contextlib.suppress(BaseException):  # then what it holds comes with the next cell
             if replaced:
-                self._capture.tell(originals.describe(replaced))
+                self._capture.tell(originals.describe_restored(replaced))
             self._capture.end()
-        return Done(cell=self.cell, status=status_of(error), seconds=0.0, error=report)
+        return Done(cell=self.cell, status=task_status(error), seconds=0.0, error=report)
 
     def _end_if_forked(self) -> None:
         """End a child that user code forked and that came out of the cell."""
@@ -219,14 +219,14 @@ class Executor:
             case RunCell():
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
-                shutdown.tell_lost_saves()
+                shutdown.report_lost_saves()
                 try:
                     if message.measure is None:
                         self._shell.run(message.source, message.number, message.file)
                     else:
                         self._run_measured(message, message.measure)
                 finally:
-                    shutdown.tell_lost_saves()
+                    shutdown.report_lost_saves()
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
@@ -246,7 +246,7 @@ class Executor:
                     self._group.join(message.generation)
                 except (RuntimeError, OSError) as error:
                     raise StartError(f"the process group could not be formed: {error}") from error
-                os_utils.give_memory_back()  # a group's threads leave theirs scattered over the allocator's arenas
+                os_utils.malloc_trim()  # a group's threads leave theirs scattered over the allocator's arenas
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None
@@ -326,7 +326,7 @@ class Executor:
     def tell(self, error: BaseException) -> ErrorReport:
         """An error in words, of a cell that goes on. The main thread."""
         error = self._group.translate(error)
-        return tracebacks.report(self._shell, error, self._cell_files())
+        return tracebacks.error_report(self._shell, error, self._cell_files())
 
     def ask(self, prompt: str, *, password: bool) -> str:
         """See `shell.ShellSession`. Raises EOFError where nobody can be asked."""
@@ -386,7 +386,7 @@ class Executor:
     def inquire(self, question: Question) -> None:
         """Have it answered, soon, on a thread of its own. Any thread."""
         if isinstance(question, GetValue):
-            answer_apart(self._link.send, self._make_peeks, question)
+            answer_in_thread(self._link.send, self._make_peeks, question)
         elif isinstance(question, (GetCompletions, GetInspection)):  # on a thread of its own: a look may take its time
             self._hints.put(question)
         else:
@@ -420,16 +420,16 @@ def _cell_of(message: ToRank) -> int:
     return cell
 
 
-def explain(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
+def explain_error(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
     """Return the report of an error; where memory ran out, say what held it and let go of it."""
     kind = type(error)
     if issubclass(kind, (RankbookError, UsageError, BdbQuit)) and not issubclass(kind, CollectiveAborted):
-        return tracebacks.in_one_line(error)
-    report = tracebacks.report(shell, error, cells, number)
+        return tracebacks.one_line_error(error)
+    report = tracebacks.error_report(shell, error, cells, number)
     if oom.is_out_of_memory(error):
-        report = oom.tell_and_free(shell, error, report)
-    elif oom.is_of_a_peer(error):
-        oom.free(shell, error)
+        report = oom.report_and_free(shell, error, report)
+    elif oom.is_peer_oom(error):
+        oom.free_memory(shell, error)
     return report
 
 
@@ -439,7 +439,7 @@ def is_aftermath(error: BaseException) -> bool:
     return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
 
 
-def status_of(error: BaseException | None) -> Literal["ok", "error", "interrupted"]:
+def task_status(error: BaseException | None) -> Literal["ok", "error", "interrupted"]:
     """Return how a task ended. `isinstance` would ask the error's own `__class__`."""
     if error is None:
         return "ok"

@@ -199,10 +199,10 @@ class Forkserver:
             for child in self._children.values():
                 for descriptor in child.outputs:
                     os.close(descriptor)
-            from rankbook.rank.main import live
+            from rankbook.rank.main import run_rank
 
             outputs = (out_read, out_write, err_read, err_write)
-            live(message, outputs=outputs, liveness=self._live_read, owned=self._owner.there)
+            run_rank(message, outputs=outputs, liveness=self._live_read, owned=self._owner.there)
         os.close(out_write)
         os.close(err_write)
         self._children[pid] = Child(message, pid, (out_read, err_read), mark)
@@ -307,7 +307,7 @@ def main() -> None:
 
         from rankbook.rank import main as rank_main
 
-        rank_main.prepare()
+        rank_main.warm_up_shell()
     stream.send(
         ForkserverUp(torch=str(torch.__version__), python=sys.version.split()[0], seconds=time.perf_counter() - began)
     )
@@ -319,7 +319,7 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
     """Within it, while nobody serves the stream, the process still ends within a moment of the notebook's end."""
 
     def look(_number: int, _frame: object) -> None:
-        if os.getppid() != notebook or os_utils.hung_up(stream.fileno()):
+        if os.getppid() != notebook or os_utils.is_hung_up(stream.fileno()):
             _remove(folders)
             for message in stream.read():
                 if isinstance(message, OpenCluster):
@@ -429,7 +429,7 @@ class Ownership:
 
     def _welcome(self, connection: socket.socket) -> None:
         connection.setblocking(True)
-        pid, user = os_utils.peer(connection)
+        pid, user = os_utils.peer_credentials(connection)
         if user not in (None, os.getuid()):
             connection.close()
             return
@@ -446,7 +446,7 @@ class Ownership:
             caller.close()
             return False
         self._pid = pid or message.pid
-        self._gone = os_utils.end_of(self._pid)
+        self._gone = os_utils.exit_watcher(self._pid)
         self.stream = caller
         self._flag[0] = 1
         caller.send(ClaimAccepted(ranks=ranks, lost=self.lost))

@@ -33,31 +33,33 @@ from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.transport.link import RankLink, Sender
-from rankbook.transport.output_journal import crash_of, words_of
+from rankbook.transport.output_journal import crash_path, journal_path
 from rankbook.transport.zmq_link import ZmqRank
 
 _shell: RankShell | None = None
 
 
-def prepare() -> None:
+def warm_up_shell() -> None:
     """Make, in the forkserver, what every rank has: IPython's shell, with all that a first traceback imports."""
     global _shell
-    comms.prepare()
+    comms.prepare_comms()
     _shell = shell = make_shell()
     try:
         int("no number")
     except ValueError as error:
-        tracebacks.report(shell, error, {})
+        tracebacks.error_report(shell, error, {})
 
 
-def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, owned: Callable[[], bool]) -> None:
+def run_rank(
+    request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, owned: Callable[[], bool]
+) -> None:
     """Be the rank. `owned()` tells whether there is a notebook. Never returns."""
     code = 1
     try:
         os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
         os.dup2(outputs[3], 2)
         _tell_crashes(request)
-        shutdown.forget_exits()
+        shutdown.clear_atexit()
         _be_like_the_notebook(request)
         link = _make_link(request, owned)
         try:
@@ -79,7 +81,7 @@ def live(request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int
 
 def _tell_crashes(request: ForkRank) -> None:
     """Have a segmentation fault leave the stacks of all threads: in a file, for a pipe may be full."""
-    path = crash_of(words_of(Path(request.segments), request.rank, request.incarnation))
+    path = crash_path(journal_path(Path(request.segments), request.rank, request.incarnation))
     with contextlib.suppress(OSError):  # no room for it: then there is the signal's number
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
@@ -118,7 +120,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     telemetry.this_rank = request.rank
     interrupts = Interrupts()
     pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
-    words = None if request.keep else words_of(Path(request.segments), request.rank, request.incarnation)
+    words = None if request.keep else journal_path(Path(request.segments), request.rank, request.incarnation)
     capture = OutputCapture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, words)
     group = GroupManager(
         rank=request.rank,
@@ -127,12 +129,14 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         device=device,
         folder=Path(request.segments),
     )
-    gloo.board(group.rescue)
+    gloo.install_terminate_handler(group.rescue)
     shell = _shell
     assert shell is not None
-    recovery.stand_for(shell.user_ns)
+    recovery.set_cell_namespace(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
-    comms.attach(link, OutputWidgetHook(capture, interrupts.shield, executor.tell).teach if request.widgets else None)
+    comms.attach_comms(
+        link, OutputWidgetHook(capture, interrupts.shield, executor.tell).teach if request.widgets else None
+    )
     control = ControlThread(link, capture, interrupts, executor, liveness)
     executor.wait_reply, executor.run_when_idle = control.replies.get, control.tasks.put
     shell.give(
@@ -159,7 +163,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             threads=request.threads,
         )
     )
-    originals.remember()
+    originals.remember_originals()
     _work(control, executor)
     _say_farewell(link, group, control.patience)
     capture.end()
@@ -172,7 +176,7 @@ def _work(control: ControlThread, executor: Executor) -> None:
         try:
             task = control.next_task()
         except Exception as error:
-            originals.restore()
+            originals.restore_originals()
             failed, before = time.monotonic(), failed
             if failed - before < FAILURES_APART:
                 raise
@@ -187,8 +191,8 @@ def _say_farewell(link: RankLink, group: GroupManager, patience: float) -> None:
     def linger(seconds: float) -> None:
         link.send(ShutdownDelayed(seconds=seconds))
 
-    trouble = shutdown.finish_saves(patience, linger)
-    shutdown.run_exits(patience, linger)
+    trouble = shutdown.wait_for_saves(patience, linger)
+    shutdown.run_atexit(patience, linger)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # a save that still goes on would be in its collectives

@@ -37,17 +37,17 @@ def _remembered(original: Callable[..., None]) -> Callable[..., None]:
     return make
 
 
-def make_ready() -> None:
+def reset_after_abort() -> None:
     """End the steps that failed: what waits in a bucket or an all-gather is dropped, what was gathered is freed."""
     for model in _with_reducers():
         model.reducer._reset_state()
     _reset_sharded()
     runtime = sys.modules.get(_RUNTIME)
     if runtime is not None:  # else no cell has used it
-        runtime.start_over()
+        runtime.restart_accumulation()
 
 
-def start_over() -> None:
+def restart_step() -> None:
     """Have each DDP model agree with the other ranks about its buckets anew: one of them is a fresh process."""
     for model in _with_reducers():
         parameters, sparse = model._build_params_for_reducer()

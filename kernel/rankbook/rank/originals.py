@@ -17,7 +17,7 @@ _DEBUGGERS = ("exec", "fork", "posix_spawn", "spawn")
 _originals: list[tuple[ModuleType, str, object]] = []
 
 
-def remember() -> None:
+def remember_originals() -> None:
     """Take what is there now for the originals."""
     _originals[:] = [
         (module, name, value)
@@ -27,7 +27,7 @@ def remember() -> None:
     ]
 
 
-def restore() -> list[str]:
+def restore_originals() -> list[str]:
     """Put the originals back; return the names of those that had been replaced. No builtin is called here."""
     replaced = []
     for module, name, value in _originals:
@@ -37,6 +37,6 @@ def restore() -> list[str]:
     return replaced
 
 
-def describe(replaced: list[str]) -> str:
+def describe_restored(replaced: list[str]) -> str:
     """Return the line that tells a person what `restore` has put back."""
     return f"{', '.join(replaced)}: a cell had replaced this, and the rank cannot work so; it was put back\n"

@@ -43,7 +43,7 @@ def _prctl(option: int, value: int) -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def give_memory_back() -> None:
+def malloc_trim() -> None:
     """Have the allocator return what it keeps for nobody (glibc; others have no such call). It takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -78,14 +78,14 @@ def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
     return b"".join(chunks)
 
 
-def hung_up(connection: int) -> bool:
+def is_hung_up(connection: int) -> bool:
     """Whether the other end of a socket is closed, whatever there still is to read."""
     poll = select.poll()
     poll.register(connection, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
-def peer(connection: socket.socket) -> tuple[int | None, int | None]:
+def peer_credentials(connection: socket.socket) -> tuple[int | None, int | None]:
     """The process and the user at the other end of a unix socket; None where the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
@@ -94,7 +94,7 @@ def peer(connection: socket.socket) -> tuple[int | None, int | None]:
     return pid, user
 
 
-def end_of(pid: int) -> Callable[[], bool]:
+def exit_watcher(pid: int) -> Callable[[], bool]:
     """Tells whether the process that has the id `pid` now has ended."""
     try:
         process = psutil.Process(pid)

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from rankbook.errors import TransferError
 from rankbook.rank import model_reset
 from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
-from rankbook.transport.serialization import Packed, Reduce, pack, why_not
+from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
@@ -108,7 +108,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
     """
     adopted = AdoptedState(variables=0, functions=0, imports=0, missing={}, refused="")
     if open_state is None:
-        model_reset.start_over()
+        model_reset.restart_step()
         return adopted
     try:
         state = open_state()
@@ -136,7 +136,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
     return adopted
 
 
-def stand_for(namespace: dict[str, Any]) -> None:
+def set_cell_namespace(namespace: dict[str, Any]) -> None:
     """Functions that arrive from a peer see this namespace."""
     global _namespace
     _namespace = namespace
@@ -174,7 +174,7 @@ class _Reducer:
 def _last_saved() -> str:
     """Where a sharded variable may lie still."""
     saving = sys.modules.get(_SAVES)  # without it no cell has saved anything
-    saved = saving.last_saved() if saving is not None else None
+    saved = saving.last_save() if saving is not None else None
     if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
         return ""
     return f"; the last checkpoint is {saved.folder}/{saved.name}"
@@ -262,7 +262,7 @@ def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: flo
 
 
 def _check_here(names: list[str], values: Mapping[str, object], reduce: Reduce) -> dict[str, str]:
-    found = {name: why_not(values[name], name=name, reduce=reduce) for name in names}
+    found = {name: pickle_error(values[name], name=name, reduce=reduce) for name in names}
     return {name: problem for name, problem in found.items() if problem}
 
 
@@ -332,7 +332,7 @@ def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
     torch.set_num_threads(1)  # the parent's threads are not there
     _answer(write, "")
     for name, value in values.items():
-        problem = why_not(value, name=name, reduce=reduce)
+        problem = pickle_error(value, name=name, reduce=reduce)
         if os.getpid() != own:
             os._exit(1)  # the value has forked, and this is its child
         _answer(write, problem or "")

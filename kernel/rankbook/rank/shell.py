@@ -37,7 +37,7 @@ from rankbook.errors import TransferError
 from rankbook.protocol.base import RESULT
 from rankbook.rank.io import comms
 from rankbook.rank.tracebacks import text_of
-from rankbook.transport.cell_sources import name_cells
+from rankbook.transport.cell_sources import set_cell_numbers
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
@@ -381,7 +381,7 @@ def make_shell() -> RankShell:
     config.HistoryManager.enabled = False
     config.InteractiveShell.cache_size = 0  # Out[n] would keep every tensor that was ever shown on its device
     shell: RankShell = RankShell.instance(config=config)
-    name_cells(shell.compile._filename_map)
+    set_cell_numbers(shell.compile._filename_map)
     load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # not in older versions of IPython
     if load_magics is not None:
         load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 
 
-def forget_exits() -> None:
+def clear_atexit() -> None:
     """Drop what was registered in the forkserver, for its own end. To be called as a rank begins."""
     atexit._clear()
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of temporary folders, for one
@@ -24,7 +24,7 @@ def forget_exits() -> None:
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # which registers itself but once
 
 
-def run_exits(patience: float, ask: Callable[[float], None]) -> None:
+def run_atexit(patience: float, ask: Callable[[float], None]) -> None:
     """Do what an interpreter does that ends: call what cells registered with `atexit`, write what open files hold.
 
     Experiment trackers send their last steps so. `ask(seconds)` is called first where there is something to call.
@@ -45,26 +45,26 @@ def _write_files() -> None:
                 each.flush()
 
 
-def tell_lost_saves() -> None:
+def report_lost_saves() -> None:
     """Print, into the output of the cell that runs, what became of a save in the background that failed."""
     saving = sys.modules.get("rankbook.checkpoint.async_save")
-    if saving is not None and (words := saving.lost()):
+    if saving is not None and (words := saving.lost_saves()):
         with contextlib.suppress(Exception):  # the cell may have put its own stream there
             print(words, file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
 
 
-def finish_saves(patience: float, ask: Callable[[float], None]) -> str:
+def wait_for_saves(patience: float, ask: Callable[[float], None]) -> str:
     """Wait until nothing is being saved, for `patience` seconds: what has to be said of it, "" for nothing.
 
     `ask(seconds)` is called first where there is something to wait for.
     """
     saving = sys.modules.get("rankbook.checkpoint.async_save")
-    handle = None if saving is None else saving.latest()
+    handle = None if saving is None else saving.current_save()
     if handle is None:
         return ""
     if not handle.done:
         ask(patience)
-        saving.finish(patience)  # type: ignore[union-attr]  # as of the handle
+        saving.wait_for_saves(patience)  # type: ignore[union-attr]  # as of the handle
     if not handle.done:
         return f"{handle!r} was not done {patience:g} s after the rank was to leave, and is lost"
     if handle.error is None or handle.heard:

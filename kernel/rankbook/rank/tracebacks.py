@@ -71,7 +71,7 @@ def members_of(error: BaseException) -> tuple[BaseException, ...]:
     return found
 
 
-def report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
+def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
     """Tell `error`, and at which line of cell `number` it was. `cells`: the numbers of cells by their file names.
 
     User code runs (`__str__`). Raises KeyboardInterrupt where it does.
@@ -97,14 +97,16 @@ def report(shell: InteractiveShell, error: BaseException, cells: dict[str, int],
     return as_report(name, value, text, _cell_line(error, cells, number))
 
 
-def in_one_line(error: BaseException) -> ErrorReport:
+def one_line_error(error: BaseException) -> ErrorReport:
     """Tell `error` without a traceback. User code runs; raises KeyboardInterrupt where it does."""
     name = name_of(error)
     value = value_of(error)
     return as_report(name, value, f"{name}: {value}".removesuffix(": "), None)
 
 
-def brief(error: BaseException, failure: BaseException | None, cells: dict[str, int], number: int = 0) -> ErrorReport:
+def brief_report(
+    error: BaseException, failure: BaseException | None, cells: dict[str, int], number: int = 0
+) -> ErrorReport:
     """Tell `error` without calling any code of the user's; `failure` ended the attempt to tell more."""
     name, value = name_of(error), ""
     if failure is not None and failure is not error:

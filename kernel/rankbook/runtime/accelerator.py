@@ -181,7 +181,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         kept = {kind: self._kept(kind) for kind in self._references}
         settings = (self.mixed_precision, dict(self.gradient_state.plugin_kwargs), shared)
         scale = self.scaler.state_dict() if self.scaler is not None else {}
-        return {"own": own, "settings": settings, "scale": scale, "kept": kept, "known": recovery.known()}
+        return {"own": own, "settings": settings, "scale": scale, "kept": kept, "known": recovery.prepared_objects()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         precision, accumulation, shared = state["settings"]
@@ -206,7 +206,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             for each in things:
                 self._keep(kind, each)
         if fresh:  # a new rank among others: they begin with an agreement, so it does too
-            recovery.start_over()
+            recovery.restart_accumulation()
 
     def _context(self) -> PrepareContext:
         setup = self.setup

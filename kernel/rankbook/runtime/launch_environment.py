@@ -90,9 +90,9 @@ def local_rank_of(environment: Mapping[str, str] | None = None) -> int | None:
     return None
 
 
-def flag(*names: str, environment: Mapping[str, str] | None = None) -> bool:
+def read_flag(*names: str, environment: Mapping[str, str] | None = None) -> bool:
     """Whether the first of these variables that is set says yes."""
-    value = text(*names, environment=environment)
+    value = read_text(*names, environment=environment)
     if value is None:
         return False
     if value.lower() in {"1", "true", "yes", "on", "y", "t"}:
@@ -102,7 +102,7 @@ def flag(*names: str, environment: Mapping[str, str] | None = None) -> bool:
     raise BadRequest(f"{' or '.join(names)} is {value!r}; it is either 1 or 0")
 
 
-def text(*names: str, environment: Mapping[str, str] | None = None) -> str | None:
+def read_text(*names: str, environment: Mapping[str, str] | None = None) -> str | None:
     """The first of these variables that is set."""
     environment = os.environ if environment is None else environment
     return next((environment[name] for name in names if name in environment), None)

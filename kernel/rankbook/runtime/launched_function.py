@@ -16,7 +16,7 @@ PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
+def run_launched(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
     """Call `function(*args)` with `environment` set, and with shared state of its own; what it returns.
 
     Settings that cells of this rank have made (accumulation, precision) are neither seen nor changed by it.

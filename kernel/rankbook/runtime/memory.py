@@ -132,11 +132,11 @@ def _attempt(
         ran_out = should_reduce_batch_size(error)
         if not ran_out:
             if state.use_distributed:
-                consistency.tell(error)
+                consistency.announce_failure(error)
             raise
     if state.use_distributed:
         try:
-            ran_out = consistency.agree(None, level=int(ran_out)) > 0
+            ran_out = consistency.raise_if_any_failed(None, level=int(ran_out)) > 0
         except Exception as error:
             if ran_out:
                 error.add_note(f"Before that, memory ran out on rank {state.process_index} with batch size {size}.")
@@ -145,7 +145,7 @@ def _attempt(
 
 
 def _smallest(state: PartialState, size: int) -> int:
-    return consistency.smallest(size) if state.use_distributed else size
+    return consistency.all_min(size) if state.use_distributed else size
 
 
 def _check_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:  # noqa: ANN401 - the function's

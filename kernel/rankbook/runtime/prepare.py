@@ -31,7 +31,7 @@ from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.precision import install_forward, remove_forward
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
-from rankbook.runtime.strategies.base import full, mesh_for
+from rankbook.runtime.strategies.base import full_tensor, mesh_for
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
     # in the order in which they are prepared: each one looks at those before it
@@ -128,7 +128,7 @@ def prepare_model(
     `evaluation`: it is placed and run in mixed precision, and not spread. A model that was prepared before is prepared
     anew with the settings of now; given back as it was returned, and with the same settings, it is returned as it is.
     """
-    raw = registry.raw_of(model)
+    raw = registry.unwrap_registered(model)
     earlier = registry.generation_of(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
@@ -141,14 +141,14 @@ def prepare_model(
     spread = not evaluation and not isinstance(raw, DistributedDataParallel)
     try:
         if spread:
-            with registry.following(raw):
+            with registry.track_replaced_parameters(raw):
                 wrapped = context.strategy.wrap(raw)
     except BaseException:
         remove_forward(raw)
         raise
     if context.dynamo.active:
         _compile(wrapped, context)
-    registry.remember(
+    registry.register_model(
         raw,
         PreparedModel(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
     )
@@ -161,24 +161,24 @@ def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     if registry.generation_of(raw) is None:
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
-        registry.remember(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
+        registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
 
 
 def release_model(model: nn.Module) -> nn.Module:
     """The person's own model, as it was before `prepare`. A collective where it is sharded."""
-    raw = registry.raw_of(model)
+    raw = registry.unwrap_registered(model)
     generation = registry.generation_of(raw)
     if generation is None:
         remove_forward(raw)
         return raw
     wrapped = generation.wrapped()
-    with registry.following(raw):
+    with registry.track_replaced_parameters(raw):
         generation.strategy.release(raw, wrapped)
     remove_forward(raw)
     for each in (raw, wrapped):
         if each is not None:
             each._compiled_call_impl = None
-    registry.forget(raw)
+    registry.unregister_model(raw)
     return raw
 
 
@@ -233,7 +233,7 @@ def prepare_optimizer(
     """The optimizer's one wrapper, with the settings of now. A collective where its parameters changed their layout."""
     raw = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     wrapper = wrapper_of(optimizer)
-    follow(raw)
+    follow_parameters(raw)
     if wrapper is None:
         wrapper = AcceleratedOptimizer(raw)
     _wrappers[raw] = weakref.ref(wrapper)
@@ -254,7 +254,7 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
     return reference() if reference is not None else None
 
 
-def living() -> list[AcceleratedOptimizer]:
+def prepared_optimizers() -> list[AcceleratedOptimizer]:
     """The wrappers that somebody still holds."""
     return [wrapper for reference in tuple(_wrappers.values()) if (wrapper := reference()) is not None]
 
@@ -268,11 +268,11 @@ def check_sharded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.
         )
 
 
-def follow(optimizer: torch.optim.Optimizer) -> None:
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Have `optimizer` hold what stands for its parameters in their model now, with its state in the same layout."""
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
-            new = registry.successor_of(old)
+            new = registry.replacement_of(old)
             if new is not old:
                 state = {name: _like(value, old, new) for name, value in optimizer.state.get(old, {}).items()}
                 group["params"][place] = new
@@ -285,7 +285,7 @@ def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN
     """A tensor of the parameter's shape in the layout of its successor; anything else as it is. A collective."""
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or value.dim() == 0:
         return value
-    whole = full(value)
+    whole = full_tensor(value)
     if isinstance(new, DTensor):
         return distribute_tensor(whole.to(new.device), new.device_mesh, new.placements)
     return whole.to(new.device)

@@ -42,7 +42,7 @@ _generations: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.Weak
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def raw_of(model: nn.Module) -> nn.Module:
+def unwrap_registered(model: nn.Module) -> nn.Module:
     """The person's own model, of one that `prepare` returned; any other model as it is."""
     if isinstance(model, DistributedDataParallel):
         inner: nn.Module = model.module
@@ -58,33 +58,33 @@ def generation_of(raw: nn.Module) -> PreparedModel | None:
 
 def strategy_of(model: nn.Module) -> Strategy | None:
     """The way the model was prepared, if it was."""
-    found = _generations.get(raw_of(model))
+    found = _generations.get(unwrap_registered(model))
     return found.strategy if found is not None else None
 
 
-def remember(raw: nn.Module, generation: PreparedModel) -> None:
+def register_model(raw: nn.Module, generation: PreparedModel) -> None:
     """This is the model's generation from now on."""
     _generations[raw] = generation
 
 
-def forget(raw: nn.Module) -> PreparedModel | None:
+def unregister_model(raw: nn.Module) -> PreparedModel | None:
     """The model is the person's own again."""
     return _generations.pop(raw, None)
 
 
-def living() -> list[tuple[Strategy, nn.Module]]:
+def prepared_models() -> list[tuple[Strategy, nn.Module]]:
     """The prepared models that somebody still holds, with their strategies."""
     found = [(each.strategy, each.wrapped()) for each in tuple(_generations.values())]
     return [(strategy, wrapped) for strategy, wrapped in found if wrapped is not None]
 
 
-def count() -> int:
+def count_prepared() -> int:
     """How many models are prepared now."""
     return len(_generations)
 
 
 @contextmanager
-def following(model: nn.Module) -> Iterator[None]:
+def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
     """Note which parameters of `model` are replaced within the block."""
     before = [(each, name, parameter) for each in model.modules() for name, parameter in each._parameters.items()]
     yield
@@ -100,7 +100,7 @@ def following(model: nn.Module) -> Iterator[None]:
         _successors.pop(new, None)  # or two of them could lead to each other
 
 
-def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
     """What stands for `parameter` in its model now: itself, unless it was replaced."""
     reference = _successors.get(parameter)
     found: torch.Tensor | None = reference() if reference is not None else None
@@ -130,7 +130,7 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
     if telemetry.listener is None:
         return
     parameters = list(model.parameters())
-    telemetry.report(
+    telemetry.report_value(
         telemetry.Prepared(
             kind="model",
             name=name,
@@ -153,7 +153,7 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
-    telemetry.report(
+    telemetry.report_value(
         telemetry.Prepared(
             kind="optimizer",
             name=type(optimizer).__name__,
@@ -176,7 +176,9 @@ def report_loader(name: str, loader: object) -> None:
         batches: int | None = len(loader)  # type: ignore[arg-type]
     except TypeError:  # nobody knows, an iterable dataset has no length
         batches = None
-    telemetry.report(telemetry.Prepared(kind="loader", name=name, class_name=type(loader).__name__, batches=batches))
+    telemetry.report_value(
+        telemetry.Prepared(kind="loader", name=name, class_name=type(loader).__name__, batches=batches)
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

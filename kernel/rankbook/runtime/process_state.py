@@ -24,17 +24,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.runtime.comm import consistency
-from rankbook.runtime.launch_environment import LaunchSetup, flag, local_rank_of, read_setup, text
+from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read_flag, read_setup, read_text
 
 
-def bounds(length: int, index: int, count: int) -> tuple[int, int]:
+def split_bounds(length: int, index: int, count: int) -> tuple[int, int]:
     """Start and end of the share `index` of `count`; the first `length % count` shares are one longer."""
     each, extra = divmod(length, count)
     start = index * each + min(index, extra)
     return start, start + each + (index < extra)
 
 
-def share_of(inputs: _D, index: int, count: int, *, pad: bool = False) -> _D:
+def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> _D:
     """The share `index` of `count` of `inputs`. `pad` repeats the last element up to the largest share's length.
 
     A mapping's values are split one by one and must have one length. What cannot be sliced is given whole. The inputs
@@ -46,12 +46,12 @@ def share_of(inputs: _D, index: int, count: int, *, pad: bool = False) -> _D:
         lengths = {key: len(value) for key, value in inputs.items() if _is_split(value)}
         if len(set(lengths.values())) > 1:
             raise BadRequest(f"all values of a dict must have the same length to be split between processes: {lengths}")
-        return cast("_D", {key: share_of(value, index, count, pad=pad) for key, value in inputs.items()})
+        return cast("_D", {key: split_for_rank(value, index, count, pad=pad) for key, value in inputs.items()})
     if not _is_split(inputs):
         return inputs
     values: Any = inputs
     length = len(values)
-    start, end = bounds(length, index, count)
+    start, end = split_bounds(length, index, count)
     wanted = -(-length // count) if pad else end - start
     if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table of rows, as `datasets.Dataset`
         return values.select([min(start + each, length - 1) for each in range(wanted)])  # type: ignore[no-any-return]
@@ -212,7 +212,7 @@ class PartialState:
             yield
             return
         if not first:
-            consistency.agree(None)
+            consistency.raise_if_any_failed(None)
             yield
             return
         try:
@@ -220,9 +220,9 @@ class PartialState:
         except CollectiveAborted:
             raise  # the others know: their wait was broken off too
         except Exception as error:
-            consistency.tell(error)
+            consistency.announce_failure(error)
             raise
-        consistency.agree(None)
+        consistency.raise_if_any_failed(None)
 
     # Only some
 
@@ -271,7 +271,7 @@ class PartialState:
         Shares are in rank order and differ by one at most, the first ones are larger. `apply_padding` repeats the last
         element, so that all are as large as the first. Raises `BadRequest` for values of different lengths.
         """
-        yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
+        yield split_for_rank(inputs, self.process_index, self.num_processes, pad=apply_padding)
 
     # The end
 
@@ -310,8 +310,8 @@ def _only(chosen: Callable[[], bool], function: Callable[..., Any] | None) -> An
 
 def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """What the shared state holds. Nothing is kept of an attempt that fails."""
-    cpu = cpu or flag("ACCELERATE_USE_CPU")
-    debug = flag("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE")
+    cpu = cpu or read_flag("ACCELERATE_USE_CPU")
+    debug = read_flag("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE")
     started = False
     if dist.is_available() and dist.is_initialized():
         setup = _setup_of_group()
@@ -330,12 +330,12 @@ def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "_cpu": cpu,
         "_started_group": started,
-        "checks": debug or text("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE") is None,
+        "checks": debug or read_text("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE") is None,
         "backend": str(dist.get_backend()) if several else None,
         "debug": debug,
         "device": device,
         "distributed_type": on_many if several else DistributedType.NO,
-        "fork_launched": flag("FORK_LAUNCHED"),
+        "fork_launched": read_flag("FORK_LAUNCHED"),
         "local_process_index": setup.local_rank,
         "num_processes": setup.world_size,
         "process_index": setup.rank,
@@ -349,7 +349,7 @@ def _setup_of_group() -> LaunchSetup:
 
 
 def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
-    chosen = text("RANKBOOK_DEVICE", "ACCELERATE_TORCH_DEVICE")
+    chosen = read_text("RANKBOOK_DEVICE", "ACCELERATE_TORCH_DEVICE")
     if chosen is not None and chosen != "cuda":  # without a number it is this process's own
         return torch.device(chosen)
     if cpu and chosen is None:

@@ -26,21 +26,21 @@ def install() -> None:
     window.parameters = _parameters
     window.drop = _drop
     window.agree = _agree
-    telemetry.offer("training", _training)
+    telemetry.offer_source("training", _training)
 
 
-def known() -> tuple[list[Any], list[Any]]:
+def prepared_objects() -> tuple[list[Any], list[Any]]:
     """The models and optimizers that are prepared here, by any `Accelerator`, and whole on each rank."""
-    models = [wrapped for strategy, wrapped in prepared.living() if not strategy.shards]
+    models = [wrapped for strategy, wrapped in prepared.prepared_models() if not strategy.shards]
     wrappers = [
         each
-        for each in prepare.living()
+        for each in prepare.prepared_optimizers()
         if not any(isinstance(one, DTensor) for group in each.param_groups for one in group["params"])
     ]
     return models, wrappers
 
 
-def start_over() -> None:
+def restart_accumulation() -> None:
     """The next batch begins a new window on this rank, as on all: the ranks may have failed at different batches."""
     if GradientState._shared_state:
         window.abandon(GradientState())
@@ -48,20 +48,22 @@ def start_over() -> None:
 
 
 def _parameters() -> list[torch.Tensor]:
-    return [each for wrapper in prepare.living() for group in wrapper.param_groups for each in group["params"]]
+    return [
+        each for wrapper in prepare.prepared_optimizers() for group in wrapper.param_groups for each in group["params"]
+    ]
 
 
 def _drop() -> None:
-    for wrapper in prepare.living():
+    for wrapper in prepare.prepared_optimizers():
         wrapper.optimizer.zero_grad()
-    for strategy, wrapped in prepared.living():
+    for strategy, wrapped in prepared.prepared_models():
         strategy.drop_gradients(wrapped)
 
 
 def _agree() -> None:
     """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
-    copies = [wrapped for strategy, wrapped in prepared.living() if isinstance(strategy, DataParallel)]
-    wrappers = prepare.living()
+    copies = [wrapped for strategy, wrapped in prepared.prepared_models() if isinstance(strategy, DataParallel)]
+    wrappers = prepare.prepared_optimizers()
     if not dist.is_initialized():
         return
     # Before anything is looked at: a rank that took a lost one's place may know fewer of them.
@@ -94,7 +96,7 @@ class _Rate:
 def _training() -> telemetry.TrainingStep:
     import time
 
-    steps, now = sum(each.steps for each in prepare.living()), time.monotonic()
+    steps, now = sum(each.steps for each in prepare.prepared_optimizers()), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
     _Rate.steps, _Rate.seconds = steps, now
     return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

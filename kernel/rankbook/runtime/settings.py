@@ -130,7 +130,7 @@ class AcceleratorSettings:
     @property
     def strategy(self) -> Strategy:
         """How the next model that is prepared will be spread over the ranks."""
-        return choose(self.setup)
+        return make_strategy(self.setup)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -352,7 +352,7 @@ def _check_types(fsdp: object, parallelism: object) -> None:
 STRATEGIES: list[type[Strategy]] = [SingleDevice, DataParallel, FullyShardedDataParallel, TensorParallel]
 
 
-def choose(setup: StrategySetup) -> Strategy:
+def make_strategy(setup: StrategySetup) -> Strategy:
     """The way that fits. Raises `BadRequest` with the arithmetic where the mesh does not fit the world."""
     if setup.parallelism is not None:
         setup.parallelism.check(setup.num_processes)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.gradient_state import GradientState
-from rankbook.runtime.launch_environment import text
+from rankbook.runtime.launch_environment import read_text
 from rankbook.runtime.process_state import DistributedType, PartialState, missing
 
 __all__ = ["PRECISIONS", "AcceleratorState", "DistributedType", "GradientState", "PartialState"]
@@ -70,7 +70,9 @@ class AcceleratorState:
                 raise BadRequest(f"{name}: Rankbook shards by DDP, FSDP2 or tensor parallelism; leave it out")
         wanted = None if mixed_precision is None else _precision(mixed_precision)
         first = not AcceleratorState._shared_state
-        default = _precision(text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION") or "no") if first else ""
+        default = (
+            _precision(read_text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION") or "no") if first else ""
+        )
         process = PartialState(cpu, **options)
         self.__dict__ = AcceleratorState._shared_state
         if cpu and process.device.type != "cpu":

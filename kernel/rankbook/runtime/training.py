@@ -27,7 +27,7 @@ from rankbook.runtime.precision import autocast
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import strategy_of
 from rankbook.runtime.settings import AcceleratorSettings
-from rankbook.runtime.strategies.base import full
+from rankbook.runtime.strategies.base import full_tensor
 
 
 class TrainingMethods(AcceleratorSettings):
@@ -199,7 +199,7 @@ def clip_norm(
     if not groups:
         return torch.zeros((), device=device)
     norms = [
-        full(get_total_norm([each.grad for each in group if each.grad is not None], norm_type))
+        full_tensor(get_total_norm([each.grad for each in group if each.grad is not None], norm_type))
         for group in groups.values()
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -14,13 +14,13 @@ from typing import Any
 _numbers: dict[str, int] | None = None
 
 
-def name_cells(numbers: dict[str, int]) -> None:
+def set_cell_numbers(numbers: dict[str, int]) -> None:
     """Have cells told by these numbers, by their file names; those that arrive are added. IPython's own table."""
     global _numbers
     _numbers = numbers
 
 
-def number_of(file: str) -> int | None:
+def cell_number(file: str) -> int | None:
     """The number of the cell that is this file; None for any other file."""
     return None if _numbers is None else _numbers.get(file)
 
@@ -36,7 +36,7 @@ class CellSources:
         source = self._source_of(code.co_filename)
         if not source:
             return plain
-        return rebuild, (code.co_filename, source, number_of(code.co_filename) or 0, *plain)
+        return restore_code, (code.co_filename, source, cell_number(code.co_filename) or 0, *plain)
 
     def _source_of(self, file: str) -> str:
         if file not in self._found:
@@ -48,7 +48,7 @@ class CellSources:
         return self._found[file]
 
 
-def rebuild(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
+def restore_code(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
     """What `make(*args)` gives, and its cell where tracebacks look for it."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     if number and _numbers is not None:

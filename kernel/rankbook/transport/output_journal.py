@@ -85,7 +85,7 @@ class _File:
         return data
 
 
-def words_of(folder: Path, rank: int, incarnation: int) -> Path:
+def journal_path(folder: Path, rank: int, incarnation: int) -> Path:
     """The files of one life of a rank, but for the stream's name behind it."""
     return folder / f"words-{rank}.{incarnation}"
 
@@ -94,14 +94,14 @@ def _part(path: Path, stream: str) -> Path:
     return path.with_name(f"{path.name}.{stream}")
 
 
-def crash_of(path: Path) -> Path:
+def crash_path(path: Path) -> Path:
     """Where the interpreter writes as it crashes."""
     return _part(path, "crash")
 
 
-def take_crash(path: Path) -> str:
+def read_crash(path: Path) -> str:
     """What it wrote; the file is removed. Empty where there is none."""
-    crash = crash_of(path)
+    crash = crash_path(path)
     try:
         text = crash.read_text(errors="replace")
     except OSError:
@@ -110,7 +110,7 @@ def take_crash(path: Path) -> str:
     return text
 
 
-def take_last_words(path: Path) -> Iterator[JournalTail]:
+def read_journal(path: Path) -> Iterator[JournalTail]:
     """What a rank that is dead has taken last; its files are removed. Nothing where there are none."""
     for stream in _STREAMS:
         part = _part(path, stream)

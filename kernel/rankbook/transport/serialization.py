@@ -70,7 +70,7 @@ def pack(
     except MemoryError as error:
         raise TransferError("cannot send the value: there is not enough memory to pickle it") from error
     except Exception as error:
-        raise TransferError(cannot_send(value, names, error, _attempt)) from error
+        raise TransferError(explain_pickle_error(value, names, error, _attempt)) from error
     if store is None:
         return _as_frames(pickled.buffers)
     stream, *beside = map(_size, pickled.buffers)
@@ -88,12 +88,12 @@ def pack(
     return Packed(Payload(tuple(buffers)), list(frames), (segment.name,))
 
 
-def why_not(value: object, *, name: str, reduce: Reduce | None = None) -> str | None:
+def pickle_error(value: object, *, name: str, reduce: Reduce | None = None) -> str | None:
     """Why `value` cannot be packed, in words, or None if it can. Copies nothing."""
     error = _attempt(value, reduce)
     if error is None:
         return None
-    return str(error) if isinstance(error, TransferError) else cannot_send(value, (name,), error, _attempt)
+    return str(error) if isinstance(error, TransferError) else explain_pickle_error(value, (name,), error, _attempt)
 
 
 def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: Path) -> Any:  # noqa: ANN401 - any value
@@ -289,7 +289,7 @@ Attempt = Callable[[object], BaseException | None]
 """Pickles a value to nowhere, and gives what that raised."""
 
 
-def cannot_send(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
+def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
     """One sentence: what was to be sent, what in it cannot be, where that is, and why."""
     found = _culprit(value, names, error, attempt)
     kind = type(found.value)

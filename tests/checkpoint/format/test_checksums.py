@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.format.checksums import PIECE, combine, pieces, whole
+from rankbook.checkpoint.format.checksums import PIECE, combine_checksums, pieces, whole
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_the_checksum_of_two_parts_is_that_of_both(one, other):
-    assert combine(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)
+    assert combine_checksums(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)
 
 
 @settings(max_examples=60)
@@ -44,4 +44,4 @@ def test_nothing_has_no_pieces():
 
 def test_long_parts_cost_no_more():
     one, other = zlib.crc32(b"a" * 17), zlib.crc32(bytes(1_000_000))
-    assert combine(one, other, 1_000_000) == zlib.crc32(b"a" * 17 + bytes(1_000_000))
+    assert combine_checksums(one, other, 1_000_000) == zlib.crc32(b"a" * 17 + bytes(1_000_000))

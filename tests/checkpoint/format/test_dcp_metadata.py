@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from rankbook.checkpoint.format.dcp_metadata import foreign, rank_of, read_metadata
+from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp, rank_of, read_metadata
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.errors import CheckpointingException
@@ -78,7 +78,7 @@ def read_tensor(folder, manifest, key):
 
 
 def test_plain_dcp_is_read_by_range(saved):
-    manifest = foreign(storage_of(saved))
+    manifest = manifest_from_dcp(storage_of(saved))
     assert manifest.foreign
     assert manifest.tensors.keys() == flat().keys()
     assert manifest.objects.keys() == {"step", "rng", "list.1.k"}
@@ -93,7 +93,7 @@ def test_plain_dcp_is_read_by_range(saved):
 
 
 def test_objects_are_blobs_that_torch_loads(saved):
-    manifest = foreign(storage_of(saved))
+    manifest = manifest_from_dcp(storage_of(saved))
     stored = manifest.objects["rng"]
     data = (saved / manifest.files[stored.file].name).read_bytes()[stored.start : stored.start + stored.length]
     assert torch.load(io.BytesIO(data), weights_only=True) == [1, "x"]
@@ -111,7 +111,7 @@ def test_chunks_written_without_checksums_have_none(tmp_path):
         save({"w": torch.arange(5.0)}, tmp_path)
     finally:
         torch.serialization.set_crc32_options(True)
-    manifest = foreign(storage_of(tmp_path))
+    manifest = manifest_from_dcp(storage_of(tmp_path))
     assert manifest.tensors["w"].chunks[0].pieces == ()
     assert read_tensor(tmp_path, manifest, "w").tolist() == [0, 1, 2, 3, 4]
 
@@ -135,17 +135,17 @@ def test_a_class_that_dcp_does_not_write_is_named_and_not_run(folder, thing, nam
     metadata.planner_data = {"x": thing}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointingException, match=rf"\.metadata: it names {named}, .*nothing was run"):
-        foreign(storage_of(folder))
+        manifest_from_dcp(storage_of(folder))
     assert capsys.readouterr().out == ""
 
 
 def test_what_is_no_metadata_is_said(tmp_path):
     with pytest.raises(CheckpointingException, match=r"/\.metadata is missing: .* is no checkpoint"):
-        foreign(storage_of(tmp_path))
+        manifest_from_dcp(storage_of(tmp_path))
     for data in (b"", b"hello", pickle.dumps({"a": 1}), pickle.dumps(MetadataIndex("x"))):
         (tmp_path / ".metadata").write_bytes(data)
         with pytest.raises(CheckpointingException, match=r"\.metadata: "):
-            foreign(storage_of(tmp_path))
+            manifest_from_dcp(storage_of(tmp_path))
 
 
 def test_no_damage_to_metadata_gives_anything_but_our_error(saved):
@@ -166,7 +166,7 @@ def test_transformed_chunks_are_refused_with_a_way_out(folder):
     metadata.storage_data[MetadataIndex("step")].transform_descriptors = ["zstd"]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointingException, match=r"step was stored through zstd; read it with torch"):
-        foreign(storage_of(folder))
+        manifest_from_dcp(storage_of(folder))
 
 
 def test_a_blob_that_is_no_tensor_is_named_with_file_key_and_rank(folder):
@@ -177,11 +177,11 @@ def test_a_blob_that_is_no_tensor_is_named_with_file_key_and_rank(folder):
     with pytest.raises(
         CheckpointingException, match=r"__0_0\.distcp: model\.w, written by rank 0: .*no tensor but a list"
     ):
-        foreign(storage_of(folder))
+        manifest_from_dcp(storage_of(folder))
     places[MetadataIndex("model.w", [0, 0])] = places[MetadataIndex("model.bf16", [0])]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointingException, match=r"holds bfloat16 of shape \(3,\), and \.metadata says float32"):
-        foreign(storage_of(folder))
+        manifest_from_dcp(storage_of(folder))
 
 
 def test_missing_and_short_files_are_told(folder):
@@ -190,10 +190,10 @@ def test_missing_and_short_files_are_told(folder):
     with pytest.raises(
         CheckpointingException, match=r"__0_0\.distcp: .*the blob ends at byte \d+, and the file at \d+"
     ):
-        foreign(storage_of(folder))
+        manifest_from_dcp(storage_of(folder))
     (folder / "__0_0.distcp").unlink()
     told = []
-    foreign(storage_of(folder), on_damage=lambda *damage: told.append(damage))
+    manifest_from_dcp(storage_of(folder), on_damage=lambda *damage: told.append(damage))
     assert {key for _, key, _, _ in told} == {*flat(), "step", "rng", "list.1.k"}
     assert {(file, rank, what) for file, _, rank, what in told} == {("__0_0.distcp", 0, "the file is missing")}
 

@@ -8,7 +8,7 @@ import torch
 from rankbook.checkpoint.format import tensor_io
 from rankbook.checkpoint.format.checksums import PIECE, pieces
 from rankbook.checkpoint.format.manifest import Chunk
-from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_holds, dtype_named, envelope_holds, fill
+from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, dtype_named, envelope_matches, read_into
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
 START = 100
@@ -49,7 +49,7 @@ class File:
         first = sum(at * step for at, step in zip(source, self.strides, strict=True))
         part = ReadItem(0, (0,) * target.ndim, source, tuple(target.shape), first)
         chunk = ChunkRead("w", "f", self.chunk, self.dtype, self.itemsize, self.strides, (part,))
-        fill(target, chunk, part, self.read, check)
+        read_into(target, chunk, part, self.read, check)
         return target
 
 
@@ -120,12 +120,12 @@ def test_one_checksum_for_all_is_compared_in_slabs(monkeypatch):
     monkeypatch.setattr(tensor_io, "SLAB", 1000)
     whole = torch.arange(5000, dtype=torch.uint8)
     file = File(whole, pieces=pieces(whole.numpy().tobytes(), 5000))
-    assert data_holds(file.chunk, file.read)
+    assert data_matches(file.chunk, file.read)
     assert max(length for _, length in file.reads) == 1000
     file.bytes[-1] ^= 1
-    assert not data_holds(file.chunk, file.read)
+    assert not data_matches(file.chunk, file.read)
     del file.bytes[-1:]
-    assert not data_holds(file.chunk, file.read)
+    assert not data_matches(file.chunk, file.read)
 
 
 def test_what_stands_around_the_data_is_compared_too():
@@ -133,6 +133,6 @@ def test_what_stands_around_the_data_is_compared_too():
 
     file = File(torch.zeros(3), envelope=zlib.crc32(bytes(START) + b"end"), length=START + 15)
     file.bytes += b"end"
-    assert envelope_holds(file.chunk, file.read)
+    assert envelope_matches(file.chunk, file.read)
     file.bytes[7] ^= 4
-    assert not envelope_holds(file.chunk, file.read)
+    assert not envelope_matches(file.chunk, file.read)

@@ -12,13 +12,13 @@ import torch
 from rankbook.checkpoint.format.checksums import pieces, whole
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
 from rankbook.checkpoint.format.tensor_io import dtype_named
-from rankbook.checkpoint.format.torch_zip import envelope, object_blob, raw
+from rankbook.checkpoint.format.torch_zip import make_envelope, object_blob, raw_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so at its first use
 
 
 def blob(tensor):
-    around, data = envelope(tensor.dtype, tuple(tensor.shape)), raw(tensor)
+    around, data = make_envelope(tensor.dtype, tuple(tensor.shape)), raw_bytes(tensor)
     return around.before + bytes(data) + around.ending(whole(pieces(data), len(data))), len(around.before)
 
 
@@ -32,18 +32,18 @@ def test_a_chunk_of_every_dtype_is_a_zip_that_torch_loads(name, shape):
     made, start = blob(tensor)
     loaded = torch.load(io.BytesIO(made), weights_only=True)
     assert (loaded.dtype, loaded.shape) == (dtype, tensor.shape)
-    assert bytes(raw(loaded)) == bytes(raw(tensor))
+    assert bytes(raw_bytes(loaded)) == bytes(raw_bytes(tensor))
     with zipfile.ZipFile(io.BytesIO(made)) as archive:
         assert archive.testzip() is None  # every member has the CRC-32 that it says
         (member,) = (each for each in archive.infolist() if each.filename == "archive/data/0")
-    assert zlib.crc32(raw(tensor)) == member.CRC
+    assert zlib.crc32(raw_bytes(tensor)) == member.CRC
     assert start % 64 == 0
 
 
 def test_more_than_one_piece_has_the_checksum_of_all():
     tensor = torch.arange(700_000)
     made, _ = blob(tensor)
-    assert len(pieces(raw(tensor))) == 6
+    assert len(pieces(raw_bytes(tensor))) == 6
     with zipfile.ZipFile(io.BytesIO(made)) as archive:
         assert archive.testzip() is None
 
@@ -72,12 +72,12 @@ def test_a_flipped_bit_of_the_data_is_found_by_the_zip():
 )
 def test_the_bytes_are_the_values_in_row_major_order(tensor):
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    assert bytes(raw(tensor)) == plain.numpy().tobytes()
+    assert bytes(raw_bytes(tensor)) == plain.numpy().tobytes()
 
 
 def test_what_lies_in_order_is_not_copied():
     tensor = torch.zeros(4)
-    view = raw(tensor)
+    view = raw_bytes(tensor)
     tensor.fill_(1)
     assert bytes(view) == torch.ones(4).numpy().tobytes()
 

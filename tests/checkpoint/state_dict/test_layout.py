@@ -26,17 +26,17 @@ def slices(start, shape):
 
 
 def test_a_scalar_has_one_element():
-    assert (layout.volume(()), layout.volume((3, 0)), layout.volume((2, 3))) == (1, 0, 6)
+    assert (layout.shard_numel(()), layout.shard_numel((3, 0)), layout.shard_numel((2, 3))) == (1, 0, 6)
 
 
 @given(boxes(axes=4, most=5), st.sampled_from([1, 2, 4, 16]))
 @settings(max_examples=100, deadline=None)
 def test_byte_runs_are_the_bytes_of_the_slice(box, itemsize):
     stored, start, shape = box
-    whole = np.arange(layout.volume(stored)).repeat(itemsize).astype(np.int16)  # one number for each byte
+    whole = np.arange(layout.shard_numel(stored)).repeat(itemsize).astype(np.int16)  # one number for each byte
     runs = layout.byte_runs(stored, start, shape, itemsize)
     read = [number for offset, length in runs for number in whole[offset : offset + length]]
-    elements = np.arange(layout.volume(stored)).reshape(stored)[slices(start, shape)].ravel()
+    elements = np.arange(layout.shard_numel(stored)).reshape(stored)[slices(start, shape)].ravel()
     assert read == elements.repeat(itemsize).tolist()
     assert all(a + n < b for (a, n), (b, _) in pairwise(runs))
     assert all(offset % itemsize == length % itemsize == 0 for offset, length in runs)
@@ -101,7 +101,7 @@ def test_a_place_by_ranks_fits_every_check_and_knows_its_chunk(axes, prepended, 
     local = tuple(sizes[prepended:])
     grid = layout.place_by_ranks(local, list(zip(range(len(sizes)), chunk, counts, strict=True)), prepended)
     shape = (1,) * prepended + local
-    assert layout.outside(grid.global_shape, grid.offset, shape) == ""
+    assert layout.is_outside(grid.global_shape, grid.offset, shape) == ""
     assert layout.wrong_fragments(grid.global_shape, grid.offset, shape, grid.fragments) == ""
     assert layout.chunk_index(grid.offset, local, prepended) == chunk
     assert layout.chunk_sizes(grid.global_shape, grid.fragments) == shape

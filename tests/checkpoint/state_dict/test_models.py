@@ -12,7 +12,7 @@ from torch import nn
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
 from rankbook.checkpoint.state_dict.replicas import gather_objects
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedBase, is_main_replica
-from rankbook.checkpoint.state_dict.state_dicts import map_leaves, split
+from rankbook.checkpoint.state_dict.state_dicts import map_leaves, partition
 from rankbook.errors import CheckpointingException
 from tests.rank_processes import run_ranks
 
@@ -117,7 +117,7 @@ def save(kind):
     model, optimizer = build(kind, 3)
     for number in range(2):
         step(model, optimizer, number)
-    return gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+    return gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
 
 
 def load(kind, checkpoint):
@@ -126,7 +126,7 @@ def load(kind, checkpoint):
     stored = {
         key: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for key, each in checkpoint["tensors"].items()
     }
-    taken = split({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
+    taken = partition({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
     values = {path: checkpoint["objects"][each.unique_key] for path, each in taken.objects}
     for each in taken.tensors:
         each.shard.data.copy_(checkpoint["tensors"][each.shard.key][each.shard.global_slice()])
@@ -134,9 +134,9 @@ def load(kind, checkpoint):
     loaded = taken.assemble(values, checkpoint["common"])
     assert loaded["number"] == 2
     load_sharded_state_dict(model, optimizer, loaded)
-    again = gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+    again = gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
     step(model, optimizer, 2)
-    return again, gathered(split({**sharded_state_dict(model, optimizer), "number": 2}))
+    return again, gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
 
 
 def assert_same(one, other):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.state_dict import replicas
-from rankbook.checkpoint.state_dict.replicas import ReplicatedEntry, settle
+from rankbook.checkpoint.state_dict.replicas import ReplicatedEntry, assign_replica_ids
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
 from rankbook.errors import CheckpointingException
 
@@ -39,7 +39,7 @@ def settled(ranks, errors=None):
     def work(rank):
         local.rank = rank
         try:
-            settle(ranks[rank], gather, error=(errors or {}).get(rank))
+            assign_replica_ids(ranks[rank], gather, error=(errors or {}).get(rank))
         except CheckpointingException as error:
             return str(error)
         return {each.entry.key: each.entry.replica_id for each in ranks[rank]}

@@ -15,7 +15,7 @@ from rankbook.checkpoint.state_dict.sharded_tensor import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from rankbook.checkpoint.state_dict.state_dicts import Expecting, flatten, map_leaves, split, unflatten
+from rankbook.checkpoint.state_dict.state_dicts import Expecting, flatten, map_leaves, partition, unflatten
 from rankbook.errors import CheckpointingException
 from tests.rank_processes import run_ranks
 
@@ -80,7 +80,7 @@ def example():
 
 def test_each_leaf_is_taken_for_what_it_is():
     state = example()
-    taken = split(state)
+    taken = partition(state)
     assert [(each.path, each.shard.key) for each in taken.tensors] == [
         (("w",), "weight"),
         (("glued", "a"), "g.a"),
@@ -96,7 +96,7 @@ def test_each_leaf_is_taken_for_what_it_is():
 
 def test_an_entry_answers_what_a_plan_asks():
     shard = F("k", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 4), prepend_axis_num=1, replica_id=(0, 1))
-    [entry] = split({"x": shard}).tensors
+    [entry] = partition({"x": shard}).tensors
     assert (entry.key, entry.dtype_name, entry.is_main, entry.allow_shape_mismatch) == ("k", "bfloat16", False, False)
     assert (entry.global_shape, entry.global_offset, entry.local_shape) == ((4, 2, 3), (1, 0, 0), (1, 2, 3))
 
@@ -108,7 +108,7 @@ def values_of(taken):
 
 
 def test_it_is_put_together_with_everything_that_is_stored():
-    taken = split(example(), gather=None)
+    taken = partition(example(), gather=None)
     state = taken.assemble(values_of(taken), {**taken.common, "step": 9, "more": {"x": 1}})
     assert state.pop("w").equal(torch.arange(4.0)) and state.pop("glued").equal(torch.arange(4.0))
     plain = state.pop("plain")
@@ -123,7 +123,7 @@ def test_it_is_put_together_with_everything_that_is_stored():
 
 
 def test_what_is_missing_is_left_out_and_with_it_what_would_be_merged():
-    taken = split(example(), gather=None)
+    taken = partition(example(), gather=None)
     values = values_of(taken)
     for path in (("w",), ("glued", "b"), ("plain", "x")):
         del values[path]
@@ -133,7 +133,7 @@ def test_what_is_missing_is_left_out_and_with_it_what_would_be_merged():
 
 
 def test_a_hole_in_a_list_is_an_error():
-    taken = split(example(), gather=None)
+    taken = partition(example(), gather=None)
     values = {path: value for path, value in values_of(taken).items() if path != ("rng", 0)}
     with pytest.raises(CheckpointingException, match=r"\['rng'\]: nothing is stored for its elements \[0\]"):
         taken.assemble(values, taken.common)
@@ -143,18 +143,18 @@ def test_a_hole_in_a_list_is_an_error():
 
 def test_two_tensors_of_one_name_are_an_error():
     with pytest.raises(CheckpointingException, match=r"'a\.b': \['a'\]\['b'\] and \['a\.b'\]"):
-        split({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+        partition({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
     with pytest.raises(CheckpointingException, match="is a dict, not a list"):
-        split([torch.ones(1)])
+        partition([torch.ones(1)])
 
 
 def test_what_a_factory_raises_is_told_and_stays_the_cause():
     broken = {"x": ShardedTensorFactory("k", torch.ones(1), lambda *_: 1 / 0, torch.cat)}
     with pytest.raises(CheckpointingException, match="rank 0: ZeroDivisionError: division by zero") as caught:
-        split(broken)
+        partition(broken)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
-        split(broken, gather=None)
+        partition(broken, gather=None)
 
 
 def test_a_part_may_expect_more_than_it_has():
@@ -163,8 +163,8 @@ def test_a_part_may_expect_more_than_it_has():
             return {name: F(name, torch.zeros(shape)) for name, (shape, _) in stored.items()}
 
     state = {"optimizer": Optimizer(), "x": {}}
-    assert split(state).tensors == []
-    taken = split(state, stored={"m": ((3,), "float32")}, gather=None)
+    assert partition(state).tensors == []
+    taken = partition(state, stored={"m": ((3,), "float32")}, gather=None)
     assert [(each.path, each.shard.local_shape) for each in taken.tensors] == [(("optimizer", "m"), (3,))]
 
 
@@ -188,7 +188,7 @@ def of_dtensors():
     state = {str(n): distribute_tensor(whole, on, how, src_data_rank=None) for n, (on, how) in enumerate(layouts)}
     state["own"] = {str(dist.get_rank()): torch.full((2,), float(dist.get_rank()))}
     state["scalar"] = distribute_tensor(torch.tensor(2.5), mesh, [Replicate(), Replicate()], src_data_rank=None)
-    taken = split(state)
+    taken = partition(state)
     found = []
     for each in taken.tensors:
         shard = each.shard
@@ -205,7 +205,7 @@ def of_dtensors():
     messages = []
     for state in ({"p": partial}, {"p": torch.ones(2), "x": 1} if dist.get_rank() else {"p": partial}):
         try:
-            split(state)
+            partition(state)
         except CheckpointingException as error:
             messages.append(str(error))
     return found, messages

@@ -29,7 +29,7 @@ def storage(request, tmp_path, monkeypatch):
 
 
 def write_step(storage, step, content=b"x"):
-    folder = steps.begin(storage, step)
+    folder = steps.begin_step(storage, step)
     storage.write(f"{folder}/__RANK_0.distcp", [content])
     storage.write(f"{folder}/manifest.json", [content])
     return folder
@@ -37,17 +37,17 @@ def write_step(storage, step, content=b"x"):
 
 def save(storage, step, content=b"x"):
     write_step(storage, step, content)
-    steps.commit(storage, step)
+    steps.commit_step(storage, step)
 
 
 def test_a_saved_step_is_finished_and_the_latest(storage):
     save(storage, 40)
     save(storage, 50)
-    assert steps.finished(storage) == [40, 50]
+    assert steps.finished_steps(storage) == [40, 50]
     assert steps.read_latest(storage) == 50
     assert steps.locate(storage) == "step-50"
     assert steps.locate(storage, 40) == "step-40"
-    assert steps.partials(storage) == []
+    assert steps.list_partials(storage) == []
     assert set(storage.list()) == {"latest", "step-40", "step-50"}
     assert read_all(storage, "latest") == b"step-50 crc32=5ecf2517\n"
 
@@ -55,12 +55,12 @@ def test_a_saved_step_is_finished_and_the_latest(storage):
 def test_steps_are_ordered_by_number(storage):
     for step in (9, 10, 100, 0):
         save(storage, step)
-    assert steps.finished(storage) == [0, 9, 10, 100]
+    assert steps.finished_steps(storage) == [0, 9, 10, 100]
     assert steps.read_latest(storage) == 0
 
 
 def test_an_empty_folder_has_no_step(storage):
-    assert steps.finished(storage) == []
+    assert steps.finished_steps(storage) == []
     assert steps.read_latest(storage) is None
     with pytest.raises(CheckpointingException, match="there is no checkpoint; no step is finished"):
         steps.locate(storage)
@@ -117,8 +117,8 @@ def test_a_folder_without_manifest_is_no_finished_step(storage):
     save(storage, 40)
     storage.write("step-60/.metadata", [b"x"])
     write_step(storage, 50)
-    assert steps.finished(storage) == [40]
-    assert steps.partials(storage) == ["step-50.partial", "step-60"]
+    assert steps.finished_steps(storage) == [40]
+    assert steps.list_partials(storage) == ["step-50.partial", "step-60"]
     with pytest.raises(
         CheckpointingException, match=r"no finished step 60; finished are 40; not finished: step-50\.partial, step-60"
     ):
@@ -134,11 +134,11 @@ def test_a_folder_that_is_a_checkpoint_itself_is_one(storage, name):
 
 
 def test_a_step_without_its_manifest_is_not_committed(storage):
-    folder = steps.begin(storage, 40)
+    folder = steps.begin_step(storage, 40)
     storage.write(f"{folder}/__RANK_0.distcp", [b"x"])
     with pytest.raises(CheckpointingException, match=r"step-40\.partial has no manifest.json"):
-        steps.commit(storage, 40)
-    steps.abandon(storage, 40)
+        steps.commit_step(storage, 40)
+    steps.abandon_step(storage, 40)
     assert storage.list() == {}
 
 
@@ -197,7 +197,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch
         assert not done or (latest, found) == (step, b"new")
 
         steps.sweep(storage)
-        assert steps.partials(storage) == []
+        assert steps.list_partials(storage) == []
         assert (steps.read_latest(storage), whole(storage, steps.locate(storage))) == (latest, found)
         assert set(storage.list()) <= {"latest", "step-40", "step-50"}
         save(storage, step, b"third")
@@ -223,12 +223,12 @@ def test_a_kill_at_any_moment_of_a_removal_leaves_the_others_whole(storage, monk
         latest = steps.read_latest(storage)
         assert whole(storage, steps.locate(storage)) == b"%d" % latest
         steps.sweep(storage)
-        assert steps.partials(storage) == []
-        for step in steps.finished(storage):
+        assert steps.list_partials(storage) == []
+        for step in steps.finished_steps(storage):
             assert whole(storage, steps.folder_of(storage, step)) == b"%d" % step
         if done:
             break
-    assert steps.finished(storage) == [30]
+    assert steps.finished_steps(storage) == [30]
     assert operations >= 3
 
 
@@ -236,7 +236,7 @@ def test_a_step_that_was_put_aside_is_loaded_and_gets_its_name_back(storage):
     save(storage, 40, b"old")
     storage.move("step-40", "step-40.old")
     storage.write("step-40/__RANK_0.distcp", [b"half"])
-    assert steps.finished(storage) == [40]
+    assert steps.finished_steps(storage) == [40]
     assert whole(storage, steps.locate(storage)) == b"old"
     assert steps.sweep(storage) == []
     assert set(storage.list()) == {"latest", "step-40"}
@@ -248,26 +248,26 @@ def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
     write_step(storage, 50)
     assert steps.sweep(storage) == []
     with pytest.raises(CheckpointingException, match=rf"step 50 is being saved by process {os.getpid()} on "):
-        steps.begin(storage, 50)
-    steps.abandon(storage, 50)
+        steps.begin_step(storage, 50)
+    steps.abandon_step(storage, 50)
     assert set(storage.list()) == {"latest", "step-40"}
     write_step(storage, 50)
-    steps.commit(storage, 50)
+    steps.commit_step(storage, 50)
 
 
 @pytest.mark.processes
 def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)
-        mine = lock.owner_of(storage, "step-50.partial.owner")
+        mine = lock.lock_owner(storage, "step-50.partial.owner")
         theirs = lock.WriterIdentity(
             **asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)}
         )
         storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
         assert steps.sweep(storage) == []
-        assert steps.owner_of(storage, "step-50.partial") == theirs
+        assert steps.writer_of(storage, "step-50.partial") == theirs
         other.communicate(b"\n")
-    assert steps.owner_of(storage, "step-50.partial") is None
+    assert steps.writer_of(storage, "step-50.partial") is None
     assert steps.sweep(storage) == ["step-50.partial", "step-50.partial.owner"]
     assert storage.list() == {}
 
@@ -281,19 +281,19 @@ def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
     assert {"step-50", "step-50.old", "step-50.partial"} <= storage.list().keys()
     storage.remove("step-50.partial.owner")
     assert steps.sweep(storage) == ["step-50.partial"]
-    assert steps.finished(storage) == [40, 50]
+    assert steps.finished_steps(storage) == [40, 50]
 
 
 def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storage):
     write_step(storage, 50)
-    mine = lock.owner_of(storage, "step-50.partial.owner")
+    mine = lock.lock_owner(storage, "step-50.partial.owner")
     assert mine.lives()
     assert not lock.WriterIdentity(**asdict(mine) | {"pid": 1}).lives()
 
 
 def test_a_save_on_another_machine_is_left_alone_for_a_day(storage):
     write_step(storage, 50)
-    mine = lock.owner_of(storage, "step-50.partial.owner")
+    mine = lock.lock_owner(storage, "step-50.partial.owner")
     there = asdict(mine) | {"machine": "another"}
     assert lock.WriterIdentity(**there).lives()
     assert not lock.WriterIdentity(**there | {"since": time.time() - 2 * lock.PATIENCE}).lives()
@@ -316,7 +316,7 @@ def test_the_newest_stay_and_the_multiples(storage):
     for step in range(500, 5001, 500):
         save(storage, step)
     assert steps.retain(storage, keep=3, keep_every=1000) == [500, 1500, 2500, 3500]
-    assert steps.finished(storage) == [1000, 2000, 3000, 4000, 4500, 5000]
+    assert steps.finished_steps(storage) == [1000, 2000, 3000, 4000, 4500, 5000]
     assert steps.retain(storage, keep=3, keep_every=1000) == []
     assert steps.retain(storage, keep=None) == []
     assert steps.retain(storage, keep=1) == [1000, 2000, 3000, 4000, 4500]
@@ -326,7 +326,7 @@ def test_steps_above_the_latest_are_another_story_and_stay(storage):
     for step in (10, 20, 30, 40, 25, 27):
         save(storage, step)
     assert steps.retain(storage, keep=2) == [10, 20]
-    assert steps.finished(storage) == [25, 27, 30, 40]
+    assert steps.finished_steps(storage) == [25, 27, 30, 40]
     assert steps.read_latest(storage) == 27
 
 

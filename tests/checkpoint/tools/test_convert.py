@@ -136,11 +136,11 @@ def test_types_that_the_format_lacks_are_named(tmp_path):
 
 def test_a_failed_import_leaves_no_step(tmp_path, monkeypatch):
     to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
-    monkeypatch.setattr(torch_zip, "raw", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(torch_zip, "raw_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         from_safetensors(tmp_path / "hf", tmp_path / "run", step=1)
     assert list((tmp_path / "run").iterdir()) == []
-    assert steps.finished(storage_of(tmp_path / "run")) == []
+    assert steps.finished_steps(storage_of(tmp_path / "run")) == []
 
 
 def raw(fields, data=b"", length=None):

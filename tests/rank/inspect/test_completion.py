@@ -343,9 +343,9 @@ def test_the_expression_that_a_text_ends_with(text, expression):
 
 
 def test_strings_brackets_and_comments_are_known():
-    assert completion.place_of("f('a(', [1, ").brackets == (1, 8)
-    assert completion.place_of("f('it\\'s").quote == 2
-    assert completion.place_of("x = 'not closed\ny").quote is None
-    assert completion.place_of('"""a\n"b"').quote == 0
-    assert completion.place_of("x = 1  # 'what").comment
-    assert not completion.place_of("# 'what\nx").comment
+    assert completion.cursor_context("f('a(', [1, ").brackets == (1, 8)
+    assert completion.cursor_context("f('it\\'s").quote == 2
+    assert completion.cursor_context("x = 'not closed\ny").quote is None
+    assert completion.cursor_context('"""a\n"b"').quote == 0
+    assert completion.cursor_context("x = 1  # 'what").comment
+    assert not completion.cursor_context("# 'what\nx").comment

@@ -61,7 +61,7 @@ def test_which_errors_are_that_memory_ran_out(error, is_one):
     ids=["in torch", "in Python", "on the CPU", "of another kind", "no abort"],
 )
 def test_which_errors_are_that_memory_ran_out_on_another_rank(error, is_one):
-    assert oom.is_of_a_peer(error) is is_one
+    assert oom.is_peer_oom(error) is is_one
 
 
 def test_torchs_own_error_on_the_cpu_is_one():

@@ -16,12 +16,12 @@ from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
 from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
 from rankbook.rank.inspect.object_info import list_variables
-from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, statistic
+from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, compute_statistic
 from rankbook.rank.inspect.tensor_introspection import GilYield
 
 
 def inventory(namespace):
-    return object_discovery.take_inventory(object_discovery.find(namespace, GilYield()), "cpu", GilYield())
+    return object_discovery.measure_objects(object_discovery.discover_objects(namespace, GilYield()), "cpu", GilYield())
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def inventory(namespace):
     ids=["long", "transposed", "strided", "scalar", "integers", "bfloat16"],
 )
 def test_a_statistic_is_torchs_own(tensor):
-    found, whole = statistic(3, tensor), tensor.to(torch.float64)
+    found, whole = compute_statistic(3, tensor), tensor.to(torch.float64)
     assert (found.rank, found.nans, found.infinities) == (3, 0, 0)
     assert (found.minimum, found.maximum) == (float(whole.min()), float(whole.max()))
     assert found.mean == pytest.approx(float(whole.mean()), rel=1e-9, abs=1e-12)
@@ -46,19 +46,19 @@ def test_a_statistic_is_torchs_own(tensor):
 def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
     tensor = torch.arange(100_000, dtype=torch.float32)
     tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")
-    found = statistic(0, tensor)
+    found = compute_statistic(0, tensor)
     assert (found.nans, found.infinities, found.minimum, found.maximum) == (1, 2, 0.0, 99_998.0)
-    empty = statistic(0, torch.full((3,), float("nan")))
+    empty = compute_statistic(0, torch.full((3,), float("nan")))
     assert (empty.minimum, empty.mean, empty.nans) == (None, None, 3)
-    assert statistic(0, torch.empty(0)).maximum is None
+    assert compute_statistic(0, torch.empty(0)).maximum is None
 
 
 def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr("rankbook.rank.inspect.query_handlers.LONGEST", -1.0)
     with pytest.raises(BadRequest, match="too many to look at"):
-        statistic(0, torch.ones(10))
+        compute_statistic(0, torch.ones(10))
     with pytest.raises(BadRequest, match="no minimum"):
-        statistic(0, torch.ones(2, dtype=torch.complex64))
+        compute_statistic(0, torch.ones(2, dtype=torch.complex64))
 
 
 def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
@@ -210,12 +210,12 @@ def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch)
     other, again = (msgspec.structs.replace(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
     assert told() == ()
     for save in (done, other):
-        telemetry.report(save)
+        telemetry.report_value(save)
     assert told() == (done, other)
-    telemetry.offer("checkpoint again", lambda: again)
+    telemetry.offer_source("checkpoint again", lambda: again)
     assert told() == (again, other)
-    telemetry.withdraw("checkpoint again")
-    telemetry.report(later := msgspec.structs.replace(done, seconds=0.7))
+    telemetry.withdraw_source("checkpoint again")
+    telemetry.report_value(later := msgspec.structs.replace(done, seconds=0.7))
     assert told() == (other, later)
 
 

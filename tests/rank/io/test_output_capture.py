@@ -1,4 +1,4 @@
-"""Capture with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
+"""OutputCapture with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subpro
 from pathlib import Path
 answer = os.dup(1)
 from rankbook.rank import os_utils
-from rankbook.rank.io.output_capture import SHOWN, Capture
+from rankbook.rank.io.output_capture import SHOWN, OutputCapture
 
 sent, shields = [], []
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def shield():
         yield
     finally:
         shields.append("off")
-capture = Capture((*os_utils.output_pipe(), *os_utils.output_pipe()), sent.append, shield, Path(sys.argv[1]), 3)
+capture = OutputCapture((*os_utils.output_pipe(), *os_utils.output_pipe()), sent.append, shield, Path(sys.argv[1]), 3)
 
 def read_always():
     while True:
@@ -339,8 +339,8 @@ def test_the_end_of_a_cell_keeps_the_pace_too(tmp_path):
     _, told = run(
         tmp_path,
         """
-from rankbook.rank.io.output_capture import Pace
-capture._pace = Pace(rate=400_000, burst=20_000, window=1 << 20)
+from rankbook.rank.io.output_capture import RateLimit
+capture._pace = RateLimit(rate=400_000, burst=20_000, window=1 << 20)
 capture.begin(1)
 os.write(1, b"x" * 60_000)
 capture.end()

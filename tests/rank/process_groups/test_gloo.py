@@ -25,7 +25,7 @@ from rankbook.rank.process_groups import gloo, gloo
 from rankbook.rank.process_groups.gloo import tcp_sockets, duplicate
 from rankbook.rank.process_groups.store import FolderStore
 
-gloo.board(lambda thread: True)  # as every rank
+gloo.install_terminate_handler(lambda thread: True)  # as every rank
 folder, rank, size, awaited = Path(sys.argv[1]), *map(int, sys.argv[2:])
 store = FolderStore(folder / "store", threading.Event())
 make = gloo._Listeners.__init__

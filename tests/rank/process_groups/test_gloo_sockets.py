@@ -17,10 +17,10 @@ from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.gloo import (
     NOBODY,
     has_connections,
-    shut_down,
+    shutdown_sockets,
     tcp_sockets,
+    track_new_sockets,
     user_of_peer,
-    watch_opened,
 )
 
 Pair = tuple[socket.socket, socket.socket]
@@ -56,7 +56,7 @@ def usable(pair: Pair) -> bool:
 
 def test_what_is_opened_meanwhile_is_known_and_what_was_there_is_not(stack):
     before = connected(stack, listening(stack))
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         listener = listening(stack)
         pair = connected(stack, listener)
         assert opened == {}, "only in the end"
@@ -65,7 +65,7 @@ def test_what_is_opened_meanwhile_is_known_and_what_was_there_is_not(stack):
 
 
 def test_it_is_known_also_if_the_call_fails(stack):
-    watching = watch_opened()
+    watching = track_new_sockets()
     opened = watching.__enter__()
     pair = connected(stack, listening(stack))
     assert not watching.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
@@ -85,7 +85,7 @@ def test_files_pipes_and_sockets_of_other_kinds_are_no_tcp_sockets(stack, tmp_pa
 
 def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
     listener = listening(stack)
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         one, other = connected(stack, listener)
     one.settimeout(None)
     waits, received = threading.Event(), []
@@ -97,7 +97,7 @@ def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
     thread = threading.Thread(target=receive)
     thread.start()
     assert waits.wait(5)
-    shut_down(opened)
+    shutdown_sockets(opened)
     thread.join(5)
     assert not thread.is_alive(), "it waits on"
     assert received == [b""]
@@ -107,16 +107,16 @@ def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
 
 
 def test_a_socket_that_listens_is_left_alone(stack):
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         listener = listening(stack)
-    shut_down(opened)
+    shutdown_sockets(opened)
     assert usable(connected(stack, listener))
 
 
 def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
     listener = listening(stack)
     kept = connected(stack, listener)
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         gone, _ = connected(stack, listener)
     number = gone.fileno()
     opened = {number: opened[number]}
@@ -124,7 +124,7 @@ def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
     os.dup2(kept[0].fileno(), number)
     try:
         before = held()
-        shut_down(opened)
+        shutdown_sockets(opened)
         assert held() == before
         assert usable(kept)
     finally:
@@ -133,23 +133,23 @@ def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
 
 def test_a_descriptor_that_is_closed_or_has_lost_its_peer_is_no_error(stack):
     listener = listening(stack)
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         one, other = connected(stack, listener)
         pair = connected(stack, listener)
     one.close()
     pair[1].close()
-    shut_down(opened)
-    shut_down(opened)
+    shutdown_sockets(opened)
+    shutdown_sockets(opened)
     assert other.recv(1) == b""
 
 
 def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
     listener = listening(stack)
     before = held()
-    with watch_opened() as opened:
+    with track_new_sockets() as opened:
         pair = connected(stack, listener)
     assert held() == before + 2
-    shut_down(opened)
+    shutdown_sockets(opened)
     assert held() == before + 2
     for each in pair:
         each.close()

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankbook.errors import BadRequest
-from rankbook.runtime.process_state import share_of
+from rankbook.runtime.process_state import split_for_rank
 
 
 @given(st.integers(0, 12), st.integers(1, 5))
 def test_the_shares_put_together_are_the_whole_and_differ_by_one_at_most(length, count):
     whole = list(range(length))
-    shares = [share_of(whole, index, count) for index in range(count)]
+    shares = [split_for_rank(whole, index, count) for index in range(count)]
     assert [each for share in shares for each in share] == whole
     sizes = [len(each) for each in shares]
     assert sizes == sorted(sizes, reverse=True)
@@ -28,16 +28,16 @@ def test_the_shares_put_together_are_the_whole_and_differ_by_one_at_most(length,
 def test_padding_makes_them_equal_with_the_last_element(length, count):
     whole = list(range(length))
     for kind in (list, tuple, torch.tensor, np.array):
-        shares = [list(share_of(kind(whole), index, count, pad=True)) for index in range(count)]
+        shares = [list(split_for_rank(kind(whole), index, count, pad=True)) for index in range(count)]
         assert {len(each) for each in shares} == {-(-length // count)}
         for index, share in enumerate(shares):
-            own = share_of(whole, index, count)
+            own = split_for_rank(whole, index, count)
             assert share == own + [whole[-1]] * (len(share) - len(own))
 
 
 def test_a_dicts_values_are_split_alike_and_the_inputs_stay():
     inputs = {"a": ["x", "y", "z"], "b": torch.arange(6).view(3, 2), "name": "run"}
-    second = share_of(inputs, 1, 2, pad=True)
+    second = split_for_rank(inputs, 1, 2, pad=True)
     assert second["a"] == ["z", "z"]
     assert second["b"].tolist() == [[4, 5], [4, 5]]
     assert second["name"] == "run"
@@ -46,12 +46,12 @@ def test_a_dicts_values_are_split_alike_and_the_inputs_stay():
 
 def test_values_of_other_lengths_are_an_error_that_shows_them():
     with pytest.raises(BadRequest, match=r"'a': 1, 'b': 2"):
-        share_of({"a": [1], "b": [1, 2]}, 0, 2)
+        split_for_rank({"a": [1], "b": [1, 2]}, 0, 2)
 
 
 def test_what_cannot_be_sliced_is_given_whole():
     for value in ("text", 7, torch.tensor(3)):
-        assert share_of(value, 1, 2) is value
+        assert split_for_rank(value, 1, 2) is value
 
 
 def test_a_table_is_asked_for_its_rows():
@@ -66,10 +66,10 @@ def test_a_table_is_asked_for_its_rows():
             return Table([self.rows[index] for index in indices])
 
     table = Table(["a", "b", "c"])
-    assert share_of(table, 1, 2).rows == ["c"]
-    assert share_of(table, 1, 2, pad=True).rows == ["c", "c"]
+    assert split_for_rank(table, 1, 2).rows == ["c"]
+    assert split_for_rank(table, 1, 2, pad=True).rows == ["c", "c"]
 
 
 def test_one_process_gets_the_same_object():
     whole = [1, 2]
-    assert share_of(whole, 0, 1) is whole
+    assert split_for_rank(whole, 0, 1) is whole

@@ -29,7 +29,7 @@ from rankbook.runtime import GradientState, prepare_data_loader, skip_first_batc
 from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.config import DataLoaderConfiguration
 from rankbook.runtime.data import rng
-from rankbook.runtime.data.loaders import DataLoaderShard, data_ranks, mesh_deal
+from rankbook.runtime.data.loaders import DataLoaderShard, data_parallel_layout, data_parallel_rank
 from rankbook.runtime.data.samplers import RoundPadding
 
 
@@ -411,8 +411,8 @@ def test_ranks_that_differ_along_tp_and_cp_alone_have_one_part(names):
     mesh = SimpleNamespace(
         mesh=layout, mesh_dim_names=names, size=lambda axis=None: 2 if axis is not None else layout.numel()
     )
-    parts = mesh_deal(mesh)
+    parts = data_parallel_layout(mesh)
     for rank, part in enumerate(parts):
         place = (layout == rank).nonzero()[0].tolist()
         mesh.get_local_rank = place.__getitem__
-        assert data_ranks(mesh, layout.numel())[1] == part
+        assert data_parallel_rank(mesh, layout.numel())[1] == part

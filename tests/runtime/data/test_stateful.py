@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.runtime import Accelerator, DataLoaderConfiguration, prepare_data_loader
-from rankbook.runtime.data.stateful import ReadPosition, put_back
+from rankbook.runtime.data.stateful import ReadPosition, restore_state
 from tests.rank_processes import run_ranks
 
 pytest.importorskip("torchdata", reason="it is the person's to install")
@@ -327,7 +327,7 @@ def test_a_state_that_does_not_fit_the_dataset_is_left_with_a_warning():
             told(loader)
     position = ReadPosition(resume=2, reader=stream.state_dict()["reader"])
     with pytest.warns(UserWarning, match="after 2 rounds, and rank 0 continues after 3"):
-        assert put_back(stream.parts.inner, stream.parts.fetch, (1, 2), position, 3) == 3
+        assert restore_state(stream.parts.inner, stream.parts.fetch, (1, 2), position, 3) == 3
 
 
 def a_stream_over_a_checkpoint(folder, workers, save):

@@ -240,7 +240,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_handle_and_the_next_
     with monkeypatch.context() as patched:
         patched.setattr(LocalStorage, "write", fail)
         handle = accelerator.save_state(tmp_path / "state", async_=True)
-        assert async_save.finish(20)
+        assert async_save.wait_for_saves(20)
         assert "the disk is full" in str(handle.error)
         assert "the disk is full" in repr(handle)
     with pytest.raises(

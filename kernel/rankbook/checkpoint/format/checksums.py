@@ -42,7 +42,7 @@ def as_bytes(buffer: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def combine(crc1: int, crc2: int, length2: int) -> int:
+def combine_checksums(crc1: int, crc2: int, length2: int) -> int:
     """The CRC-32 of A + B from those of A and B; `length2` is the length of B in bytes."""
     return _times(_shift(length2), crc1) ^ crc2
 
@@ -52,7 +52,7 @@ def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
     crc, left = 0, nbytes
     for each in crcs:
         length = min(left, piece)
-        crc, left = combine(crc, each, length), left - length
+        crc, left = combine_checksums(crc, each, length), left - length
     return crc
 
 

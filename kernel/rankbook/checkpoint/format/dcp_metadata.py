@@ -28,8 +28,8 @@ from rankbook.checkpoint.format.manifest import (
     StoredObject,
     StoredTensor,
 )
-from rankbook.checkpoint.format.structure import problems
-from rankbook.checkpoint.format.torch_zip import tensor_in
+from rankbook.checkpoint.format.structure import find_problems
+from rankbook.checkpoint.format.torch_zip import locate_tensor
 from rankbook.checkpoint.storage.base import Storage, read_all
 from rankbook.errors import CheckpointingException
 
@@ -81,7 +81,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
     Raises `CheckpointingException` where they are damaged, or name a class that DCP does not write there.
     """
     try:
-        pickle_opcodes.check(data)
+        pickle_opcodes.check_opcodes(data)
         return _plain(_MetadataUnpickler(io.BytesIO(data)).load())
     except CheckpointingException as error:
         raise CheckpointingException(f"{where}: {error}") from error
@@ -90,7 +90,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
         raise CheckpointingException(f"{where}: damaged, or not DCP's: {type(error).__name__}: {error}") from error
 
 
-def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = None) -> Manifest:
+def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | None = None) -> Manifest:
     """The manifest of a checkpoint without one: made from its `.metadata` and the ends of every chunk's zip.
 
     `dcp.save`'s folders and Megatron's. Its `format` is 0. Raises `CheckpointingException` naming file and key where a
@@ -124,7 +124,7 @@ def foreign(storage: Storage, folder: str = "", on_damage: OnDamage | None = Non
         files=files,
         values={key: known.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
     )
-    for problem in list(problems(made)):
+    for problem in list(find_problems(made)):
         maker.on_damage(METADATA, problem.key, problem.rank, problem.what)
         made.tensors.pop(problem.key, None)
         made.objects.pop(problem.key, None)
@@ -178,7 +178,7 @@ class _Maker:
             return None
         rank = rank_of(place.file)
         try:
-            found = tensor_in(self.storage, self.base + place.file, place.start, place.length)
+            found = locate_tensor(self.storage, self.base + place.file, place.start, place.length)
         except CheckpointingException as error:
             self.on_damage(place.file, key, rank, f"the blob at byte {place.start} cannot be read: {error}")
             return None

@@ -43,7 +43,7 @@ def _table() -> list[tuple[str, int, int] | None]:
     return table
 
 
-def check(data: bytes) -> None:
+def check_opcodes(data: bytes) -> None:
     """Raise `CheckpointingException` for a pickle that is cut off, or would take more memory than it is long."""
     try:
         _follow(data)

@@ -55,7 +55,7 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """Return the beginning of a file that holds these tensors (dtype, shape), one after the other.
 
     Raises `CheckpointingException` for a type that the format does not have.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rankbook.checkpoint.format import manifest as manifests
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, PIECE, Chunk, Manifest, StoredTensor, dense
-from rankbook.checkpoint.storage.base import checked
+from rankbook.checkpoint.storage.base import check_path
 from rankbook.errors import CheckpointingException
 from rankbook.formatting import escape_unprintable
 
@@ -42,11 +42,11 @@ def decode(data: bytes, where: str) -> Manifest:
     Raises `CheckpointingException`, naming the file, if a bit is wrong or a rule is broken.
     """
     made = manifests.decode(data, where)
-    refuse(list(problems(made)), where)
+    raise_problems(list(find_problems(made)), where)
     return made
 
 
-def refuse(found: list[Problem], where: str) -> None:
+def raise_problems(found: list[Problem], where: str) -> None:
     """Raise `CheckpointingException` where there are problems."""
     if found:
         more = [f"and {len(found) - MOST_SAID} more"] if len(found) > MOST_SAID else []
@@ -55,7 +55,7 @@ def refuse(found: list[Problem], where: str) -> None:
         )
 
 
-def sizes_hold(manifest: Manifest, sizes: Mapping[str, int | None], where: str) -> None:
+def sizes_match(manifest: Manifest, sizes: Mapping[str, int | None], where: str) -> None:
     """Raise `CheckpointingException` where a file is shorter than the manifest says, before memory is taken for it."""
     short = [
         f"{file.name}, written by rank {file.rank}: "
@@ -70,7 +70,7 @@ def sizes_hold(manifest: Manifest, sizes: Mapping[str, int | None], where: str) 
         )
 
 
-def problems(manifest: Manifest) -> Iterator[Problem]:
+def find_problems(manifest: Manifest) -> Iterator[Problem]:
     """The rules that a manifest breaks, but for chunks that do not fill their tensor exactly once.
 
     A load finds those by itself, of the tensors that it wants; `reading.unsound` finds all.
@@ -81,7 +81,7 @@ def problems(manifest: Manifest) -> Iterator[Problem]:
         yield Problem("", -1, f"a world of {_short(manifest.world_size)} ranks")
     for file in manifest.files:
         try:
-            good = bool(checked(file.name))
+            good = bool(check_path(file.name))
         except OSError:
             good = False
         if not good or not 0 <= file.size < _MOST or not -1 <= file.rank < _MOST_RANKS:

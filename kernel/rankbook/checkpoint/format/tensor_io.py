@@ -44,7 +44,7 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def fill(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
+def read_into(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
     """Copy one box of a stored chunk into `target`, which is shaped like it.
 
     Raises `ChunkDamage`, and OSError as `read` does.
@@ -68,16 +68,16 @@ def fill(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange
         _copy(into, scratch.view(dtype).as_strided(slab.shape, chunk.strides))
 
 
-def verify(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
+def verify_chunk(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
     """Compare all that is wanted of a stored chunk with its checksums, through `scratch`, and keep nothing of it.
 
     Raises `ChunkDamage`, and OSError as `read` does.
     """
     stored = chunk.chunk
-    if not envelope_holds(stored, read):
+    if not envelope_matches(stored, read):
         raise ChunkDamage("has other bytes around its data than were written")
     if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
-        if not data_holds(stored, read):
+        if not data_matches(stored, read):
             raise ChunkDamage("has other data than was written")
         return
     source, done = _Source(stored, read, check=True), 0
@@ -164,7 +164,7 @@ class _Source:
             raise ChunkDamage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
 
 
-def data_holds(chunk: Chunk, read: ReadRange) -> bool:
+def data_matches(chunk: Chunk, read: ReadRange) -> bool:
     """Whether the data has the one checksum that there is for all of it; read in slabs, and kept nowhere."""
     checksum = 0
     for at in range(0, chunk.nbytes, SLAB):
@@ -175,7 +175,7 @@ def data_holds(chunk: Chunk, read: ReadRange) -> bool:
     return checksum == chunk.pieces[0]
 
 
-def envelope_holds(chunk: Chunk, read: ReadRange) -> bool:
+def envelope_matches(chunk: Chunk, read: ReadRange) -> bool:
     """Whether what stands before and after the data is what was written."""
     if chunk.envelope is None:
         return True

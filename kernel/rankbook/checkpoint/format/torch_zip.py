@@ -128,7 +128,7 @@ class BlobFile(io.RawIOBase):
         return bytes(buffer[: self._storage.read(self._path, self._start + at, memoryview(buffer))])
 
 
-def open_blob(storage: Readable, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+def open_zip(storage: Readable, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
     """The zip at [start, start + length) of a file, and its members by their names below the zip's one folder.
 
     Raises `zipfile.BadZipFile` where it is none, or one that was cut off.
@@ -167,16 +167,16 @@ def without_checksums(members: dict[str, Member]) -> bool:
 def is_plain(blob: bytes | bytearray) -> bool:
     """Whether it is a zip as torch.save writes it: nothing in it is compressed, so it takes no more than its size."""
     try:
-        open_blob(_Bytes(blob), "", 0, len(blob))
+        open_zip(_Bytes(blob), "", 0, len(blob))
     except (zipfile.BadZipFile, OSError):
         return False
     return True
 
 
-def zip_holds(blob: bytes) -> bool:
+def zip_is_intact(blob: bytes) -> bool:
     """Whether every member of a whole zip matches its checksum; one that has none holds, as far as anybody can say."""
     try:
-        archive, members = open_blob(_Bytes(blob), "", 0, len(blob))
+        archive, members = open_zip(_Bytes(blob), "", 0, len(blob))
         return without_checksums(members) or archive.testzip() is None
     except Exception:  # noqa: BLE001 - whatever zipfile finds wrong
         return False
@@ -201,13 +201,13 @@ def read_member(storage: Readable, path: str, member: Member) -> bytes:
     return bytes(buffer[: storage.read(path, member.data, memoryview(buffer))])
 
 
-def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredView:
+def locate_tensor(storage: Readable, path: str, start: int, length: int) -> StoredView:
     """What lies in a blob that holds one tensor. Reads its ends only.
 
     Raises `CheckpointingException` saying what it is instead, without naming the file, which the caller knows.
     """
     try:
-        _, members = open_blob(storage, path, start, length)
+        _, members = open_zip(storage, path, start, length)
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointingException(f"it is no zip of torch.save: {error}") from error
     if "data.pkl" not in members:
@@ -222,7 +222,7 @@ def tensor_in(storage: Readable, path: str, start: int, length: int) -> StoredVi
     order = members.get("byteorder")
     if order is not None and (order.nbytes > len(b"little") or read_member(storage, path, order) != b"little"):
         raise CheckpointingException("its bytes are not in little-endian order")
-    view = described(pickled)
+    view = parse_tensor_pickle(pickled)
     member = members.get(f"data/{view.storage}")
     if member is None:
         raise CheckpointingException(f"its data/{view.storage} is missing")
@@ -249,10 +249,10 @@ class Described:
     strides: tuple[int, ...]
 
 
-def described(pickled: bytes) -> Described:
+def parse_tensor_pickle(pickled: bytes) -> Described:
     """What a tensor's pickle says. Raises `CheckpointingException` where it holds anything but one plain tensor."""
     try:
-        pickle_opcodes.check(pickled)
+        pickle_opcodes.check_opcodes(pickled)
         found = _TensorUnpickler(io.BytesIO(pickled)).load()
     except CheckpointingException:
         raise
@@ -380,7 +380,7 @@ class _Sink:
 
 
 @lru_cache(maxsize=4096)
-def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
+def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     """The envelope of a contiguous CPU tensor that is not empty."""
     tensor = torch.empty(shape, dtype=dtype)  # memory that nobody touches
     size = tensor.numel() * tensor.element_size()
@@ -411,7 +411,7 @@ def _places(after: bytes) -> Iterator[int]:
         at = after.find(_CENTRAL, at + 4)
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order: its own memory if it lies so on the CPU, a copy's if not."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     row = plain.as_strided((plain.numel(),), (1,))  # also where an axis of one element has another stride
@@ -425,6 +425,6 @@ def object_blob(value: object) -> bytes:
     return stream.getvalue()
 
 
-def unsafe(blob: bytes | bytearray) -> list[str]:
+def unsafe_globals(blob: bytes | bytearray) -> list[str]:
     """What an object's blob names that torch does not take for safe, and that no `safe_globals` allows now."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(blob)))

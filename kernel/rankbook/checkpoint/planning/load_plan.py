@@ -17,7 +17,7 @@ import numpy as np
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredTensor
 from rankbook.checkpoint.planning.local_plan import Integers, itemsize
-from rankbook.checkpoint.planning.validation import ChunkBoxes, box, faults, fills_exactly_once
+from rankbook.checkpoint.planning.validation import ChunkBoxes, coverage_errors, covers_exactly_once, format_box
 from rankbook.checkpoint.state_dict.layout import Shape, byte_runs
 
 
@@ -213,7 +213,7 @@ class _Held:
             )
         past = any(a + n > size for a, n, size in zip(wanted.offset, wanted.shape, shape, strict=True))
         if past and not wanted.allow_shape_mismatch:
-            return f"the chunk {box(wanted.offset, wanted.shape)} lies outside of its global shape {shape}"
+            return f"the chunk {format_box(wanted.offset, wanted.shape)} lies outside of its global shape {shape}"
         return "" if self.sound else self.misfit()
 
     def misfit(self) -> str:
@@ -221,7 +221,7 @@ class _Held:
         shape = self.stored.shape
         ranks = np.asarray([self.stored.chunks[row].rank for row in self.rows], np.int64)
         none = np.zeros((0, len(shape)), np.int64)
-        wrong = faults(
+        wrong = coverage_errors(
             shape, ChunkBoxes(self.offset, self.shape, ranks), ChunkBoxes(none, none, none[:, :0].reshape(0))
         )
         return f"its chunks in the checkpoint do not fit together: {'; '.join(wrong)}"
@@ -250,7 +250,7 @@ class _StoredTensors:
         self.tensors = {key: _Held(manifest.tensors[key]) for key in keys if key in manifest.tensors}
         for axes in {len(held.stored.shape) for held in self.tensors.values()}:
             group = [held for held in self.tensors.values() if len(held.stored.shape) == axes]
-            sound = fills_exactly_once(
+            sound = covers_exactly_once(
                 np.repeat(np.arange(len(group)), [len(held.rows) for held in group]),
                 np.concatenate([held.offset for held in group]),
                 np.concatenate([held.shape for held in group]),
@@ -260,7 +260,7 @@ class _StoredTensors:
                 group[row].sound = False
 
 
-def unsound(manifest: Manifest, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+def describe_unsound(manifest: Manifest, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The tensors whose chunks do not fill them exactly once, each with what is wrong."""
     for key, held in _StoredTensors(manifest, keys).tensors.items():
         if not held.sound:

@@ -20,7 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rankbook.checkpoint.planning.local_plan import ChunkTable, Integers, LocalPlan, LocalShard, itemsize
-from rankbook.checkpoint.planning.validation import ChunkBoxes, faults, fills_exactly_once, said, volumes
+from rankbook.checkpoint.planning.validation import (
+    ChunkBoxes,
+    chunk_volumes,
+    coverage_errors,
+    covers_exactly_once,
+    said,
+)
 from rankbook.errors import CheckpointingException
 from rankbook.ranks import group_ranks
 
@@ -125,7 +131,7 @@ def _plan_kind(
     """The catalog, and for each key that is wrong what finds out what to say of it."""
     keys = _Keys(tables)
     held = keys.mains()
-    sound = fills_exactly_once(held.key, held.offset, held.shape, keys.whole) | keys.disputed
+    sound = covers_exactly_once(held.key, held.offset, held.shape, keys.whole) | keys.disputed
     wrong = [_later(keys.dispute, kind, row) for row in np.flatnonzero(keys.disputed).tolist()]
     wrong += [_later(keys.faults, kind, row, held) for row in np.flatnonzero(~sound).tolist()]
     if fully_parallel and not wrong:
@@ -240,7 +246,7 @@ class _Keys:
         what = f"tensor {self.names[row]!r} ({self.dtypes[row]}, global shape {whole})"
         if kind == "object":
             what = f"object {self.names[row]!r} (global shape {whole})"
-        return f"{what}: {'; '.join(faults(whole, mains, others))}"
+        return f"{what}: {'; '.join(coverage_errors(whole, mains, others))}"
 
 
 def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[str]) -> list[Callable[[], str]]:
@@ -417,7 +423,7 @@ class ChunkIndex:
     def nbytes(self) -> Integers:
         """Of each chunk's data."""
         sizes = np.asarray([itemsize(dtype) for dtype in self.dtypes], np.int64)
-        return volumes(self.shape) * sizes[self.key] if len(self.key) else np.zeros(0, np.int64)
+        return chunk_volumes(self.shape) * sizes[self.key] if len(self.key) else np.zeros(0, np.int64)
 
 
 def padded(extents: Integers, width: int, fill: int) -> Integers:

@@ -30,7 +30,7 @@ MOST_SAID = 4
 """Faults of one kind that a message spells out."""
 
 
-def fills_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole: Integers) -> npt.NDArray[np.bool_]:
+def covers_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole: Integers) -> npt.NDArray[np.bool_]:
     """For each tensor, a row of `whole` (tensors, axes), whether its boxes fill it exactly once.
 
     `rows` (boxes,) tells which tensor each box belongs to; `offset` and `shape` are (boxes, axes). A tensor without
@@ -39,13 +39,13 @@ def fills_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole:
     volume, measure = np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64)
     for start in range(0, len(rows), BLOCK):
         part = slice(start, start + BLOCK)
-        np.add.at(volume, rows[part], volumes(shape[part]))
+        np.add.at(volume, rows[part], chunk_volumes(shape[part]))
         np.add.at(measure, rows[part], _measures(offset[part], offset[part] + shape[part]))
-    same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))
+    same = (volume == chunk_volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))
     return np.asarray(same, np.bool_)
 
 
-def volumes(shape: Integers) -> Integers:
+def chunk_volumes(shape: Integers) -> Integers:
     """Elements of each row of shapes (rows, axes)."""
     return np.asarray(np.prod(shape, axis=1, dtype=np.int64), np.int64)
 
@@ -78,7 +78,7 @@ class ChunkBoxes(NamedTuple):
     ranks: Integers
 
 
-def faults(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[str]:
+def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[str]:
     """What is wrong with one tensor's main chunks, each with its ranks and offsets; nothing if they fill it once.
 
     `whole` is the global shape (axes,); `others` are the replicas that are not main, to tell of those in a hole.
@@ -86,7 +86,8 @@ def faults(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[
     offset, shape, ranks = mains
     outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(whole, np.int64)).any(axis=1)
     found = [
-        f"rank {ranks[row]}'s chunk {box(offset[row], shape[row])} lies outside" for row in np.flatnonzero(outside)
+        f"rank {ranks[row]}'s chunk {format_box(offset[row], shape[row])} lies outside"
+        for row in np.flatnonzero(outside)
     ]
     offset, shape, ranks = offset[~outside], shape[~outside], ranks[~outside]
     order = np.lexsort((ranks, *shape.T[::-1], *offset.T[::-1]))
@@ -100,7 +101,7 @@ def faults(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[
     return found
 
 
-def box(offset: Iterable[int], shape: Iterable[int]) -> str:
+def format_box(offset: Iterable[int], shape: Iterable[int]) -> str:
     """As one slices it: "[4:8, 0:8]", or "[()]" for a tensor without axes."""
     slices = [f"{start}:{start + extent}" for start, extent in zip(offset, shape, strict=True)]
     return f"[{', '.join(slices) or '()'}]"
@@ -111,7 +112,7 @@ def said(ranks: Iterable[int]) -> str:
     return name_ranks(ranks, most=2 * MOST_SAID)
 
 
-def some(found: Sequence[str]) -> list[str]:
+def truncate_list(found: Sequence[str]) -> list[str]:
     """The first few, and how many more there are."""
     more = len(found) - MOST_SAID
     return [*found[:MOST_SAID], f"and {more} more like it"] if more > 0 else list(found)
@@ -128,11 +129,11 @@ def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[st
         while end < len(same) and same[end]:
             end += 1
         holders = ranks[row : end + 1].tolist()
-        where, once = box(offset[row], shape[row]), len(set(holders))
+        where, once = format_box(offset[row], shape[row]), len(set(holders))
         who = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
         times = f" {len(holders)} times" if once < len(holders) else ""
         found.append(f"{who} the main replica of {where}{times}: only one may have replica_id 0")
-    return some(found)
+    return truncate_list(found)
 
 
 def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
@@ -146,13 +147,13 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
         others = slice(row + 1, last)
         meets = ((offset[others] < end[row]) & (end[others] > offset[row])).all(axis=1)
         found += [
-            f"rank {ranks[row]}'s main chunk {box(offset[row], shape[row])} overlaps "
-            f"rank {ranks[other]}'s {box(offset[other], shape[other])}"
+            f"rank {ranks[row]}'s main chunk {format_box(offset[row], shape[row])} overlaps "
+            f"rank {ranks[other]}'s {format_box(offset[other], shape[other])}"
             for other in (np.flatnonzero(meets) + row + 1).tolist()
         ]
         if len(found) > 20 * MOST_SAID:
             break
-    return some(found)
+    return truncate_list(found)
 
 
 def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
@@ -165,7 +166,7 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
     ]
     cells = tuple(len(each) - 1 for each in cuts)
     if np.prod([float(count) for count in cells]) > MOST_CELLS:
-        held = int(volumes(shape).sum())
+        held = int(chunk_volumes(shape).sum())
         wanted = int(np.prod(np.asarray(whole, np.int64)))
         return [f"the main chunks hold {held} elements where the tensor has {wanted}"] if held < wanted else []
     taken = np.zeros(cells, np.bool_)
@@ -188,5 +189,5 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
         high = np.asarray([each[part.stop] for each, part in zip(cuts, hole, strict=True)], np.int64)
         there = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
         replicas = f"; replicas that are not main are on {said(others.ranks[there])}" if there.any() else ""
-        found.append(f"no rank's main replica holds {box(low, high - low)}{replicas}")
+        found.append(f"no rank's main replica holds {format_box(low, high - low)}{replicas}")
     return [*found[:MOST_SAID], "and there are more holes"] if len(found) > MOST_SAID else found

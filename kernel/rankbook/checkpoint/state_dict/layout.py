@@ -19,7 +19,7 @@ from rankbook.errors import CheckpointingException
 Shape = tuple[int, ...]
 
 
-def volume(shape: Sequence[int]) -> int:
+def shard_numel(shape: Sequence[int]) -> int:
     """How many elements a box of this shape has: 1 for `()`."""
     return prod(shape)
 
@@ -32,9 +32,9 @@ def byte_runs(
     Returns `(byte offset in the array, length in bytes)` in rising order; runs never touch, so that a contiguous slice
     is one run. Raises `CheckpointingException` where the slice is not inside.
     """
-    if complaint := outside(stored_shape, start, shape):
+    if complaint := is_outside(stored_shape, start, shape):
         raise CheckpointingException(f"no bytes for a slice at {tuple(start)} of shape {tuple(shape)}: {complaint}")
-    if not volume(shape):
+    if not shard_numel(shape):
         return []
     axis = len(shape)  # the last axis that is not taken whole ends a run
     while axis and shape[axis - 1] == stored_shape[axis - 1]:
@@ -48,7 +48,7 @@ def byte_runs(
     return [(each, length) for each in starts.ravel().tolist()]
 
 
-def outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
+def is_outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
     """What is wrong with the bounds of a chunk, with the arithmetic; "" for a chunk that lies inside."""
     if not len(global_shape) == len(offset) == len(shape):
         return f"{len(global_shape)}, {len(offset)} and {len(shape)} axes"

@@ -15,9 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, gather_objects, settle, this_rank
+from rankbook.checkpoint.state_dict.replicas import (
+    Gather,
+    ReplicatedEntry,
+    assign_replica_ids,
+    gather_objects,
+    this_rank,
+)
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, copy_of, like, local_part
+from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, as_dtensor, as_sharded, local_part
 from rankbook.errors import CheckpointingException
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -54,7 +60,7 @@ def sharded_state_dict(
             found["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
     except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
         error = raised
-    settle(copies, gather, error=error)
+    assign_replica_ids(copies, gather, error=error)
     return found
 
 
@@ -82,7 +88,7 @@ def model_map(
         if name in entries:
             raise CheckpointingException(f"two parts of the model are called {name!r} without their wrappers")
         if isinstance(value, torch.Tensor):
-            copy = copy_of(prefix + name, value, together + name if name in parameters else None)
+            copy = as_sharded(prefix + name, value, together + name if name in parameters else None)
         else:  # what a module keeps beside its tensors
             copy = ReplicatedEntry(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
         if copy is not None:
@@ -150,7 +156,7 @@ class OptimizerMap(Expecting):
 def _expected_shard(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor
 ) -> ShardedTensor | None:
-    copy = copy_of(key, parameter)
+    copy = as_sharded(key, parameter)
     if copy is None:
         return None
     assert isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
@@ -192,7 +198,7 @@ def optimizer_map(
         for what, value in optimizer.state.get(parameter, {}).items():
             entry = value
             if isinstance(value, torch.Tensor):
-                copy = copy_of(f"{start}{name}.{what}", value, name)
+                copy = as_sharded(f"{start}{name}.{what}", value, name)
                 if copy is None:
                     continue
                 copies.append(copy)
@@ -238,7 +244,7 @@ def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 def _laid_out(name: str, value: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     try:
-        return like(value, there)
+        return as_dtensor(value, there)
     except CheckpointingException as error:
         raise CheckpointingException(f"{name!r}: {error}") from error
 
@@ -317,7 +323,7 @@ def sharded_state_dicts(
             found["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
     except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
         error = raised
-    settle(copies, gather, error=error)
+    assign_replica_ids(copies, gather, error=error)
     return found
 
 

@@ -61,7 +61,7 @@ def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pic
     return found
 
 
-def settle(
+def assign_replica_ids(
     copies: Sequence[ReplicatedEntry], gather: Gather = gather_objects, *, error: Exception | None = None
 ) -> None:
     """Set the replica id of every entry: 0 on the rank that stores it. A collective: each rank calls it.

@@ -134,7 +134,7 @@ class ShardedTensor(ShardedBase):
         shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         if self.allow_shape_mismatch:
             return
-        if complaint := layout.outside(self.global_shape, self.global_offset, shape):
+        if complaint := layout.is_outside(self.global_shape, self.global_offset, shape):
             raise self._error(f"it does not lie within its global tensor: {complaint}")
         if self.axis_fragmentations is not None and (
             complaint := layout.wrong_fragments(self.global_shape, self.global_offset, shape, self.axis_fragmentations)

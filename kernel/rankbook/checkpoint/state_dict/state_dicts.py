@@ -18,7 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.state_dict import layout
-from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, gather_objects, settle, this_rank
+from rankbook.checkpoint.state_dict.replicas import (
+    Gather,
+    ReplicatedEntry,
+    assign_replica_ids,
+    gather_objects,
+    this_rank,
+)
 from rankbook.checkpoint.state_dict.sharded_tensor import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -95,7 +101,7 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     return _rebuilt(value, [(key, map_leaves(function, each, (*path, key))) for key, each in children])
 
 
-def nested(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
+def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
     """The state dict that has these leaves at these paths.
 
     A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, a state dict.
@@ -109,7 +115,7 @@ def nested(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  
     return {key: _with_lists(each, _below(like, key)) for key, each in made.items()}
 
 
-def placed(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
+def normalize_path(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
     """A path as `like` has it: its dicts may have a number as a key where the path has that number as text."""
     found = []
     for key in path:
@@ -188,7 +194,7 @@ class TensorEntry:
 
     def restored(self, data: torch.Tensor) -> torch.Tensor:
         """What comes back in its place, on the memory of the loaded local part."""
-        return data if self.origin is None else like(data, self.origin)
+        return data if self.origin is None else as_dtensor(data, self.origin)
 
 
 @dataclass
@@ -224,7 +230,7 @@ class Split:
         return [each.path for each in self.tensors] + [path for path, _ in self.objects]
 
 
-def split(
+def partition(
     sharded_state_dict: ShardedStateDict,
     *,
     stored: Stored | None = None,
@@ -247,7 +253,7 @@ def split(
             raise
         error = raised  # every rank raises it, instead of waiting for this one
     if gather is not None:
-        settle(copies, gather, error=error)
+        assign_replica_ids(copies, gather, error=error)
     return made
 
 
@@ -271,7 +277,7 @@ def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, cop
                     f"two tensors would be stored as {key!r}: {format_path(keys[key])} and {format_path(path)}"
                 )
             keys[key] = path
-            copy = copy_of(key, leaf)
+            copy = as_sharded(key, leaf)
             if copy is not None:
                 assert isinstance(copy.entry, ShardedTensor)
                 copies.append(copy)
@@ -349,7 +355,7 @@ def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noq
     return None if any(each[: len(path)] == path for each in missing) else factories
 
 
-def copy_of(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
+def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
     """A tensor as a shard, with the ranks that hold copies; None where this rank is not part of a DTensor's mesh.
 
     A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement, or
@@ -411,7 +417,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def as_dtensor(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A local part as what `tensor` is: a DTensor of its mesh and placements, on the local part's memory, or itself.
 
     A DTensor stays as it is. Raises `CheckpointingException` for a local part of another shape.

@@ -58,7 +58,7 @@ class Storage(Protocol):
 
 
 @contextmanager
-def locked(storage: Storage) -> Iterator[None]:
+def locked_folder(storage: Storage) -> Iterator[None]:
     """Hold a storage against all others that change which steps there are, as far as it can be held.
 
     A storage with a method `locked` decides how; in any other only this process's own threads wait for each other. A
@@ -140,7 +140,7 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
     return found
 
 
-def checked(path: str) -> str:
+def check_path(path: str) -> str:
     """A manifest that was tampered with must not lead out of the storage."""
     parts = PurePosixPath(path)
     if parts.is_absolute() or ".." in parts.parts or "\0" in path:
@@ -149,7 +149,7 @@ def checked(path: str) -> str:
 
 
 @contextmanager
-def naming(path: object) -> Iterator[None]:
+def naming_file(path: object) -> Iterator[None]:
     """Calls on a descriptor raise errors that do not say which file it was."""
     try:
         yield

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes
-from rankbook.checkpoint.storage.base import ASIDE, SEALS, checked, naming
+from rankbook.checkpoint.storage.base import ASIDE, SEALS, check_path, naming_file
 
 
 class RemoteStorage:
@@ -97,7 +97,7 @@ class RemoteStorage:
                 self._filesystem.copy(self._at(source), self._at(target))
             self.remove(source)
             return
-        aside = checked(target) + ASIDE
+        aside = check_path(target) + ASIDE
         if there.keys() & set(SEALS):
             self.remove(aside)
             self._copy_folder(target, aside)
@@ -138,13 +138,13 @@ class RemoteStorage:
             pass  # it never came to be there
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{checked(path)}".rstrip("/")
+        return f"{self._root}/{check_path(path)}".rstrip("/")
 
     @contextmanager
     def _telling(self, path: str) -> Iterator[None]:
         """What the service's own client raises becomes an OSError that names the place."""
         try:
-            with naming(f"{self.url}/{path}"):
+            with naming_file(f"{self.url}/{path}"):
                 yield
         except (OSError, KeyboardInterrupt):
             raise

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes
-from rankbook.checkpoint.storage.base import ASIDE, SEALS, Storage, checked, naming
+from rankbook.checkpoint.storage.base import ASIDE, SEALS, Storage, check_path, naming_file
 
 _MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # in one call, but for a single larger part; the system takes 1024 parts
 _FLUSHED = 32 * 1024 * 1024  # bytes after which the disk may begin
@@ -63,7 +63,7 @@ class LocalStorage:
         target = self._at(path)
         self._make(target.parent)
         target.unlink(missing_ok=True)  # a hard link elsewhere keeps its bytes
-        with naming(target):
+        with naming_file(target):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 with _Flusher(descriptor) as flusher:
@@ -83,7 +83,7 @@ class LocalStorage:
         self.write(draft, parts)
         source, target = self._at(draft), self._at(path)
         try:
-            with naming(target):
+            with naming_file(target):
                 os.link(source, target, follow_symlinks=False)
         except OSError as error:
             if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
@@ -102,7 +102,7 @@ class LocalStorage:
         """
         if not self.root.is_dir():
             self._make(self.root)
-        with naming(self.root):
+        with naming_file(self.root):
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 held = _lock(descriptor, self.root, timeout)
@@ -122,7 +122,7 @@ class LocalStorage:
         """See `Storage`: straight from the file into the buffer."""
         source = self._at(path)
         done, flat = 0, as_bytes(into)
-        with naming(source):
+        with naming_file(source):
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device would give bytes without an end
@@ -153,7 +153,7 @@ class LocalStorage:
         """See `Storage`: at once, by rename or exchange; without exchange, by way of `ASIDE`."""
         old, new = self._at(source), self._at(target)
         self._make(new.parent)
-        with naming(old):
+        with naming_file(old):
             if new.is_dir():
                 if not _exchange(old, new):
                     self._move_in_steps(old, new)
@@ -168,7 +168,7 @@ class LocalStorage:
     def remove(self, path: str) -> None:
         """See `Storage`."""
         target = self._at(path)
-        with naming(target):
+        with naming_file(target):
             try:
                 if target.is_dir() and not target.is_symlink():
                     _remove_folder(target)
@@ -192,7 +192,7 @@ class LocalStorage:
         _remove_folder(aside)
 
     def _at(self, path: str) -> Path:
-        return self.root / checked(path)
+        return self.root / check_path(path)
 
     def _make(self, folder: Path) -> None:
         """The folder, durable like those above it that were missing too."""

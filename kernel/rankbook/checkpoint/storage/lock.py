@@ -35,7 +35,7 @@ class WriterIdentity(ProcessIdentity):
         return ProcessIdentity.lives(self, patience)
 
 
-def claim(storage: Storage, path: str) -> WriterIdentity:
+def claim_lock(storage: Storage, path: str) -> WriterIdentity:
     """Writes into the file `path` that this process is at work from now on, until `release`."""
     own = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
     _under_way[f"{storage}/{path}"] = own.token
@@ -47,13 +47,13 @@ def claim(storage: Storage, path: str) -> WriterIdentity:
     return own
 
 
-def release(storage: Storage, path: str) -> None:
+def release_lock(storage: Storage, path: str) -> None:
     """Ends a claim, whoever made it. This process's is over also where the storage cannot be reached."""
     _under_way.pop(f"{storage}/{path}", None)
     storage.remove(path)
 
 
-def owner_of(storage: Storage, path: str) -> WriterIdentity | None:
+def lock_owner(storage: Storage, path: str) -> WriterIdentity | None:
     """Who claimed it; None where there is no such file, or one that was cut off while it was written."""
     try:
         return WriterIdentity(**json.loads(read_all(storage, path)))

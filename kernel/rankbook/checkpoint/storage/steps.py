@@ -31,7 +31,7 @@ from typing import Literal
 
 from rankbook.checkpoint.format.manifest import MANIFEST, METADATA
 from rankbook.checkpoint.storage import lock
-from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked, read_range
+from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked_folder, read_range
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.checkpoint.storage.lock import WriterIdentity
 from rankbook.errors import BadRequest, CheckpointingException
@@ -47,7 +47,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 _LINE = re.compile(r"(step-(\d{1,18})) crc32=([0-9a-f]{8})\n")
 
 
-def whole_number(name: str, value: object, least: int) -> int:
+def check_int(name: str, value: object, least: int) -> int:
     """`value` as an int: any integer will do, numpy's and torch's too. Raises `BadRequest` for anything else."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # it raises for what has none
@@ -58,14 +58,14 @@ def whole_number(name: str, value: object, least: int) -> int:
     return number
 
 
-def asked_for(step: object) -> int | None:
+def requested_step(step: object) -> int | None:
     """The number of a step that is asked for; None for the latest. Raises `BadRequest` for what is neither."""
-    return None if step is None or (isinstance(step, str) and step == "latest") else whole_number("step", step, 0)
+    return None if step is None or (isinstance(step, str) and step == "latest") else check_int("step", step, 0)
 
 
 def step_name(step: int) -> str:
     """The folder of a finished step. Raises `BadRequest` for what is no number of one."""
-    return f"step-{whole_number('step', step, 0)}"
+    return f"step-{check_int('step', step, 0)}"
 
 
 def partial_name(step: int) -> str:
@@ -73,33 +73,33 @@ def partial_name(step: int) -> str:
     return step_name(step) + PARTIAL
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step that a folder's name stands for; None where it is no finished step's name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
-def finished(storage: Storage) -> list[int]:
+def finished_steps(storage: Storage) -> list[int]:
     """The steps that can be loaded, in ascending order."""
     names = storage.list()
-    steps = {step for name in names if (step := step_of(name.removesuffix(ASIDE))) is not None}
+    steps = {step for name in names if (step := parse_step(name.removesuffix(ASIDE))) is not None}
     return sorted(step for step in steps if _folder(storage, step, names) is not None)
 
 
 def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
     """The steps of a folder that can be loaded, in ascending order."""
-    return finished(storage_of(folder))
+    return finished_steps(storage_of(folder))
 
 
-def partials(storage: Storage) -> list[str]:
+def list_partials(storage: Storage) -> list[str]:
     """The folders that are no finished steps: of saves under way or broken off, and what is left of removed ones."""
     names = storage.list()
     return sorted(name for name in names if names[name] is None and _is_rest(storage, name, names))
 
 
-def owner_of(storage: Storage, partial: str) -> WriterIdentity | None:
+def writer_of(storage: Storage, partial: str) -> WriterIdentity | None:
     """The process that writes a partial step just now; None where the save was broken off."""
-    owner = lock.owner_of(storage, partial + OWNER)
+    owner = lock.lock_owner(storage, partial + OWNER)
     return owner if owner is not None and owner.lives() else None
 
 
@@ -145,7 +145,7 @@ def read_latest(storage: Storage) -> int | None:
                 f"{storage}/{LATEST} names step {step}, which is not there or not finished; "
                 f"{_what_there_is(storage, step)}"
             )
-    return max(finished(storage), default=None) if step is None else step
+    return max(finished_steps(storage), default=None) if step is None else step
 
 
 def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") -> str:
@@ -153,7 +153,7 @@ def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") ->
 
     Raises `CheckpointingException` where there is none, saying what there is instead.
     """
-    number = asked_for(step)
+    number = requested_step(step)
     if number is not None:
         return folder_of(storage, number)
     if is_checkpoint(storage.list()):
@@ -168,37 +168,37 @@ def is_checkpoint(names: Collection[str]) -> bool:
     return MANIFEST in names or METADATA in names
 
 
-def begin(storage: Storage, step: int) -> str:
+def begin_step(storage: Storage, step: int) -> str:
     """Claim the partial folder of a step, empty, and return its name. One rank does so, before any of them writes.
 
     Raises `CheckpointingException` where another process is at that step, or another save of this one, and where the
     step is a symbolic link.
     """
     name = partial_name(step)
-    claim(storage, name, f"step {step}")
+    claim_step(storage, name, f"step {step}")
     return name
 
 
-def claim(storage: Storage, partial: str, what: str) -> None:
+def claim_step(storage: Storage, partial: str, what: str) -> None:
     """Claim a partial folder for this process, and empty it. Raises `CheckpointingException` as `begin` does."""
-    with locked(storage):
+    with locked_folder(storage):
         final = partial.removesuffix(PARTIAL)
         for name in (final, final + ASIDE, partial):
             refuse_link(storage, name)
-        if (owner := owner_of(storage, partial)) is not None:
+        if (owner := writer_of(storage, partial)) is not None:
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {owner}")
         storage.remove(partial + OWNER)  # of a save that was broken off
         try:
-            own = lock.claim(NewFiles(storage), partial + OWNER)
+            own = lock.claim_lock(NewFiles(storage), partial + OWNER)
         except FileExistsError:
             own = None
-        if own is None or lock.owner_of(storage, partial + OWNER) != own:  # the storage has no lock
-            by = owner_of(storage, partial) or "another process"
+        if own is None or lock.lock_owner(storage, partial + OWNER) != own:  # the storage has no lock
+            by = writer_of(storage, partial) or "another process"
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {by}")
         try:
             storage.remove(partial)
         except BaseException:
-            lock.release(storage, partial + OWNER)
+            lock.release_lock(storage, partial + OWNER)
             raise
         _tokens[f"{storage}/{partial}"] = own.token
 
@@ -215,24 +215,24 @@ def refuse_link(storage: Storage, name: str) -> None:
 def _release(storage: Storage, partial: str) -> None:
     """End the claim of this process."""
     _tokens.pop(f"{storage}/{partial}", None)
-    lock.release(storage, partial + OWNER)
+    lock.release_lock(storage, partial + OWNER)
 
 
 def _check_claim(storage: Storage, partial: str) -> None:
     """Raise `CheckpointingException` where another process has taken over the claim of this one."""
-    owner = owner_of(storage, partial)
+    owner = writer_of(storage, partial)
     if owner is not None and owner.token != _tokens.get(f"{storage}/{partial}"):
         raise CheckpointingException(f"{storage}/{partial} was taken over by {owner}; this save of it is given up")
 
 
-def commit(storage: Storage, step: int) -> None:
+def commit_step(storage: Storage, step: int) -> None:
     """Make a partial step a finished one, and the latest. Raises `CheckpointingException` where it has no manifest.
 
     The step gets its name first and `latest` after it, so `latest` never names what is not there. All that needs room
     on the disk is done before.
     """
     name = partial_name(step)
-    with locked(storage):
+    with locked_folder(storage):
         _check_claim(storage, name)
         refuse_link(storage, step_name(step))
         if MANIFEST not in storage.list(name):
@@ -253,24 +253,24 @@ def commit(storage: Storage, step: int) -> None:
 
 def commit_as(storage: Storage, partial: str, name: str) -> None:
     """Give a partial folder that this process has claimed its final name, which is no step's."""
-    with locked(storage):
+    with locked_folder(storage):
         _check_claim(storage, partial)
         refuse_link(storage, name)
         storage.move(partial, name)
         _release(storage, partial)
 
 
-def abandon(storage: Storage, step: int) -> None:
+def abandon_step(storage: Storage, step: int) -> None:
     """Give up a save of this process: nothing of it stays. What was finished before is as it was."""
-    give_up(storage, partial_name(step), step_name(step) + NEXT)
+    give_up_step(storage, partial_name(step), step_name(step) + NEXT)
 
 
-def give_up(storage: Storage, partial: str, *others: str) -> None:
+def give_up_step(storage: Storage, partial: str, *others: str) -> None:
     """Remove a partial folder that this process has claimed, and `others` with it, and end the claim."""
     with contextlib.suppress(OSError):  # out of reach: the claim ends all the same
         _check_claim(storage, partial)
     try:
-        with locked(storage):
+        with locked_folder(storage):
             for name in (partial, *others):
                 storage.remove(name)
     finally:
@@ -295,7 +295,7 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
     began less than `patience` seconds ago. A step that was put aside and is the only one of its number gets its name
     back.
     """
-    with locked(storage):
+    with locked_folder(storage):
         return _sweep(storage, keep, patience)
 
 
@@ -304,7 +304,7 @@ def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str
     busy = set(keep)
 
     def being_saved(step: int) -> bool:
-        owner = lock.owner_of(storage, partial_name(step) + OWNER)
+        owner = lock.lock_owner(storage, partial_name(step) + OWNER)
         return owner is not None and owner.lives(patience)
 
     for name in names:
@@ -339,11 +339,11 @@ def retain(storage: Storage, keep: int | None, keep_every: int | None = None) ->
             raise BadRequest(f"{word}={number}: it is a number from 1 on, or None")
     if keep is None:
         return []
-    with locked(storage):
+    with locked_folder(storage):
         latest = read_latest(storage)
         if latest is None:
             return []
-        old = [step for step in finished(storage) if step <= latest][:-keep]
+        old = [step for step in finished_steps(storage) if step <= latest][:-keep]
         gone = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
         for step in gone:
             remove(storage, step)
@@ -355,16 +355,16 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
 
     Raises `CheckpointingException` where there is no such step.
     """
-    storage, step = storage_of(folder), whole_number("step", step, 0)
+    storage, step = storage_of(folder), check_int("step", step, 0)
     folder_of(storage, step)  # raises, before the lock makes a folder
-    with locked(storage):
+    with locked_folder(storage):
         name = folder_of(storage, step)
         try:
             latest = read_latest(storage)
         except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
             latest = None
         if latest == step:
-            others = [each for each in finished(storage) if each != step]
+            others = [each for each in finished_steps(storage) if each != step]
             if next_best := [each for each in others if each < step] or others[:1]:
                 write_latest(storage, next_best[-1])
             else:
@@ -382,18 +382,18 @@ def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
 def _step_in(name: str) -> int | None:
     """The step that a name in the folder has to do with, whatever is added to it."""
     name = _DRAFT.sub("", name)
-    return step_of(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
+    return parse_step(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
 
 def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:
-    if step_of(name.removesuffix(PARTIAL)) is not None and name.endswith(PARTIAL):
+    if parse_step(name.removesuffix(PARTIAL)) is not None and name.endswith(PARTIAL):
         return True
-    step = step_of(name.removesuffix(ASIDE))
+    step = parse_step(name.removesuffix(ASIDE))
     return step is not None and _folder(storage, step, names) != name
 
 
 def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
-    steps, rests = finished(storage), partials(storage)
+    steps, rests = finished_steps(storage), list_partials(storage)
     there = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
     there += f"; not finished: {', '.join(rests)}" if rests else ""
     if wanted is not None and (name := step_name(wanted)) in rests:
@@ -411,7 +411,7 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None:
-                whole_number(name, value, 1)
+                check_int(name, value, 1)
 
 
 @dataclass
@@ -431,14 +431,14 @@ class CheckpointLocation:
     def begin(self) -> str:
         """Choose the step, sweep what killed saves have left, and claim the partial folder; return its name."""
         if self.name is not None:
-            claim(self.storage, self._partial, self.name)
+            claim_step(self.storage, self._partial, self.name)
             self._begun = True
             return self._partial
-        with locked(self.storage):
+        with locked_folder(self.storage):
             sweep(self.storage)
             if self.step is None:
-                self.step = max(finished(self.storage), default=-1) + 1
-            partial = begin(self.storage, self.step)
+                self.step = max(finished_steps(self.storage), default=-1) + 1
+            partial = begin_step(self.storage, self.step)
         self._begun = True
         return partial
 
@@ -455,7 +455,7 @@ class CheckpointLocation:
             commit_as(self.storage, self._partial, self.name)
             return
         assert self.step is not None
-        commit(self.storage, self.step)
+        commit_step(self.storage, self.step)
         with contextlib.suppress(OSError, CheckpointingException):  # this step is safe; the next save tries again
             retain(self.storage, self.retention.keep, self.retention.keep_every)
 
@@ -465,9 +465,9 @@ class CheckpointLocation:
             return
         with contextlib.suppress(OSError, CheckpointingException):  # what is left is swept by the next save
             if self.name is not None:
-                give_up(self.storage, self._partial)
+                give_up_step(self.storage, self._partial)
             elif self.step is not None:
-                abandon(self.storage, self.step)
+                abandon_step(self.storage, self.step)
 
     @property
     def _partial(self) -> str:

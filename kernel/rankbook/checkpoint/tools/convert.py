@@ -16,10 +16,10 @@ import numpy as np
 
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.checksums import Buffer
-from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, piece_bytes
-from rankbook.checkpoint.format.structure import MOST_SAID, decode, sizes_hold
-from rankbook.checkpoint.planning.load_plan import unsound
+from rankbook.checkpoint.format.structure import MOST_SAID, decode, sizes_match
+from rankbook.checkpoint.planning.load_plan import describe_unsound
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import Storage, read_all
 from rankbook.checkpoint.storage.local import storage_of
@@ -42,7 +42,7 @@ class Converted:
     left_out: tuple[str, ...] = ()
 
 
-def manifest_at(storage: Storage, path: str) -> Manifest:
+def read_manifest_at(storage: Storage, path: str) -> Manifest:
     """The manifest of the checkpoint in a folder, made from its `.metadata` where another program wrote it.
 
     Raises `CheckpointingException`, naming the file, where it is damaged or there is none.
@@ -51,7 +51,7 @@ def manifest_at(storage: Storage, path: str) -> Manifest:
     try:
         return decode(read_all(storage, where), f"{storage}/{where}")
     except FileNotFoundError:
-        return foreign(storage, path)
+        return manifest_from_dcp(storage, path)
 
 
 def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -103,15 +103,15 @@ def to_safetensors(
     """
     source, goal = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
-    manifest = manifest_at(source, path)
-    sizes_hold(manifest, source.list(path), f"{source}/{path}" if path else str(source))
-    if misfits := [f"{key}: {what}" for key, what in unsound(manifest, manifest.tensors)]:
+    manifest = read_manifest_at(source, path)
+    sizes_match(manifest, source.list(path), f"{source}/{path}" if path else str(source))
+    if misfits := [f"{key}: {what}" for key, what in describe_unsound(manifest, manifest.tensors)]:
         raise CheckpointingException(f"{source}/{path}: " + "\n  ".join(misfits[:MOST_SAID]))
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
     for name, keys in zip(names, shares, strict=True):
         held = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
-        beginning = safetensors.header(held, {"format": "pt"})
+        beginning = safetensors.encode_header(held, {"format": "pt"})
         goal.write(name, _file_parts(beginning, source, path, manifest, keys))
     weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
     total = sum(safetensors.nbytes_of(each.dtype, each.shape) for each in manifest.tensors.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rankbook.checkpoint.format.dcp_metadata import foreign
+from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor
 from rankbook.checkpoint.format.structure import decode
 from rankbook.checkpoint.storage import steps
@@ -28,7 +28,7 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
     names = storage.list()
     if steps.is_checkpoint(names):
         return describe(storage)
-    finished, partials = steps.finished(storage), steps.partials(storage)
+    finished, partials = steps.finished_steps(storage), steps.list_partials(storage)
     if not finished and not partials:
         return steps.locate(storage)  # raises, and says so
     try:
@@ -80,7 +80,7 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
 def _manifest(storage: Storage, path: str) -> Manifest:
     where = f"{path}/{MANIFEST}" if path else MANIFEST
     if MANIFEST not in storage.list(path):
-        return foreign(storage, path)
+        return manifest_from_dcp(storage, path)
     return decode(read_all(storage, where), f"{storage}/{where}")
 
 
@@ -89,14 +89,14 @@ def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
     try:
         manifest = _manifest(storage, steps.folder_of(storage, step))
     except (CheckpointingException, OSError) as error:
-        return ("", "", "", str(error)) if step in steps.finished(storage) else None
+        return ("", "", "", str(error)) if step in steps.finished_steps(storage) else None
     return (format_bytes(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 
 def _state(storage: Storage, name: str) -> str:
     if not name.endswith(steps.PARTIAL):
         return "what is left of a step; the next save removes it"
-    owner = steps.owner_of(storage, name)
+    owner = steps.writer_of(storage, name)
     return f"being saved by {owner}" if owner else "a save that was broken off; the next save removes it"
 
 

@@ -22,11 +22,11 @@ from itertools import groupby
 from typing import Any
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes, crc32
-from rankbook.checkpoint.format.dcp_metadata import foreign, rank_of
+from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp, rank_of
 from rankbook.checkpoint.format.manifest import MANIFEST, METADATA, Chunk, Manifest, StoredObject, decode, piece_bytes
-from rankbook.checkpoint.format.structure import problems
-from rankbook.checkpoint.format.torch_zip import open_blob, without_checksums
-from rankbook.checkpoint.planning.load_plan import unsound
+from rankbook.checkpoint.format.structure import find_problems
+from rankbook.checkpoint.format.torch_zip import open_zip, without_checksums
+from rankbook.checkpoint.planning.load_plan import describe_unsound
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import Storage, read_all
 from rankbook.checkpoint.storage.local import storage_of
@@ -82,7 +82,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     """
     storage = storage_of(folder)
     damages: list[Damage] = []
-    path = _find(storage, steps.asked_for(step), damages)
+    path = _find(storage, steps.requested_step(step), damages)
     prefix = f"{path}/" if path else ""
     names = storage.list(path)
     if MANIFEST not in names:
@@ -94,7 +94,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
         adopted = _adopted(storage, path, damages)
         known = {each.key for each in damages}  # a chunk that was left out leaves a hole
         keys = [key for key in adopted.tensors if key not in known]
-        damages += [Damage(prefix + METADATA, key, (), what) for key, what in unsound(adopted, keys)]
+        damages += [Damage(prefix + METADATA, key, (), what) for key, what in describe_unsound(adopted, keys)]
         checked = _Verified(storage, path, adopted)
         damages += checked.foreign_damages()
         return _report(storage, path, damages, names, checked.nbytes)
@@ -103,18 +103,18 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     except (CheckpointingException, OSError) as error:
         what = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
         return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), what)], names, 0)
-    expected = steps.step_of(path.removesuffix(".old"))
+    expected = steps.parse_step(path.removesuffix(".old"))
     if path and manifest.step != expected:
         what = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), what))
-    wrong = list(problems(manifest))
+    wrong = list(find_problems(manifest))
     damages += [Damage(prefix + MANIFEST, each.key, _ranks([each.rank]), each.what) for each in wrong]
     if any(not each.key for each in wrong):  # of its files, on which all else stands
         return _report(storage, path, damages, names, names[MANIFEST] or 0)
     for each in wrong:
         manifest.tensors.pop(each.key, None)
         manifest.objects.pop(each.key, None)
-    damages += [Damage(prefix + MANIFEST, key, (), what) for key, what in unsound(manifest, manifest.tensors)]
+    damages += [Damage(prefix + MANIFEST, key, (), what) for key, what in describe_unsound(manifest, manifest.tensors)]
     checked = _Verified(storage, path, manifest)
     damages += checked.damages(whole=not wrong)
     return _report(storage, path, damages, names, checked.nbytes + (names[MANIFEST] or 0))
@@ -153,16 +153,16 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
             step = steps.named_by_latest(storage)
         except CheckpointingException as error:
             damages.append(Damage(steps.LATEST, "", (), str(error).removeprefix(f"{storage}/{steps.LATEST}: ")))
-        if step is not None and step not in steps.finished(storage) and steps.step_name(step) not in names:
+        if step is not None and step not in steps.finished_steps(storage) and steps.step_name(step) not in names:
             damages.append(Damage(steps.LATEST, "", (), f"it names step {step}, which is not there"))
             step = None
-        elif step is None and not damages and (there := steps.finished(storage)):
+        elif step is None and not damages and (there := steps.finished_steps(storage)):
             damages.append(Damage(steps.LATEST, "", (), f"is missing; the highest step counts, {there[-1]}"))
         if step is None:
-            step = max(steps.finished(storage), default=None)
+            step = max(steps.finished_steps(storage), default=None)
         if step is None:
             return steps.locate(storage)  # raises, and says what there is
-    if step not in steps.finished(storage) and steps.step_name(step) in names:
+    if step not in steps.finished_steps(storage) and steps.step_name(step) in names:
         return steps.step_name(step)
     return steps.folder_of(storage, step)
 
@@ -172,7 +172,7 @@ def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
     told: list[Damage] = []
     manifest: Manifest | None = None
     try:
-        manifest = foreign(
+        manifest = manifest_from_dcp(
             storage, path, lambda file, key, rank, what: told.append(_damage(prefix + file, key, rank, what))
         )
     except (CheckpointingException, OSError) as error:
@@ -212,7 +212,7 @@ class _Verified:
         checks: list[Check] = []
         for blob in self._foreign_blobs():
             try:
-                _, members = open_blob(self._storage, self._prefix + blob.file, blob.start, blob.length)
+                _, members = open_zip(self._storage, self._prefix + blob.file, blob.start, blob.length)
             except (zipfile.BadZipFile, OSError) as error:
                 found.append(self._of(blob, f"the blob at byte {blob.start} is no whole zip of torch.save: {error}"))
                 continue

@@ -31,7 +31,7 @@ from rankbook.protocol.queries import (
 from rankbook.rank.inspect import (
     safe_introspection,
 )
-from rankbook.rank.inspect.object_info import describe
+from rankbook.rank.inspect.object_info import describe_object
 from rankbook.rank.inspect.safe_introspection import KnownValue
 from rankbook.rank.inspect.tensor_introspection import is_a
 
@@ -86,8 +86,8 @@ class CompletionHandler:
 
     def _inspect(self, question: GetInspection) -> InspectionReply:
         name = name_at(question.text, question.cursor)
-        found = safe_introspection.follow(parse(name), self._work.namespace()) if name else None
-        text = "" if found is None else describe(name, found, self._rank, source=question.source)
+        found = safe_introspection.resolve_expression(parse(name), self._work.namespace()) if name else None
+        text = "" if found is None else describe_object(name, found, self._rank, source=question.source)
         return InspectionReply(question.token, text)
 
     def _candidates(self, question: GetCompletions, text: str) -> tuple[str, Mapping[str, Any]]:
@@ -98,17 +98,19 @@ class CompletionHandler:
         if question.variables:
             hidden = self._work.hidden()
             return begun, {name: value for name, value in namespace.items() if name not in hidden}
-        place = place_of(text)
+        place = cursor_context(text)
         if place.comment:
             return begun, {}
         if place.quote is not None:
             return self._keys(text, place, namespace)
-        if (importing := import_before(text)) is not None:
+        if (importing := import_at(text)) is not None:
             package, name, written = importing
             return written, self._importable(package, modules_only=name is None)
         if before.rstrip().endswith("."):
-            found = safe_introspection.follow(parse(expression_before(before.rstrip().removesuffix("."))), namespace)
-            return begun, {} if found is None else safe_introspection.members(found)
+            found = safe_introspection.resolve_expression(
+                parse(expression_before(before.rstrip().removesuffix("."))), namespace
+            )
+            return begun, {} if found is None else safe_introspection.list_members(found)
         return begun, {**self._globals(text, namespace), **_parameters(before, place, namespace)}
 
     def _keys(
@@ -120,7 +122,7 @@ class CompletionHandler:
         opened = place.brackets[-1] if place.brackets else -1
         if opened < 0 or text[opened] != "[" or text[opened + 1 : place.quote].strip():
             return "", {}
-        found = safe_introspection.follow(parse(expression_before(text[:opened])), namespace)
+        found = safe_introspection.resolve_expression(parse(expression_before(text[:opened])), namespace)
         begun = text[place.quote + 1 :]
         keys = [
             each
@@ -138,7 +140,7 @@ class CompletionHandler:
         module = sys.modules.get(package)
         if module is None:
             return {}
-        there = safe_introspection.in_object(module)
+        there = safe_introspection.instance_attribute(module)
         path = there.get("__path__")
         below = {each.name for each in pkgutil.iter_modules(path)} if is_a(path, list) else set()
         return {**({} if modules_only else there), **dict.fromkeys(below, sys)}
@@ -147,7 +149,7 @@ class CompletionHandler:
         return {
             **dict.fromkeys(KEYWORDS, _KEYWORD),
             **vars(builtins),
-            **dict.fromkeys(names_made(text)),
+            **dict.fromkeys(assigned_names(text)),
             **namespace,
         }
 
@@ -164,7 +166,7 @@ def _parameters(before: str, place: CursorContext, namespace: Mapping[str, Any])
     """The parameters of the function whose brackets are open, as `name=`."""
     if not place.brackets or before[place.brackets[-1]] != "(" or not before.rstrip().endswith(("(", ",")):
         return {}
-    called = safe_introspection.follow(parse(expression_before(before[: place.brackets[-1]])), namespace)
+    called = safe_introspection.resolve_expression(parse(expression_before(before[: place.brackets[-1]])), namespace)
     return {f"{name}=": _PARAMETER for name in _names_of_parameters(called)}
 
 
@@ -179,10 +181,12 @@ def _names_of_parameters(called: safe_introspection.Found) -> Iterable[str]:
     else:
         maker = safe_introspection.is_class(value)
         try:
-            value = safe_introspection.in_class(value if maker else type(value), "__init__" if maker else "__call__")
+            value = safe_introspection.class_attribute(
+                value if maker else type(value), "__init__" if maker else "__call__"
+            )
         except KeyError:
             return ()
-    value = safe_introspection.unwrapped(value)
+    value = safe_introspection.unwrap_object(value)
     if type(value) is not types.FunctionType:
         return ()
     code = value.__code__
@@ -227,7 +231,7 @@ class CursorContext:
     comment: bool
 
 
-def place_of(text: str) -> CursorContext:
+def cursor_context(text: str) -> CursorContext:
     """Where the end of `text` is."""
     brackets: list[int] = []
     at, end = 0, len(text)
@@ -320,7 +324,7 @@ def parse(expression: str) -> ast.expr | None:
         return None
 
 
-def import_before(text: str) -> tuple[str, str | None, str] | None:
+def import_at(text: str) -> tuple[str, str | None, str] | None:
     """Of an import that is being written: the module, the name in it (None: the module's), and what is written of it.
 
     `from torch.nn import Li` gives ("torch.nn", "", "Li"), `import torch.o` gives ("torch", None, "o").
@@ -334,7 +338,7 @@ def import_before(text: str) -> tuple[str, str | None, str] | None:
     return None
 
 
-def names_made(text: str) -> set[str]:
+def assigned_names(text: str) -> set[str]:
     """Names that the cell gives values to, whether it has run or not."""
     return {found[1] or found[2] for found in _MADE.finditer(text)} - set(KEYWORDS)
 
@@ -345,7 +349,7 @@ def name_at(text: str, cursor: int) -> str:
     while end < len(text) and (text[end].isalnum() or text[end] == "_"):
         end += 1
     before = text[max(0, end - MOST_TEXT) : end]
-    place = place_of(before)
+    place = cursor_context(before)
     if place.quote is None and not place.comment and (word_before(before) or before.endswith("]")):
         return expression_before(before)
     for opened in reversed(place.brackets):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from rankbook.protocol.telemetry import Holding
 from rankbook.rank.inspect import tensor_introspection
-from rankbook.rank.inspect.tensor_introspection import GilYield, NamedTensor, is_a, own
+from rankbook.rank.inspect.tensor_introspection import GilYield, NamedTensor, instance_dict, is_a
 
 _DEEPEST = 3
 """Steps from a variable: `trainers[0].model` takes two."""
@@ -44,7 +44,7 @@ class DiscoveredObjects:
     trees: dict[str, list[tuple[str, torch.nn.Module]]] = field(default_factory=dict)
 
 
-def find(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
+def discover_objects(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
     """What `namespace` leads to. Parts of a model that was found are none of their own."""
     found = DiscoveredObjects()
     for name, value in _walk(namespace, breath):
@@ -55,7 +55,7 @@ def find(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects
     inner = {id(each) for tree in trees.values() for _, each in tree[1:]}
     found.models = {name: each for name, each in _once(found.models) if id(each) not in inner}
     found.trees = {name: trees[name] for name in found.models}
-    wrapped = {id(own(each).get("optimizer")) for each in found.optimizers.values()}
+    wrapped = {id(instance_dict(each).get("optimizer")) for each in found.optimizers.values()}
     found.optimizers = {name: each for name, each in _once(found.optimizers) if id(each) not in wrapped}
     found.loaders = dict(_once(found.loaders))
     return found
@@ -107,18 +107,22 @@ def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
         first: list[object] = list(islice((list if is_a(value, list) else tuple).__iter__(value), _MOST_ITEMS))  # type: ignore[arg-type]
         yield from ((f"{name}[{index}]", each) for index, each in enumerate(first))
     elif type(value).__module__ not in sys.stdlib_module_names:
-        yield from ((f"{name}.{key}", each) for key, each in tensor_introspection.items(own(value)) if type(key) is str)
+        yield from (
+            (f"{name}.{key}", each)
+            for key, each in tensor_introspection.items(instance_dict(value))
+            if type(key) is str
+        )
 
 
 def _prepared() -> Iterator[tuple[str, object]]:
     """What the runtime has prepared: a function's variables, too, are found so."""
-    generations = sys.modules.get("rankbook.runtime.prepared")
+    models = sys.modules.get("rankbook.runtime.prepared")
     optimizers = sys.modules.get("rankbook.runtime.prepare")
-    if generations is None or optimizers is None:
+    if models is None or optimizers is None:
         return
-    for number, (_, model) in enumerate(generations.living()):
+    for number, (_, model) in enumerate(models.prepared_models()):
         yield f"prepared model {number}", model
-    for number, optimizer in enumerate(optimizers.living()):
+    for number, optimizer in enumerate(optimizers.prepared_optimizers()):
         yield f"prepared optimizer {number}", optimizer
 
 
@@ -136,7 +140,7 @@ class MeasuredObjects:
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
-def take_inventory(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
+def measure_objects(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
     """Tell of each, and count the bytes on `device` (`cpu`, `cuda:0`): what two of them share counts once."""
     seen: dict[int, torch.Tensor] = {}
     sizes: Counter[str] = Counter()
@@ -149,14 +153,14 @@ def take_inventory(found: DiscoveredObjects, device: str, breath: GilYield) -> M
     holdings = []
     for name, model in found.models.items():
         tree = found.trees[name]
-        held = [each for each in tensor_introspection.parts_of_modules(tree, breath) if each.kind == "parameter"]
+        held = [each for each in tensor_introspection.tensors_of_modules(tree, breath) if each.kind == "parameter"]
         for part in held:
             breath()
             count("parameters", part.tensor)
         holdings.append(_tell_model(name, model, held, [each for _, each in tree]))
     trainable = tuple(weakref.ref(tensor) for tensor in seen.values() if tensor.requires_grad)
     for name, optimizer in found.optimizers.items():
-        state = tensor_introspection.parts_of_optimizer(optimizer, {}, breath)
+        state = tensor_introspection.tensors_of_optimizer(optimizer, {}, breath)
         for part in state:
             breath()
             count("optimizer", part.tensor)
@@ -174,7 +178,7 @@ def take_inventory(found: DiscoveredObjects, device: str, breath: GilYield) -> M
 def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]) -> Holding:
     tensors = [each.tensor for each in held]
     kinds = {type(each).__name__ for each in modules}
-    ddp = tensor_introspection.loaded("torch.nn.parallel", "DistributedDataParallel")
+    ddp = tensor_introspection.loaded_class("torch.nn.parallel", "DistributedDataParallel")
     wrapper = ""
     if ddp is not None and any(is_a(each, ddp) for each in modules):
         wrapper = "DDP"
@@ -214,9 +218,9 @@ def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[Nam
 
 
 def _tell_loader(name: str, loader: DataLoader[Any]) -> Holding:
-    has = own(loader)
+    has = instance_dict(loader)
     details = []
-    position = own(has.get("position"))
+    position = instance_dict(has.get("position"))
     if type(position.get("delivered")) is int:
         details.append(f"epoch {position.get('epoch', 0)}, {position['delivered']} batches delivered")
     if type(has.get("batch_size")) is int:

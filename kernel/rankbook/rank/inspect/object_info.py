@@ -28,14 +28,14 @@ from rankbook.rank.inspect import (
 )
 from rankbook.rank.inspect.safe_introspection import KnownType, KnownValue
 from rankbook.rank.inspect.tensor_introspection import GilYield, is_a
-from rankbook.transport.cell_sources import number_of
+from rankbook.transport.cell_sources import cell_number
 
 _LONGEST = 20_000
 """Characters of a docstring or a source."""
 _LINE = 100
 
 
-def describe(name: str, found: KnownValue | KnownType, rank: int, *, source: bool) -> str:
+def describe_object(name: str, found: KnownValue | KnownType, rank: int, *, source: bool) -> str:
     """The sections that there are, `source` with the source in the docstring's place, where there is one."""
     if isinstance(found, KnownType):
         sections = {"Type": found.kind.__name__, "Value": "not known without computing it"}
@@ -72,7 +72,7 @@ def _callable(value: object) -> bool:
 
 
 def _value(name: str, value: object) -> dict[str, str]:
-    told = tell(name, value, GilYield())
+    told = format_info(name, value, GilYield())
     shape = "" if told.shape is None else str(list(told.shape))
     size = "" if told.bytes is None else f"{told.bytes:,} bytes"
     return {"Value": told.preview, "Shape": shape, "Dtype": told.dtype, "Device": told.device, "Size": size}
@@ -94,7 +94,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is
         function, bound = _maker(value), True
     if is_a(function, types.MethodType):
         function, bound = function.__func__, True
-    function = safe_introspection.unwrapped(function)
+    function = safe_introspection.unwrap_object(function)
     try:
         if type(function) is types.FunctionType:
             plain = types.FunctionType(
@@ -125,7 +125,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is
 def _maker(kind: type) -> object:
     for name in ("__init__", "__new__"):
         try:
-            found = safe_introspection.in_class(kind, name)
+            found = safe_introspection.class_attribute(kind, name)
         except KeyError:
             continue
         found = found.__func__ if type(found) is staticmethod else found
@@ -137,7 +137,7 @@ def _maker(kind: type) -> object:
 def _tamed(parameter: inspect.Parameter) -> inspect.Parameter:
     default, annotation = parameter.default, _stated(parameter.annotation)
     if default is not inspect.Parameter.empty:
-        default = _Shown(preview(default) if _is_plain(default) else _name_of(default))
+        default = _Shown(preview_value(default) if _is_plain(default) else _name_of(default))
     return parameter.replace(default=default, annotation=annotation)
 
 
@@ -167,7 +167,7 @@ def _docstring(value: object) -> str:
     elif _callable(value) or is_a(value, types.ModuleType):
         found = value.__doc__
     else:
-        found = safe_introspection.in_object(value).get("__doc__") or next(
+        found = safe_introspection.instance_attribute(value).get("__doc__") or next(
             (each for each in _docs_of(type(value)) if type(each) is str), None
         )
     return inspect.cleandoc(found) if type(found) is str else ""
@@ -190,7 +190,7 @@ def _code_of(value: Any) -> Any:  # noqa: ANN401 - the object whose source it is
             value = value.func
         else:
             break
-    value = safe_introspection.unwrapped(value)
+    value = safe_introspection.unwrap_object(value)
     if type(value) is types.FunctionType or safe_introspection.is_class(value) or is_a(value, types.ModuleType):
         return value
     return None if is_a(value, types.BuiltinFunctionType | types.MethodDescriptorType) else type(value)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def _file(value: object) -> str:
         file = inspect.getfile(code)
     except (TypeError, OSError):  # of C, or of a cell
         return ""
-    return "" if file.startswith("<") or number_of(file) is not None else file
+    return "" if file.startswith("<") or cell_number(file) is not None else file
 
 
 def _source(value: object) -> str:
@@ -260,11 +260,11 @@ def list_variables(namespace: Mapping[str, object], hidden: Collection[str], bre
         if len(found) == MOST:
             break
         breath()
-        found.append(tell(name, value, breath))
+        found.append(format_info(name, value, breath))
     return tuple(found)
 
 
-def tell(name: str, value: object, breath: GilYield) -> Variable:
+def format_info(name: str, value: object, breath: GilYield) -> Variable:
     """One of them."""
     kind = type(value).__name__
     if is_a(value, torch.Tensor):
@@ -286,13 +286,13 @@ def tell(name: str, value: object, breath: GilYield) -> Variable:
     if is_a(value, torch.optim.Optimizer):
         assert isinstance(value, torch.optim.Optimizer)
         return _tell_tensors(
-            name, kind, [each.tensor for each in tensor_introspection.parts_of_optimizer(value, {}, breath)]
+            name, kind, [each.tensor for each in tensor_introspection.tensors_of_optimizer(value, {}, breath)]
         )
-    return Variable(name, kind, None, "", "", None, preview(value))
+    return Variable(name, kind, None, "", "", None, preview_value(value))
 
 
 def _tensors_of(model: torch.nn.Module, breath: GilYield) -> Iterator[torch.Tensor]:
-    for part in tensor_introspection.parts_of_modules(list(tensor_introspection.modules_of(model, breath)), breath):
+    for part in tensor_introspection.tensors_of_modules(list(tensor_introspection.modules_of(model, breath)), breath):
         yield part.tensor
 
 
@@ -304,7 +304,7 @@ def _tell_tensors(name: str, kind: str, tensors: list[torch.Tensor]) -> Variable
     )
 
 
-def preview(value: object) -> str:
+def preview_value(value: object) -> str:
     """Its text where it is plain and short, a container's length, or else ""."""
     if type(value) in _PLAIN:
         if type(value) in {str, bytes}:

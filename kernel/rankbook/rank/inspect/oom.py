@@ -52,18 +52,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def is_of_a_peer(error: BaseException) -> bool:
+def is_peer_oom(error: BaseException) -> bool:
     """Whether a collective was broken off because memory ran out on another rank: here there may be as little of it."""
     return issubclass(type(error), CollectiveAborted) and _OF_A_PEER.match(value_of(error)) is not None
 
 
-def tell_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
+def report_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
     """`report` with what holds the memory now; then what the failed cell held is given back."""
     try:
         memory = _describe(shell, error)
     except Exception as failure:  # noqa: BLE001 - told in its place; user objects and a device that fails may do anything
         memory = f"memory: what holds it could not be found ({type(failure).__name__}: {failure})"
-    free(shell, error)
+    free_memory(shell, error)
     return ErrorReport(
         name=report.name,
         value=report.value,
@@ -171,7 +171,7 @@ def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
 # Letting go
 
 
-def free(shell: InteractiveShell, error: BaseException) -> None:
+def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     """Let go of the frames that failed, with all that they held. A debugger finds nothing afterwards."""
     for each in _all_of(error):
         traceback.clear_frames(traceback_of(each))

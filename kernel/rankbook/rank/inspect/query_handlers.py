@@ -126,14 +126,14 @@ class StatusHandler:
                 case GetShards(token, name, others):
                     from rankbook.rank.inspect import shard_map
 
-                    return shard_map.tell_shards(
+                    return shard_map.shard_reply(
                         token, self._work.namespace(), name, self._rank, GilYield(), others=others
                     )
                 case GetStatistic(token, name, key):
                     from rankbook.rank.inspect import shard_map
 
                     tensor = shard_map.find_tensor(self._work.namespace(), name, key, GilYield())
-                    return StatisticReply(token, statistic(self._rank, tensor))
+                    return StatisticReply(token, compute_statistic(self._rank, tensor))
         except RankbookError as error:
             return QueryFailed(question.token, str(error))
 
@@ -211,8 +211,8 @@ class StatusHandler:
         breath = GilYield()
         if not self._device_name:
             self._device_name = device_name(self._device)
-        found = object_discovery.find(self._work.namespace(), breath)
-        inventory = object_discovery.take_inventory(found, str(self._device), breath)
+        found = object_discovery.discover_objects(self._work.namespace(), breath)
+        inventory = object_discovery.measure_objects(found, str(self._device), breath)
         self._gradients.request(inventory.trainable, timeout=_COUNT_TIMEOUT)
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
@@ -227,7 +227,7 @@ class StatusHandler:
     def _measure(self) -> None:
         found = self._inventory
         assert found is not None
-        self._memory = memory_use(self._device, found.parameters, self._gradients.bytes, found.optimizer)
+        self._memory = measure_memory(self._device, found.parameters, self._gradients.bytes, found.optimizer)
         self._utilised = self._utilisation.now()  # a call into the driver, which may take its time
         self._due = time.monotonic() + _SOONEST
 
@@ -324,7 +324,7 @@ class QueryThreads(Generic[_Q]):
             return _failed("look", question, error)
 
 
-def answer_apart(
+def answer_in_thread(
     send: Callable[[Answer], None], make: Callable[[], QueryHandler[GetValue]], question: GetValue
 ) -> None:
     """Have it answered on a thread of its own: it may take its time, and other questions would wait. Any thread."""
@@ -363,7 +363,7 @@ _PIECE = {"cpu": 30_000, "cuda": 1 << 24}
 """Elements. torch shares out work among threads from 32768 on."""
 
 
-def statistic(rank: int, tensor: torch.Tensor) -> Statistic:
+def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
     """Of all elements that are here; of values that the main thread changes meanwhile some are old and some new.
 
     Raises `BadRequest` for what has no order, and for more than can be read in `LONGEST` seconds.
@@ -412,7 +412,7 @@ def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
             yield from _pieces(block if rows > 1 else block[0], most)
 
 
-def memory_use(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
+def measure_memory(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
     """The split, in bytes; None for a CUDA device that this rank has not touched yet."""
     if device.type == "cuda":
         if not torch.cuda.is_initialized():

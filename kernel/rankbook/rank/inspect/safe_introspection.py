@@ -68,7 +68,7 @@ def class_dict(kind: type) -> Mapping[str, Any]:
     return found
 
 
-def in_class(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever stands there
+def class_attribute(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever stands there
     """What the class has under that name, unbound. Raises KeyError."""
     for each in mro(kind):
         there = class_dict(each)
@@ -77,27 +77,27 @@ def in_class(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever stands th
     raise KeyError(name)
 
 
-def in_object(value: object) -> dict[str, Any]:
+def instance_attribute(value: object) -> dict[str, Any]:
     """What the object itself has."""
     if is_a(value, types.ModuleType):
         return dict.copy(types.ModuleType.__getattribute__(value, "__dict__"))
-    found: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.own(value)))
+    found: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.instance_dict(value)))
     if is_a(value, torch.nn.Module):
         for each in _MODULE_PARTS:
             found.update((name, part) for name, part in tensor_introspection.items(found.get(each)) if is_a(name, str))
     return found
 
 
-def columns_of(value: object) -> list[str]:
+def data_frame_columns(value: object) -> list[str]:
     """Those of a DataFrame that are strings."""
-    kind = tensor_introspection.loaded("pandas", "DataFrame")
+    kind = tensor_introspection.loaded_class("pandas", "DataFrame")
     if kind is None or not is_a(value, kind):
         return []
-    axes = getattr(tensor_introspection.own(value).get("_mgr"), "axes", None)
+    axes = getattr(tensor_introspection.instance_dict(value).get("_mgr"), "axes", None)
     return [each for each in axes[0] if type(each) is str] if axes else []
 
 
-def members(found: KnownValue | KnownType) -> dict[str, Any]:
+def list_members(found: KnownValue | KnownType) -> dict[str, Any]:
     """What may follow its dot: names, with what is stored under them."""
     value = found.value if isinstance(found, KnownValue) else None
     there: dict[str, Any] = {}
@@ -106,8 +106,8 @@ def members(found: KnownValue | KnownType) -> dict[str, Any]:
     for each in reversed(mro(of)):
         there.update(class_dict(each))
     if isinstance(found, KnownValue) and not is_class(value):
-        there.update(in_object(value))
-        there.update((each, None) for each in columns_of(value) if each.isidentifier())
+        there.update(instance_attribute(value))
+        there.update((each, None) for each in data_frame_columns(value) if each.isidentifier())
     return {name: each for name, each in there.items() if type(name) is str}
 
 
@@ -117,21 +117,25 @@ def keys_of(found: Found) -> list[str]:
         return []
     value = found.value
     if is_a(value, torch.nn.ModuleDict):
-        value = tensor_introspection.own(value).get("_modules")
-    return [key for key, _ in tensor_introspection.items(value) if type(key) is str] or columns_of(value)
+        value = tensor_introspection.instance_dict(value).get("_modules")
+    return [key for key, _ in tensor_introspection.items(value) if type(key) is str] or data_frame_columns(value)
 
 
-def unwrapped(function: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
+def unwrap_object(function: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
     """The function that decorators have wrapped, where they have left it with theirs (functools.wraps)."""
     for _ in range(_MOST_WRAPS):
-        inner = tensor_introspection.own(function).get("__wrapped__") if type(function) is types.FunctionType else None
+        inner = (
+            tensor_introspection.instance_dict(function).get("__wrapped__")
+            if type(function) is types.FunctionType
+            else None
+        )
         if type(inner) is not types.FunctionType:
             break
         function = inner
     return function
 
 
-def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
+def resolve_expression(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
     """What the expression stands for."""
     match node:
         case ast.Name(id=name):
@@ -141,11 +145,11 @@ def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
         case ast.Constant(value=value):
             return KnownValue(value)
         case ast.Attribute(value=of, attr=name):
-            return _attribute(follow(of, namespace), name)
+            return _attribute(resolve_expression(of, namespace), name)
         case ast.Subscript(value=of, slice=index):
-            return _item(follow(of, namespace), index)
+            return _item(resolve_expression(of, namespace), index)
         case ast.Call(func=called):
-            return _result(follow(called, namespace))
+            return _result(resolve_expression(called, namespace))
         case ast.List() | ast.Dict() | ast.Set() | ast.Tuple() | ast.JoinedStr():
             kinds = {ast.List: list, ast.Dict: dict, ast.Set: set, ast.Tuple: tuple, ast.JoinedStr: str}
             return KnownType(kinds[type(node)])
@@ -155,7 +159,7 @@ def follow(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
 def _attribute(of: Found, name: str) -> Found:
     if isinstance(of, KnownType):
         try:
-            stored = in_class(of.kind, name)
+            stored = class_attribute(of.kind, name)
         except KeyError:
             return None
         return _class_of_property(of.kind, name, stored) or (None if _computes(stored) else KnownValue(_plain(stored)))
@@ -163,13 +167,13 @@ def _attribute(of: Found, name: str) -> Found:
         return None
     value = of.value
     if is_a(value, types.ModuleType):
-        there = in_object(value)
+        there = instance_attribute(value)
         below = sys.modules.get(f"{there.get('__name__')}.{name}")
         return KnownValue(there[name]) if name in there else None if below is None else KnownValue(below)
     try:
-        stored = in_class(value if is_class(value) else type(value), name)
+        stored = class_attribute(value if is_class(value) else type(value), name)
     except KeyError:
-        own = in_object(value)
+        own = instance_attribute(value)
         return KnownValue(own[name]) if name in own else None
     if is_class(value):
         return KnownValue(_plain(stored))
@@ -187,7 +191,7 @@ def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - wh
             return None
     if is_a(stored, types.GetSetDescriptorType):
         return KnownValue(stored.__get__(value, kind)) if kind is numpy.ndarray else None
-    own = in_object(value)
+    own = instance_attribute(value)
     if name in own:
         return KnownValue(own[name])
     if type(stored) is types.FunctionType:
@@ -231,7 +235,7 @@ def _item(of: Found, index: ast.expr) -> Found:
         return None
     value = of.value
     if is_a(value, torch.nn.Module):
-        inside = dict(tensor_introspection.items(tensor_introspection.own(value).get("_modules")))
+        inside = dict(tensor_introspection.items(tensor_introspection.instance_dict(value).get("_modules")))
         value = list(inside.values()) if type(key) is int else inside
     try:
         if is_a(value, list):
@@ -259,12 +263,12 @@ def _result(called: Found) -> Found:
 
 def _annotated(function: object) -> KnownType | None:
     """The class that the function says it returns."""
-    function = unwrapped(function)
+    function = unwrap_object(function)
     if type(function) is not types.FunctionType:
         return None
     stated = function.__annotations__.get("return")
     if type(stated) is str:
-        found = follow(_parse(stated), function.__globals__)
+        found = resolve_expression(_parse(stated), function.__globals__)
         stated = found.value if isinstance(found, KnownValue) else None
     return KnownType(stated) if is_class(stated) else None
 

@@ -14,7 +14,7 @@ import torch
 from rankbook.errors import BadRequest
 from rankbook.protocol.queries import Box, RankTensor, ShardsReply
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.tensor_introspection import GilYield, is_a, own
+from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a
 
 _MOST = 200_000
 """Tensors of one variable."""
@@ -28,7 +28,7 @@ class KeyedTensor:
     value: Any
 
 
-def resolve(namespace: Mapping[str, object], name: str, breath: GilYield) -> object:
+def resolve_variable(namespace: Mapping[str, object], name: str, breath: GilYield) -> object:
     """The variable, or what a dotted name leads to without asking a property. Raises `BadRequest`."""
     if name in namespace:
         return namespace[name]
@@ -36,13 +36,13 @@ def resolve(namespace: Mapping[str, object], name: str, breath: GilYield) -> obj
     if first in namespace:
         value = namespace[first]
         for each in rest:
-            inside = {**own(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
-            inside.update(own(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
+            inside = {**instance_dict(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
+            inside.update(instance_dict(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
             if each not in inside:
                 raise BadRequest(f"{first!r} on this rank has no {each!r}")
             value = inside[each]
         return value
-    found = object_discovery.find(namespace, breath)
+    found = object_discovery.discover_objects(namespace, breath)
     for kind in (found.models, found.optimizers):
         if name in kind:
             return kind[name]
@@ -51,24 +51,24 @@ def resolve(namespace: Mapping[str, object], name: str, breath: GilYield) -> obj
 
 def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> tuple[str, list[KeyedTensor]]:
     """The kind of the variable, as `ShardMap` has it, and its tensors. Raises `BadRequest`."""
-    value = resolve(namespace, name, breath)
+    value = resolve_variable(namespace, name, breath)
     if is_a(value, torch.nn.Module):
         tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
         return "model", [
-            KeyedTensor(each.name, each.tensor) for each in tensor_introspection.parts_of_modules(tree, breath)
+            KeyedTensor(each.name, each.tensor) for each in tensor_introspection.tensors_of_modules(tree, breath)
         ]
     if is_a(value, torch.optim.Optimizer):
         names = {
             id(each.tensor): each.name
-            for tree in object_discovery.find(namespace, breath).trees.values()
-            for each in tensor_introspection.parts_of_modules(tree, breath)
+            for tree in object_discovery.discover_objects(namespace, breath).trees.values()
+            for each in tensor_introspection.tensors_of_modules(tree, breath)
         }
-        found = tensor_introspection.parts_of_optimizer(value, names, breath)  # type: ignore[arg-type]
+        found = tensor_introspection.tensors_of_optimizer(value, names, breath)  # type: ignore[arg-type]
         return "optimizer", [KeyedTensor(each.name, each.tensor) for each in found]
     if is_a(value, torch.Tensor):
         return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [KeyedTensor(name, value)]
     if _is_shard(value):
-        return "ShardedTensor", [KeyedTensor(str(own(value).get("key", name)), value)]
+        return "ShardedTensor", [KeyedTensor(str(instance_dict(value).get("key", name)), value)]
     if is_a(value, dict):
         return "state dict", list(_leaves(value, (), breath))
     raise BadRequest(
@@ -77,7 +77,7 @@ def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> 
 
 
 def _is_shard(value: object) -> bool:
-    kind = tensor_introspection.loaded("rankbook.checkpoint.state_dict.sharded_tensor", "ShardedTensor")
+    kind = tensor_introspection.loaded_class("rankbook.checkpoint.state_dict.sharded_tensor", "ShardedTensor")
     return kind is not None and is_a(value, kind)
 
 
@@ -88,7 +88,7 @@ def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[
     if is_a(value, torch.Tensor):
         yield KeyedTensor(".".join(path), value)
     elif _is_shard(value):
-        yield KeyedTensor(str(own(value).get("key", ".".join(path))), value)
+        yield KeyedTensor(str(instance_dict(value).get("key", ".".join(path))), value)
     elif is_a(value, dict):
         for key, each in tensor_introspection.items(value):
             if type(key) in {str, int}:
@@ -103,10 +103,10 @@ def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: Gi
     _, found = tensors_of(namespace, name, breath)
     for each in found:
         if each.key == key:
-            value = own(each.value).get("data") if _is_shard(each.value) else each.value
+            value = instance_dict(each.value).get("data") if _is_shard(each.value) else each.value
             if value is None:
                 raise BadRequest(f"{key!r} of {name!r} has no data on this rank")
-            return tensor_introspection.local(value)
+            return tensor_introspection.local_shard(value)
     raise BadRequest(f"{name!r} has no tensor {key!r} on this rank")
 
 
@@ -173,7 +173,7 @@ def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) ->
     return Box(rank, tuple(offset), tuple(local))
 
 
-def tell_shards(
+def shard_reply(
     token: int, namespace: Mapping[str, object], name: str, rank: int, breath: GilYield, *, others: bool
 ) -> ShardsReply:
     """The answer. Raises `BadRequest` where there is no such variable, or none with tensors."""
@@ -195,7 +195,7 @@ def tell_shards(
 def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
     value = named.value
     if _is_shard(value):
-        has = own(value)
+        has = instance_dict(value)
         dtype, data = has["dtype"], has.get("data")
         shape = (1,) * int(has.get("prepend_axis_num", 0)) + tuple(has["local_shape"])
         box = Box(grids.rank, tuple(has["global_offset"]), shape, _number(has.get("replica_id", 0)))
@@ -211,7 +211,7 @@ def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
     shape = tensor_introspection.shape_of(value)
     grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.whole(shape)
     with torch._C.DisableTorchFunctionSubclass():
-        itemsize = tensor_introspection.local(value).element_size()
+        itemsize = tensor_introspection.local_shard(value).element_size()
     return RankTensor(
         named.key, tensor_introspection.dtype_of(value), itemsize, tensor_introspection.device_of(value), shape, grid
     )

@@ -48,7 +48,7 @@ def is_a(value: object, kind: type) -> bool:
     return issubclass(type(value), kind)
 
 
-def own(value: object) -> dict[str, Any]:
+def instance_dict(value: object) -> dict[str, Any]:
     """What is in the object itself: no property is asked."""
     try:
         found = object.__getattribute__(value, "__dict__")
@@ -69,7 +69,7 @@ def items(mapping: object) -> list[tuple[Any, Any]]:
     return []
 
 
-def loaded(module: str, name: str) -> type | None:
+def loaded_class(module: str, name: str) -> type | None:
     """A class of a module that is there already: nothing is an instance of one that is not."""
     found = getattr(sys.modules.get(module), name, None)
     return found if is_a(found, type) else None
@@ -77,11 +77,11 @@ def loaded(module: str, name: str) -> type | None:
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is torch's DTensor."""
-    kind = loaded("torch.distributed.tensor", "DTensor")
+    kind = loaded_class("torch.distributed.tensor", "DTensor")
     return kind is not None and is_a(tensor, kind)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What of it is here."""
     return object.__getattribute__(tensor, "_local_tensor") if is_dtensor(tensor) else tensor
 
@@ -93,7 +93,7 @@ def spec_of(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - torch's, which is pr
 
 def nbytes(tensor: torch.Tensor) -> int:
     """Of what is here."""
-    here = local(tensor)
+    here = local_shard(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return here.numel() * here.element_size()
 
@@ -119,7 +119,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def device_of(tensor: torch.Tensor) -> str:
     """Of what is here."""
     with torch._C.DisableTorchFunctionSubclass():
-        return str(local(tensor).device)
+        return str(local_shard(tensor).device)
 
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -127,19 +127,23 @@ def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     transparent = _wrapped_name(module)
     return [
         ("" if name == transparent else str(name), each)
-        for name, each in items(own(module).get("_modules"))
+        for name, each in items(instance_dict(module).get("_modules"))
         if each is not None and is_a(each, torch.nn.Module)
     ]
 
 
 def _wrapped_name(module: torch.nn.Module) -> str | None:
-    ddp = loaded("torch.nn.parallel", "DistributedDataParallel")
-    compiled = loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    ddp = loaded_class("torch.nn.parallel", "DistributedDataParallel")
+    compiled = loaded_class("torch._dynamo.eval_frame", "OptimizedModule")
     if ddp is not None and is_a(module, ddp):
         return "module"
     if compiled is not None and is_a(module, compiled):
         return "_orig_mod"
-    return "_checkpoint_wrapped_module" if "_checkpoint_wrapped_module" in own(own(module).get("_modules")) else None
+    return (
+        "_checkpoint_wrapped_module"
+        if "_checkpoint_wrapped_module" in instance_dict(instance_dict(module).get("_modules"))
+        else None
+    )
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -164,14 +168,14 @@ def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, 
                 waiting.append((name, each))
 
 
-def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
+def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
     """Parameters and buffers, each once. Of FSDP2 what stays on the rank, also while the whole is gathered."""
     found: dict[int, NamedTensor] = {}
     kept = _kept_by_fsdp([module for _, module in modules])
     for prefix, module in modules:
         breath()
         for kind in ("parameter", "buffer"):
-            for name, tensor in items(own(module).get(f"_{kind}s")):
+            for name, tensor in items(instance_dict(module).get(f"_{kind}s")):
                 there = kept.get((id(module), name), tensor)
                 if there is not None and is_a(there, torch.Tensor):
                     found.setdefault(id(there), NamedTensor(f"{prefix}{name}", there, kind))
@@ -180,7 +184,7 @@ def parts_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYiel
 
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether `fully_shard` was called on it."""
-    kind = loaded("torch.distributed.fsdp", "FSDPModule")
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return kind is not None and is_a(module, kind)
 
 
@@ -193,11 +197,11 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
     if state_of is None:
         return found
     for module in modules:
-        state = own(state_of(module)) if is_fsdp(module) else {}
+        state = instance_dict(state_of(module)) if is_fsdp(module) else {}
         groups = state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])  # one, before torch 2.12
-        for parameter in [each for group in groups for each in own(group).get("fsdp_params", ())]:
-            info = own(own(parameter).get("_module_info"))
-            shard = own(parameter).get("sharded_param")
+        for parameter in [each for group in groups for each in instance_dict(group).get("fsdp_params", ())]:
+            info = instance_dict(instance_dict(parameter).get("_module_info"))
+            shard = instance_dict(parameter).get("sharded_param")
             places = [
                 (info.get("module"), info.get("param_name")),
                 *zip(info.get("shared_modules", ()), info.get("shared_param_names", ()), strict=False),
@@ -210,7 +214,7 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The one that has the state, of one that wraps another."""
     for _ in range(4):
-        inner = own(optimizer).get("optimizer")
+        inner = instance_dict(optimizer).get("optimizer")
         if inner is None or not is_a(inner, torch.optim.Optimizer):
             break
         optimizer = inner
@@ -219,18 +223,18 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Of all its groups, each once."""
-    groups = own(bare_optimizer(optimizer)).get("param_groups", ())
+    groups = instance_dict(bare_optimizer(optimizer)).get("param_groups", ())
     found = {id(each): each for group in tuple(groups) for each in tuple(dict.get(group, "params", ()))}
     return [each for each in found.values() if is_a(each, torch.Tensor)]
 
 
-def parts_of_optimizer(
+def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: GilYield
 ) -> list[NamedTensor]:
     """Its state's tensors, each once. `names`: of parameters, by their id."""
     found: dict[int, NamedTensor] = {}
     numbers = {id(each): number for number, each in enumerate(parameters_of_optimizer(optimizer))}
-    for parameter, state in items(own(bare_optimizer(optimizer)).get("state")):
+    for parameter, state in items(instance_dict(bare_optimizer(optimizer)).get("state")):
         breath()
         of = names.get(id(parameter), numbers.get(id(parameter), "?"))
         for name, value in items(state):
@@ -241,11 +245,11 @@ def parts_of_optimizer(
 
 def steps_of_optimizer(optimizer: torch.optim.Optimizer) -> int | None:
     """How many steps it has taken, where it counts them in this machine's own memory."""
-    counted = own(optimizer).get("steps")
+    counted = instance_dict(optimizer).get("steps")
     if type(counted) is int:  # prepared: the wrapper counts
         return counted
     try:
-        _, state = next(iter(dict.items(own(bare_optimizer(optimizer)).get("state", {}))))
+        _, state = next(iter(dict.items(instance_dict(bare_optimizer(optimizer)).get("state", {}))))
         step: Any = dict.get(state, "step")
     except (StopIteration, RuntimeError, TypeError):  # it has none yet, or is changed at this moment
         return None

@@ -92,13 +92,13 @@ class _CommRegistry:
 _office = _CommRegistry()
 
 
-def prepare() -> None:
+def prepare_comms() -> None:
     """Whoever makes a comm from here on makes one of ours. In the forkserver, before anything imports ipywidgets."""
     comm.create_comm = RankComm
     comm.get_comm_manager = lambda: _office.manager
 
 
-def attach(link: RankLink, opening: Callable[[dict[str, Any]], None] | None = None) -> None:
+def attach_comms(link: RankLink, opening: Callable[[dict[str, Any]], None] | None = None) -> None:
     """Comms go out here, but for those of a subprocess that user code forks: the link is not its own.
 
     `opening` hears what each says as it opens.
@@ -111,7 +111,7 @@ def _detach() -> None:
     _office.link = None
 
 
-def hear(message: CommToRank, frames: Sequence[memoryview]) -> None:
+def receive_comm(message: CommToRank, frames: Sequence[memoryview]) -> None:
     """Have it heard, soon, on another thread."""
     _office.heard.put((message, frames))
     if _office.started.acquire(blocking=False):

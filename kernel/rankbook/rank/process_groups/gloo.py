@@ -55,7 +55,7 @@ def make_gloo(
 ) -> Any:  # noqa: ANN401 - torch has no type for it
     """Return a `ProcessGroupGloo` whose peers are ranks of this user. `wait` waits for keys of a store."""
     openly = dist.PrefixStore("open", store)
-    with _closed_after(_Listeners()) as listeners, watch_opened() as opened:
+    with _closed_after(_Listeners()) as listeners, track_new_sockets() as opened:
         attempt = _Attempt(listeners, openly, rank, size, min(timeout, _OPEN_TIMEOUT))
         deadline = time.monotonic() + _OPEN_TIMEOUT.total_seconds()
         while not attempt.ended.wait(_LOOK_AGAIN) and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def make_gloo(
         made = attempt.made[0]
         made._set_default_timeout(timeout)
         return made
-    shut_down(opened)
+    shutdown_sockets(opened)
     attempt.forget()
     with _closed_after(_guarded_listeners()) as listeners, listeners.admit_own():
         return _connect(listeners, dist.PrefixStore("guarded", store), rank, size, timeout)
@@ -118,7 +118,7 @@ class _Listeners:
 
     def __init__(self) -> None:
         names = os.environ.get("GLOO_SOCKET_IFNAME")
-        with watch_opened() as opened:
+        with track_new_sockets() as opened:
             gloo = dist.ProcessGroupGloo
             self.devices = (
                 [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")]
@@ -168,7 +168,7 @@ class _Listeners:
                     continue
                 decided[descriptor] = identity
                 if not _is_own(local, remote):
-                    shut_down({descriptor: identity})
+                    shutdown_sockets({descriptor: identity})
                     continue
                 with duplicate(descriptor, identity) as same:
                     if same is not None:
@@ -240,7 +240,7 @@ def tcp_sockets() -> Opened:
 
 
 @contextlib.contextmanager
-def watch_opened() -> Iterator[Opened]:
+def track_new_sockets() -> Iterator[Opened]:
     """What is opened within it, by any thread, is in the dict that it gives, at the end of it."""
     before = tcp_sockets()
     opened: Opened = {}
@@ -266,7 +266,7 @@ def duplicate(descriptor: int, identity: tuple[int, int]) -> Iterator[socket.soc
         yield same
 
 
-def shut_down(opened: Opened) -> None:
+def shutdown_sockets(opened: Opened) -> None:
     """End all reading and writing on these sockets, for all who wait on them. Those closed by now are left alone."""
     for descriptor, identity in opened.items():
         with duplicate(descriptor, identity) as same:
@@ -360,7 +360,7 @@ _kept: list[object] = []
 """The handler, and those before it: C++ holds but their addresses."""
 
 
-def board(rescue: Callable[[str], bool]) -> bool:
+def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
     """Call `rescue` on gloo's thread, with its name, when that gives up; if it returns True it sleeps from there on.
 
     Otherwise, and on any other thread, what was to happen before happens: the process ends. False where the system's

@@ -48,7 +48,7 @@ from rankbook.rank.process_groups import (
     gloo,
 )
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork, Op
-from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, watch_opened
+from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, track_new_sockets
 from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
 from rankbook.rank.process_groups.store import FolderStore, generation_prefix
 
@@ -130,7 +130,7 @@ class GroupManager:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
                 else:
                     member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
-            model_reset.make_ready()
+            model_reset.reset_after_abort()
         else:
             dist.init_process_group(
                 self._backend,
@@ -268,7 +268,7 @@ class GroupManager:
     def _install(self) -> None:
         """Have torch make its groups here."""
         if _NAME.upper() not in dist.Backend._plugins:
-            make_safe()
+            install_fork_guards()
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
             c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
             model_reset.remember_models()
@@ -327,7 +327,7 @@ class GroupManager:
         store = self._store(f"group-{name}.{self._made[name]}")
         store.set(f"here-{member.rank}", "")
         self._await(store, [f"here-{rank}" for rank in range(len(ranks))])
-        with watch_opened() as sockets:
+        with track_new_sockets() as sockets:
             group = self._patiently(functools.partial(self._make_inner, store, name, ranks, member))
         backends = {id(each): each for each in (group._get_backend(torch.device(d)) for d in member.backends)}
         aborts = [each.abort for each in backends.values() if each.name() == "nccl"]
@@ -463,7 +463,7 @@ _AT_MOST = 0.1
 """Seconds that a fork waits for them; one of them may be at work for long."""
 
 
-def make_safe() -> None:
+def install_fork_guards() -> None:
     """Do so for every child of this process from here on."""
     if sys.platform == "linux":
         os.register_at_fork(before=_wait_for_rest)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rankbook.errors import BadRequest, CollectiveAborted
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
-from rankbook.rank.process_groups.gloo import Opened, shut_down
+from rankbook.rank.process_groups.gloo import Opened, shutdown_sockets
 from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, InterruptibleWork, here, watching
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
@@ -45,7 +45,7 @@ class BackendGroup:
 
     def abort(self) -> None:
         """Make every call that waits on it raise. Any thread."""
-        shut_down(self._sockets)
+        shutdown_sockets(self._sockets)
         for abort in self._aborts:
             abort()
 

@@ -244,7 +244,7 @@ def _prepare(state: PartialState, what: str, data: Any, words: Any, failure: str
         if wrong:
             failure = f"takes tensors in lists, tuples, mappings and dataclasses; {', '.join(wrong[:3])}"
     if state.use_distributed and (state.debug or (state.checks and consistency.is_cheap())):
-        consistency.same(what, words(data), failure)
+        consistency.check_same(what, words(data), failure)
     elif failure is not None:
         raise BadRequest(f"{what}: {failure}")
 

@@ -36,7 +36,7 @@ def is_cheap() -> bool:
     return control_device().type == "cpu"
 
 
-def agree(failure: str | None, level: int = 0) -> int:
+def raise_if_any_failed(failure: str | None, level: int = 0) -> int:
     """The highest `level` (0 to 15) of all ranks, once all have come here and none brings a failure.
 
     Raises `PeerFailed` on every rank when one does; it names the first of them.
@@ -53,24 +53,24 @@ def agree(failure: str | None, level: int = 0) -> int:
     raise PeerFailed(f"rank {culprit} {told[0]}", culprit)
 
 
-def smallest(number: int) -> int:
+def all_min(number: int) -> int:
     """The smallest number that any rank brings."""
     found = torch.tensor([number], device=control_device())
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return int(found.item())
 
 
-def tell(error: Exception) -> None:
+def announce_failure(error: Exception) -> None:
     """On the rank where `error` was raised: the others' `agree` raises. Returns, for `error` is to be raised again."""
     try:
-        agree(f"raised {type(error).__name__}, and this rank waited for it: {error}")
+        raise_if_any_failed(f"raised {type(error).__name__}, and this rank waited for it: {error}")
     except PeerFailed:
         pass  # as meant: this rank raises its own error
     except Exception as failed:  # noqa: BLE001 - the first error is the one to see; this one is told along with it
         error.add_note(f"The other ranks could not be told: {type(failed).__name__}: {failed}")
 
 
-def same(what: str, description: str, failure: str | None = None) -> None:
+def check_same(what: str, description: str, failure: str | None = None) -> None:
     """Return if each rank brings the same `description` and no `failure`. Every rank calls this.
 
     Raises `BadRequest` on every rank otherwise, with what each one has. `what` is the operation, for the message.

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rankbook.runtime.data.rng import BatchRng
-from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, RoundPadding, with_last
+from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, RoundPadding, mark_last
 
 
 class BatchRequest(NamedTuple):
@@ -49,7 +49,7 @@ class FetchedBatch(NamedTuple):
 NOTHING = FetchedBatch(None, None, True, True)
 
 
-def as_is(batch: Any) -> Any:  # noqa: ANN401 - any batch
+def identity(batch: Any) -> Any:  # noqa: ANN401 - any batch
     """The collate function of a loader whose dataset gives whole batches."""
     return batch
 
@@ -124,14 +124,14 @@ class IterableReader(Dataset[Any]):
         return self.__getitems__(ticket)
 
     def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
-        be_only_worker()
+        patch_worker_info()
         current = self._advance(ticket)
         part = current.parts[ticket.rank] if current else None
         if current is None or part is None:
             return NOTHING
         with self._collate_rng.seeded(ticket.seed, ticket.epoch, "collate", ticket.number):
             batch = self._collate(part[0] if self._single else list(part))
-        share = whole_share(current.share) if self._single else current.share
+        share = keep_share(current.share) if self._single else current.share
         last = current.last[ticket.rank]
         return FetchedBatch(batch, share, last) if last or share else batch
 
@@ -148,7 +148,7 @@ class IterableReader(Dataset[Any]):
         return self._current
 
     def _restart(self, ticket: BatchRequest) -> None:
-        self._rounds = with_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
+        self._rounds = mark_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
 
     def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
         """Yield `rounds`, from number `first` on, each read with generators seeded for it."""
@@ -159,14 +159,14 @@ class IterableReader(Dataset[Any]):
             return iter(self.dataset)
 
 
-def whole_share(share: RoundPadding | None) -> RoundPadding | None:
+def keep_share(share: RoundPadding | None) -> RoundPadding | None:
     """The share of a round whose items are batches already: how many rows they have is not known."""
     if share is None:
         return None
     return RoundPadding(tuple(WHOLE if count else 0 for count in share.real), WHOLE, share.ranks)
 
 
-def be_only_worker() -> None:
+def patch_worker_info() -> None:
     """Have this loader's worker say that it is the only one; nothing happens in a process that is none."""
     info: Any = get_worker_info()
     if info is not None and info.num_workers != 1:
@@ -188,5 +188,5 @@ class WorkerInit:
         fetch = info.dataset
         object.__setattr__(info, "dataset", fetch.dataset)
         if self._iterable:
-            be_only_worker()
+            patch_worker_info()
         self._function(worker)

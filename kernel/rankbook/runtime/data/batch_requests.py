@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from rankbook.runtime.data.batch_reader import BatchRequest, whole_share
+from rankbook.runtime.data.batch_reader import BatchRequest, keep_share
 from rankbook.runtime.data.rng import BatchRng, stream_seed
 from rankbook.runtime.data.samplers import (
     BatchSamplerShard,
@@ -23,7 +23,7 @@ from rankbook.runtime.data.samplers import (
     Round,
     RoundPadding,
     SeedableRandomSampler,
-    forward_epoch,
+    set_epoch_recursive,
 )
 
 _GIVEN_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -127,7 +127,7 @@ class MapBatchSampler:
     def begin(self, a_pass: EpochState) -> None:
         """What the next `__iter__` gives tickets for."""
         self.current = a_pass
-        forward_epoch(self.shard.batch_sampler, a_pass.epoch)
+        set_epoch_recursive(self.shard.batch_sampler, a_pass.epoch)
         self.shuffle.begin(a_pass)
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -185,7 +185,7 @@ class UnbatchedSampler(MapBatchSampler):
 
     def __iter__(self) -> Iterator[BatchRequest]:
         for ticket in super().__iter__():
-            yield ticket._replace(share=whole_share(ticket.share))
+            yield ticket._replace(share=keep_share(ticket.share))
 
 
 class IterableBatchSampler:

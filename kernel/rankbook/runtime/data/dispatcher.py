@@ -27,7 +27,7 @@ from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import concatenate, find_batch_size
 from rankbook.runtime.data.batch_reader import NOTHING, FetchedBatch
 from rankbook.runtime.data.frames import FIRST_CAPACITY, LARGE, BatchFrame, FrameReader, pack
-from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, read_locally
+from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, iterate_local
 from rankbook.runtime.data.samplers import WHOLE, BatchSamplerShard, RoundPadding
 from rankbook.runtime.data.slots import MOST_BYTES, NO_OFFER, SlotRing, host_key
 
@@ -183,7 +183,7 @@ class _Reading:
         self._collate = placing(parts.fetch) if here else None
         self._rooms = {deal[rank]: lane.room for rank, lane in lanes.items() if deal.count(deal[rank]) == 1}
         self._slice_fn = slice_fn
-        self._batches = read_locally(parts)
+        self._batches = iterate_local(parts)
         self._first: list[FetchedBatch] = []
         self._ended = False
         self._rounds = 1

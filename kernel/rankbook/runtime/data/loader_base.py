@@ -132,7 +132,7 @@ class PreparedLoader(DataLoader[Any]):
     def tell(self, name: str) -> None:
         """Have telemetry know where a loop over it is, under `name`."""
         self.told_as = name
-        telemetry.offer(name, _position(name, weakref.ref(self)))
+        telemetry.offer_source(name, _position(name, weakref.ref(self)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -192,7 +192,7 @@ class PreparedLoader(DataLoader[Any]):
             state["generator"] = self.parts.generator.get_state()
         if self.parts.stateful:
             skip = self.parts.tickets.current.skip
-            state["reader"] = reader_state.take(
+            state["reader"] = reader_state.capture_state(
                 self.parts.inner, self.parts.fetch, self.position, self.parts.place, skip
             )
         return state
@@ -252,7 +252,7 @@ class PreparedLoader(DataLoader[Any]):
         position.generator = None if generator is None else generator.get_state()
         first = skip
         if parts.stateful and position.reader is not None:
-            first = reader_state.put_back(parts.inner, parts.fetch, parts.place, position, skip)
+            first = reader_state.restore_state(parts.inner, parts.fetch, parts.place, position, skip)
         position.begin(seed, epoch, skip)
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.tickets.begin(EpochState(position.run, seed, epoch, first))
@@ -270,12 +270,12 @@ def _agreed(seed: int, epoch: int, skip: int) -> tuple[int, int, int]:
     return high << 32 | low, epoch, skip
 
 
-def reads_together(num_processes: int) -> bool:
+def is_default_group(num_processes: int) -> bool:
     """Whether the loader's ranks are those of the default group."""
     return num_processes > 1 and PartialState().use_distributed and PartialState().num_processes == num_processes
 
 
-def read_locally(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
+def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
     """This process's batches, each with what is real in its round and whether it is the last."""
     if parts.custom_iter:
         yield from _read_custom(parts)

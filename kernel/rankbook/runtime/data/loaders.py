@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, _D
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import require_stateful_dataloader
-from rankbook.runtime.data.batch_reader import IterableReader, MapReader, WorkerInit, as_is
+from rankbook.runtime.data.batch_reader import IterableReader, MapReader, WorkerInit, identity
 from rankbook.runtime.data.batch_requests import (
     IterableBatchSampler,
     MapBatchSampler,
@@ -28,9 +28,9 @@ from rankbook.runtime.data.batch_requests import (
     UnbatchedSampler,
 )
 from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
-from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, read_locally, reads_together
+from rankbook.runtime.data.loader_base import LoaderParts, PreparedLoader, is_default_group, iterate_local
 from rankbook.runtime.data.samplers import BatchSamplerShard, IterableDatasetShard, RoundPadding, SkipBatchSampler
-from rankbook.runtime.data.stateful import StatefulIterable, StatefulReader, has_state
+from rankbook.runtime.data.stateful import StatefulIterable, StatefulReader, is_stateful
 from rankbook.runtime.process_state import PartialState
 
 
@@ -55,10 +55,10 @@ class DataLoaderShard(PreparedLoader):
         kind = require_stateful_dataloader() if use_stateful_dataloader else DataLoader
         state = PartialState()
         numbered = (state.num_processes, state.process_index) if state.use_distributed else None
-        parts = take_apart(kind(dataset, **kwargs), 1, 0, numbered=numbered)
+        parts = build_loader_parts(kind(dataset, **kwargs), 1, 0, numbered=numbered)
         parts.device, parts.non_blocking, parts.rng_types = device, _non_blocking, list(rng_types or ())
         parts.generator = synchronized_generator or parts.generator
-        parts.agree = reads_together(state.num_processes)
+        parts.agree = is_default_group(state.num_processes)
         parts.deal = tuple(range(state.num_processes)) if numbered else None
         self._setup(parts, skip_batches=skip_batches)
 
@@ -76,7 +76,7 @@ class DataLoaderShard(PreparedLoader):
         return shard if isinstance(shard, BatchSamplerShard) else None
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
-        return read_locally(self.parts)
+        return iterate_local(self.parts)
 
 
 def prepare_data_loader(
@@ -113,19 +113,19 @@ def prepare_data_loader(
     state = PartialState()
     ranks = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
-    agree = reads_together(ranks)
+    agree = is_default_group(ranks)
     deal = tuple(range(ranks)) if agree and rank == state.process_index else None
     world_size = ranks
     if torch_device_mesh is not None:
-        ranks, rank = data_ranks(torch_device_mesh, world_size)
-        deal = mesh_deal(torch_device_mesh) if agree else None
+        ranks, rank = data_parallel_rank(torch_device_mesh, world_size)
+        deal = data_parallel_layout(torch_device_mesh) if agree else None
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and put_on_device
     if slice_fn_for_dispatch is not None and not dispatch_batches:
         raise BadRequest("slice_fn_for_dispatch cuts what rank 0 dispatches: it needs dispatch_batches=True")
     dealt = ranks > 1 and isinstance(_sampler_below(dataloader), DistributedSampler)
     dispatches = dispatch_batches and world_size > 1 and not dealt
-    parts = take_apart(
+    parts = build_loader_parts(
         dataloader,
         1 if dealt else ranks,
         0 if dealt else rank,
@@ -145,7 +145,7 @@ def prepare_data_loader(
     return DataLoaderShard.of(parts)
 
 
-def data_ranks(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 - a DeviceMesh
+def data_parallel_rank(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 - a DeviceMesh
     """How many ranks of `mesh` read different data, and which of them this one is."""
     names = list(mesh.mesh_dim_names or ())
     ranks, rank = 1, 0
@@ -157,7 +157,7 @@ def data_ranks(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 -
     return ranks, rank
 
 
-def mesh_deal(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a DeviceMesh
+def data_parallel_layout(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a DeviceMesh
     """The part of the data that each rank of `mesh` reads, by its number in the world."""
     layout = mesh.mesh
     parts = torch.zeros_like(layout)
@@ -173,7 +173,7 @@ def _sampler_below(loader: Any) -> Any:  # noqa: ANN401
     return loader.sampler if sampler is None else sampler
 
 
-def take_apart(
+def build_loader_parts(
     source: Any,  # noqa: ANN401 - a DataLoader
     ranks: int,
     rank: int,
@@ -207,7 +207,7 @@ def take_apart(
         shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
         tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, wanted, numbered)
         rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
-        keeps_state = stateful and not every_rank and has_state(source.dataset)
+        keeps_state = stateful and not every_rank and is_stateful(source.dataset)
         fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single)
     stateful_kind = require_stateful_dataloader() if stateful else None
     inner = _copy(source, tickets, fetch, stateful_kind)
@@ -238,7 +238,7 @@ def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> 
         inner = stateful(
             fetch,
             batch_sampler=tickets,
-            collate_fn=as_is,
+            collate_fn=identity,
             worker_init_fn=start,
             **{name: getattr(source, name) for name in _COPIED},
         )
@@ -247,7 +247,7 @@ def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> 
     inner.__dict__.update(  # torch's own `__setattr__` refuses most of these
         dataset=fetch,
         batch_sampler=tickets,
-        collate_fn=as_is,
+        collate_fn=identity,
         worker_init_fn=start,
         _dataset_kind=_DatasetKind.Map,
         _iterator=None,

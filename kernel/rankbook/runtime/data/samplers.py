@@ -55,7 +55,7 @@ Dealt = tuple[int, list[Sequence[Any] | None], RoundPadding | None]
 """A round's number, its parts, and what is real in it where that is not all: what `with_last` makes a `Round` of."""
 
 
-def rows_per_rank(batch_size: int, num_processes: int, split_batches: bool) -> int:
+def per_rank_batch_size(batch_size: int, num_processes: int, split_batches: bool) -> int:
     """The rows of one rank's batch. Raises `BadRequest`, a ValueError, where a batch cannot be split evenly."""
     if not split_batches:
         return batch_size
@@ -67,7 +67,7 @@ def rows_per_rank(batch_size: int, num_processes: int, split_batches: bool) -> i
     return batch_size // num_processes
 
 
-def deal_samples(  # one chunk of samples into the parts of one round
+def split_samples(  # one chunk of samples into the parts of one round
     chunk: Sequence[T], initial: Sequence[T], rows: int, num_processes: int, even: bool
 ) -> tuple[list[Sequence[T] | None], RoundPadding | None]:
     """Cut `chunk` into a part of `rows` samples for each rank.
@@ -87,7 +87,7 @@ def deal_samples(  # one chunk of samples into the parts of one round
     return parts, RoundPadding(real, max(real), tuple(rank for rank, count in enumerate(real) if count))
 
 
-def with_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], RoundPadding | None]]) -> Iterator[Round]:
+def mark_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], RoundPadding | None]]) -> Iterator[Round]:
     """Look one round ahead, so that each rank's last batch is known as such when it is dealt."""
     current = next(rounds, None)
     while current is not None:
@@ -131,7 +131,7 @@ class BatchSamplerShard(BatchSampler):
                 raise BadRequest(
                     f"split_batches needs to know the size of a batch; {type(batch_sampler).__name__} has no batch_size"
                 )
-            rows_per_rank(self.batch_size, num_processes, split_batches)
+            per_rank_batch_size(self.batch_size, num_processes, split_batches)
 
     @property
     def sampler(self) -> Any:  # noqa: ANN401 - as torch's BatchSampler has it
@@ -144,7 +144,7 @@ class BatchSamplerShard(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler below which epoch comes next."""
-        forward_epoch(self.batch_sampler, epoch)
+        set_epoch_recursive(self.batch_sampler, epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         for each in self.rounds():
@@ -154,7 +154,7 @@ class BatchSamplerShard(BatchSampler):
 
     def rounds(self, skip: int = 0) -> Iterator[Round]:
         """All ranks' batches, round by round, from round `skip` on."""
-        return with_last(self._split_rounds(skip) if self.split_batches else self._dealt_rounds(skip))
+        return mark_last(self._split_rounds(skip) if self.split_batches else self._dealt_rounds(skip))
 
     def _dealt_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], RoundPadding | None]]:
         ranks, size = self.num_processes, self.batch_size
@@ -181,7 +181,7 @@ class BatchSamplerShard(BatchSampler):
             share = RoundPadding((*lengths, *[0] * absent), max(lengths), everybody[: len(batches)])
             return [*batches, *[None] * absent], share
         if size is not None and all(length == size for length in lengths[:-1]) and lengths[-1] <= size:
-            parts, share_ = deal_samples(list(chain(*batches)), list(chain(*first)), size, ranks, True)
+            parts, share_ = split_samples(list(chain(*batches)), list(chain(*first)), size, ranks, True)
             return list(parts), share_ or RoundPadding((size,) * ranks, size, everybody)
         # Batches of many sizes: a whole batch is repeated, for there is no size to fill them up to.
         repeated = list(islice(cycle(first), ranks - len(batches)))
@@ -190,12 +190,12 @@ class BatchSamplerShard(BatchSampler):
 
     def _split_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], RoundPadding | None]]:
         assert self.batch_size is not None
-        rows = rows_per_rank(self.batch_size, self.num_processes, True)
+        rows = per_rank_batch_size(self.batch_size, self.num_processes, True)
         batches, first, number = self._batches_from(skip, 1)
         for batch in batches:
             first = first or [batch]
             whole = len(batch) == self.batch_size
-            parts, share = deal_samples(batch, first[0], rows, self.num_processes, self.even_batches)
+            parts, share = split_samples(batch, first[0], rows, self.num_processes, self.even_batches)
             if whole or not self.drop_last:
                 yield number, parts, share
             number += 1
@@ -228,7 +228,7 @@ class BatchSamplerShard(BatchSampler):
         batches = len(self.batch_sampler)
         if self.split_batches:
             short = self._last_batch_length(batches)
-            rows = rows_per_rank(self.batch_size or 0, self.num_processes, True)
+            rows = per_rank_batch_size(self.batch_size or 0, self.num_processes, True)
             if short == self.batch_size or not batches:
                 return batches
             if self.drop_last:
@@ -255,7 +255,7 @@ def _runs(indices: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
             yield run
 
 
-def forward_epoch(sampler: Any, epoch: int) -> None:  # noqa: ANN401 - any sampler
+def set_epoch_recursive(sampler: Any, epoch: int) -> None:  # noqa: ANN401 - any sampler
     """Call `set_epoch` of a sampler and of the samplers below it, where they have one."""
     for each in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
@@ -277,7 +277,7 @@ class SkipBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler below which epoch comes next."""
-        forward_epoch(self.batch_sampler, epoch)
+        set_epoch_recursive(self.batch_sampler, epoch)
 
     @property
     def total_length(self) -> int:
@@ -334,7 +334,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.rows = rows_per_rank(batch_size, num_processes, split_batches)
+        self.rows = per_rank_batch_size(batch_size, num_processes, split_batches)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -345,11 +345,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch comes next, if it has a `set_epoch`."""
-        forward_epoch(self.dataset, epoch)
+        set_epoch_recursive(self.dataset, epoch)
 
     def rounds(self, stream: Iterator[Any]) -> Iterator[Round]:
         """All ranks' samples of `stream`, round by round."""
-        return with_last(self.dealt(stream))
+        return mark_last(self.dealt(stream))
 
     def dealt(self, stream: Iterator[Any], first: int = 0, initial: Sequence[Any] = ()) -> Iterator[Dealt]:
         """As `rounds`, with no look ahead. `stream` begins with round `first`; `initial` are the samples of round 0."""
@@ -361,7 +361,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 return
             initial = initial or chunk
             if len(chunk) == total or not self.drop_last:
-                yield number, *deal_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
+                yield number, *split_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
 
     def first_samples(self, stream: Iterator[Any]) -> list[Any]:
         """What `dealt` takes as `initial`."""

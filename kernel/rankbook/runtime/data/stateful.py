@@ -24,7 +24,7 @@ import torch
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.data.batch_reader import BatchRequest, IterableReader, MapReader
-from rankbook.runtime.data.samplers import Dealt, with_last
+from rankbook.runtime.data.samplers import Dealt, mark_last
 
 _ROUND = "stream_round"
 
@@ -74,14 +74,14 @@ class StatefulIterable(IterableReader):
         if told is None or told["run"] != ticket.run:
             self._start = self._begin_anew(self._fresh)
             self._stream = self._open(ticket)
-            self._rounds = with_last(self._each(ticket, shard.dealt(self._stream)))
+            self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream)))
             return
         self._start, first = told["start"], told["first"]
         filled_up = shard.even_batches and not shard.drop_last
         initial = self._first_samples(ticket, told["start"]) if filled_up else []
         self._stream = self._open_at(ticket, told["state"])
         self._at = first - 1
-        self._rounds = with_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
+        self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
 
     def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
         for each in super()._each(ticket, rounds, first):
@@ -132,7 +132,7 @@ class StatefulIterable(IterableReader):
             self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
 
     def _dataset_state(self) -> dict[str, Any]:
-        return {"dataset": copy.deepcopy(self.dataset.state_dict())} if has_state(self.dataset) else {}
+        return {"dataset": copy.deepcopy(self.dataset.state_dict())} if is_stateful(self.dataset) else {}
 
     def _state_before(self) -> dict[str, Any]:
         try:
@@ -142,7 +142,7 @@ class StatefulIterable(IterableReader):
 
     def _state(self) -> dict[str, Any]:
         state = {} if self._stream is self.dataset else self._dataset_state()
-        if has_state(self._stream):
+        if is_stateful(self._stream):
             state["iterator"] = copy.deepcopy(self._stream.state_dict())
         return state
 
@@ -154,12 +154,18 @@ def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 - any state
         return pickle.dumps(one) == pickle.dumps(other)
 
 
-def has_state(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
+def is_stateful(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
     """Whether a dataset can tell its state, and take it back."""
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
-def take(inner: Any, fetch: Any, position: ReadPosition, place: tuple[int, int], skip: int) -> dict[str, Any] | None:  # noqa: ANN401
+def capture_state(
+    inner: Any,  # noqa: ANN401 - torch's iterator
+    fetch: Any,  # noqa: ANN401 - torch's fetcher
+    position: ReadPosition,
+    place: tuple[int, int],
+    skip: int,
+) -> dict[str, Any] | None:
     """What `put_back` needs; None where there is nothing: workers of a pass that is over have ended, with their state.
 
     `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, `skip` the rounds that its pass left
@@ -188,7 +194,7 @@ def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torc
     return [found for each in state.values() for found in _told_by_streams(each)]
 
 
-def put_back(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
+def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
     """Have the next pass of `inner` continue with what was taken; the rounds that are left out at its start.
 
     `skip` are the rounds that all ranks leave out, as rank 0 said.

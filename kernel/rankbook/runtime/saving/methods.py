@@ -44,7 +44,7 @@ class SavingMethods(AcceleratorSettings):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with whole tensors, on every rank. A collective where the model is sharded."""
-        return training_state.whole_state(self.unwrap_model(model) if unwrap else model)
+        return training_state.full_state(self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
         """Write `obj` with `torch.save`, on rank 0 alone, or on one rank of each machine if the project asks so.
@@ -57,9 +57,9 @@ class SavingMethods(AcceleratorSettings):
             from rankbook.checkpoint.storage.local import storage_of
             from rankbook.runtime.saving import model_files
 
-            model_files.write_one(storage_of(Path(f).parent), Path(f).name, obj)
+            model_files.write_file(storage_of(Path(f).parent), Path(f).name, obj)
         else:
-            training_state.write(obj, Path(f))
+            training_state.write_object(obj, Path(f))
 
     def save_model(
         self,
@@ -80,10 +80,10 @@ class SavingMethods(AcceleratorSettings):
 
         most = model_files.size_of(max_shard_size)
         storage = storage_of(save_directory)
-        state = model_files.once(self.unwrap_model(model))
+        state = model_files.without_duplicates(self.unwrap_model(model))
         kind = model_files.SAFETENSORS if safe_serialization else model_files.PICKLED
         with self._told_to_all("save_model"):
-            failure = model_files.write(storage, state, kind, most, writes=self._writes)
+            failure = model_files.write_model(storage, state, kind, most, writes=self._writes)
             if failure is not None:
                 raise failure
 
@@ -104,11 +104,11 @@ class SavingMethods(AcceleratorSettings):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before each `save_state`. Returns a handle with `remove`."""
-        return training_state.register(self._save_hooks, hook)
+        return training_state.register_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, folder)` before each `load_state`. Returns a handle with `remove`."""
-        return training_state.register(self._load_hooks, hook)
+        return training_state.register_hook(self._load_hooks, hook)
 
     @overload
     def save_state(
@@ -150,7 +150,7 @@ class SavingMethods(AcceleratorSettings):
         with self._told_to_all("save_state"):
             folder = self._folder_to_write(output_dir)
         if self.use_distributed:  # each would be told that its folder has the checkpoint
-            consistency.same("save_state", f"the folder {folder}")
+            consistency.check_same("save_state", f"the folder {folder}")
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
         found = self._parts(self._models)
@@ -163,7 +163,7 @@ class SavingMethods(AcceleratorSettings):
         names = {id(each): name for name, each in before.items()}
         kept = {names.get(id(each), name): each for name, each in zip(before, states, strict=False)}
         limit = partial(training_state.keep_latest, self.project_configuration, Path(folder))
-        done = checkpoints.write(found, kept, folder, told=self._told_to_all, async_=async_, after=limit)
+        done = checkpoints.write_state(found, kept, folder, told=self._told_to_all, async_=async_, after=limit)
         if output_dir is None:
             self.project_configuration.iteration += 1
         return folder if isinstance(done, Saved) else done
@@ -186,18 +186,18 @@ class SavingMethods(AcceleratorSettings):
         cannot go on there with this many ranks; `CheckpointingException` where a model does not fit or something is
         damaged. That is found before anything that was prepared changes, see `rankbook.checkpoint.load`.
         """
-        from rankbook.checkpoint.async_save import finish
+        from rankbook.checkpoint.async_save import wait_for_saves
         from rankbook.runtime.saving import state as checkpoints
 
-        finish()  # what is being saved in the background may be what is asked for
+        wait_for_saves()  # what is being saved in the background may be what is asked for
         project = self.project_configuration
         with self._told_to_all("load_state"):
-            folder = os.fspath(input_dir) if input_dir is not None else str(training_state.latest(project))
-            checkpoints.there(folder)
+            folder = os.fspath(input_dir) if input_dir is not None else str(training_state.latest_folder(project))
+            checkpoints.existing_folder(folder)
             models = self._models
             for hook in tuple(self._load_hooks.values()):
                 hook(models, folder)  # it may take models out, having read them itself
-        checkpoints.read(self._parts(models), folder, told=self._told_to_all, strict=strict, allow=allow)
+        checkpoints.read_state(self._parts(models), folder, told=self._told_to_all, strict=strict, allow=allow)
         if input_dir is None and (number := training_state.number_of(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)
         window.abandon(self.gradient_state)
@@ -212,7 +212,7 @@ class SavingMethods(AcceleratorSettings):
             "scaler": [self.scaler] if self.scaler is not None else [],
         }
         raw = [self.unwrap_model(each) for each in models]
-        return checkpoints.parts(raw, self._optimizers, others, self.process_index, self.num_processes)
+        return checkpoints.training_parts(raw, self._optimizers, others, self.process_index, self.num_processes)
 
     def _folder_to_write(self, given: str | os.PathLike[str] | None) -> str:
         if given is not None:

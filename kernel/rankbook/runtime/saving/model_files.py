@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from rankbook.checkpoint.format import safetensors
-from rankbook.checkpoint.format.torch_zip import raw
+from rankbook.checkpoint.format.torch_zip import raw_bytes
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.errors import BadRequest
-from rankbook.runtime.strategies.base import full
+from rankbook.runtime.strategies.base import full_tensor
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -64,7 +64,7 @@ class FileKind:
 SAFETENSORS, PICKLED = FileKind("model", ".safetensors"), FileKind("pytorch_model", ".bin")
 
 
-def once(model: nn.Module) -> dict[str, torch.Tensor]:
+def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state, each tensor under its first name only. Raises `BadRequest` for what is no tensor."""
     owners = {
         raw_name: id(tensor)
@@ -99,7 +99,7 @@ def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
     return [sorted(names, key=lambda name: -state[name].element_size()) for names in found]
 
 
-def write(
+def write_model(
     storage: Storage, state: Mapping[str, torch.Tensor], kind: FileKind, most: int, *, writes: bool
 ) -> OSError | None:
     """Write all of `state` where this rank `writes`; every rank calls it, for a sharded tensor is a collective.
@@ -128,7 +128,7 @@ def write(
     return failure
 
 
-def write_one(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
+def write_file(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
     """Write a dict of whole tensors as one safetensors file. Raises `BadRequest` for anything else, and OSError."""
     if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
         raise BadRequest("safe_serialization=True writes a dict of tensors, and nothing else")
@@ -161,19 +161,19 @@ def _put_in_place(
 
 def _wholes(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
-        yield name, full(state[name].detach())
+        yield name, full_tensor(state[name].detach())
 
 
 def _head(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> bytes:
     held = {name: (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape)) for name in names}
-    return safetensors.header(held, {"format": "pt"})
+    return safetensors.encode_header(held, {"format": "pt"})
 
 
 def _safe(head: bytes, wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
     yield head
     for _, whole in wholes:
         if math.prod(whole.shape):
-            yield raw(whole)
+            yield raw_bytes(whole)
 
 
 def _pickled(wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:

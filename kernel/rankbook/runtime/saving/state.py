@@ -24,7 +24,7 @@ from torch import nn
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
-from rankbook.checkpoint.local_state import contents_of
+from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
@@ -58,7 +58,7 @@ class TrainingParts:
         return [*self.models, *self.optimizers, *self.objects]
 
 
-def parts(
+def training_parts(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     others: Mapping[str, Sequence[Any]],
@@ -104,7 +104,7 @@ def _linked(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def parted(folder: str) -> tuple[str, str]:
+def split_folder(folder: str) -> tuple[str, str]:
     """A folder, or its URL, as the one above it and its name. Raises `BadRequest` where it has no name."""
     if "://" in folder:
         scheme, _, path = folder.partition("://")
@@ -116,7 +116,7 @@ def parted(folder: str) -> tuple[str, str]:
     return str(whole.parent), whole.name
 
 
-def write(
+def write_state(
     found: TrainingParts,
     states: Mapping[str, Mapping[str, Any]],
     folder: str,
@@ -137,16 +137,18 @@ def write(
         },
         _RANDOM: ShardedObject(_RANDOM, random, (found.world_size,), (found.rank,)),
     }
-    above, name = parted(folder)
+    above, name = split_folder(folder)
     place = Folder(storage_of(above), above, name=name, after=after)
     kept = [each for each in found.names if each in states or each not in found.models]
-    return save_contents(contents_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
+    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
 
 
-def read(found: TrainingParts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()) -> None:
+def read_state(
+    found: TrainingParts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()
+) -> None:
     """Put back all that is stored. A collective; raises on every rank, `BadRequest` where it is another training's."""
     with told("load_state"):
-        folder = there(folder)
+        folder = existing_folder(folder)
         manifest = load_metadata(folder)
         _check(found, manifest, folder)
     objects = load(_objects(found, manifest), folder, allow=allow)
@@ -175,9 +177,9 @@ def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(f"{name}.reader", each["reader"]) for name, each in loaders if "reader" in each]
 
 
-def there(folder: str) -> str:
+def existing_folder(folder: str) -> str:
     """The folder of a checkpoint as it lies now. Raises `BadRequest` where there is none."""
-    above, name = parted(folder)
+    above, name = split_folder(folder)
     storage = storage_of(above)
     for each in (name, f"{name}{ASIDE}"):  # aside: a save was killed as it put the new one into its place
         if is_checkpoint(storage.list(each)):

@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from rankbook.errors import BadRequest
 from rankbook.runtime.config import ProjectConfiguration
-from rankbook.runtime.strategies.base import full
+from rankbook.runtime.strategies.base import full_tensor
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
+def full_state(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with whole tensors on every rank. A collective where it is sharded."""
     return {
-        name: full(value) if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
+        name: full_tensor(value) if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
     }
 
 
@@ -56,14 +57,14 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def write(value: object, file: Path) -> None:
+def write_object(value: object, file: Path) -> None:
     """Wholly or not at all: beside its place first, then moved."""
     draft = file.with_name(f"{file.name}.writing")
     torch.save(value, draft)
     draft.replace(file)
 
 
-def numbered(project: ProjectConfiguration) -> list[Path]:
+def numbered_folders(project: ProjectConfiguration) -> list[Path]:
     """The project's numbered checkpoints that are complete, oldest first."""
     found = [each for each in project.checkpoints.glob("checkpoint_*") if number_of(each) is not None]
     return sorted((each for each in found if is_complete(each)), key=lambda each: number_of(each) or 0)
@@ -80,9 +81,9 @@ def is_complete(folder: Path) -> bool:
     return (folder / "manifest.json").is_file()
 
 
-def latest(project: ProjectConfiguration) -> Path:
+def latest_folder(project: ProjectConfiguration) -> Path:
     """The project's newest numbered checkpoint. Raises `BadRequest` where there is none."""
-    found = numbered(project)
+    found = numbered_folders(project)
     if not found:
         raise BadRequest(f"there is no checkpoint in {project.checkpoints}: give load_state a folder")
     return found[-1]
@@ -105,18 +106,18 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     gone = [
         folder / name
         for draft in dict.fromkeys([*drafts, *claims])
-        if steps.owner_of(storage, draft.name) is None  # else another process is saving there
+        if steps.writer_of(storage, draft.name) is None  # else another process is saving there
         for name in (draft.name, draft.name + steps.OWNER)
     ]
     if project.total_limit is not None:
-        others = [each for each in numbered(project) if each != newest]
+        others = [each for each in numbered_folders(project) if each != newest]
         gone += others[: max(0, len(others) + 1 - project.total_limit)]
     for each in gone:
         with contextlib.suppress(OSError):
             storage.remove(each.name)
 
 
-def register(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+def register_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
     """Add `hook` to `hooks`; the handle takes it out again."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -162,14 +162,14 @@ def unshard_module(model: nn.Module) -> None:
 
 def _whole(parameter: Any, known: dict[Any, nn.Parameter]) -> nn.Parameter:  # noqa: ANN401 - a DTensor parameter
     if parameter not in known:
-        made = nn.Parameter(full(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(full_tensor(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            made.grad = full(parameter.grad).clone()
+            made.grad = full_tensor(parameter.grad).clone()
         known[parameter] = made
     return known[parameter]
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. A collective, where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
