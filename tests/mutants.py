@@ -62,13 +62,13 @@ class Mutant:
 MUTANTS = (
     # Those that survived when they were tried first.
     Mutant(
-        "kernel/rankbook/coordinator/reattach/replay.py",
+        "kernel/rankbook/coordinator/reattach.py",
         "for task in tasks if not task.running and not task.internal",
         "for task in tasks if not task.internal",
         "coordinator/test_reattach.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/reattach/replay.py",
+        "kernel/rankbook/coordinator/reattach.py",
         "return None if account.here.seen and not account.here.running else account.here.cell",
         "return account.here.cell",
         "coordinator/test_reattach.py",
@@ -110,7 +110,7 @@ MUTANTS = (
         "runtime/data/test_samplers.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/gradient_accumulation.py",
+        "kernel/rankbook/runtime/gradient_state.py",
         "if self._rescale != 1.0:",
         "if self._rescale:",
         "runtime/test_gradient_accumulation.py",
@@ -129,13 +129,13 @@ MUTANTS = (
         "coordinator/test_state_machine.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/collective_monitor.py",
+        "kernel/rankbook/coordinator/deadlock.py",
         "if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:",
         "if doom.seconds >= self._grace.finished:",
         "coordinator/test_collective_monitor.py",
     ),
     Mutant(
-        "kernel/rankbook/coordinator/collective_monitor.py",
+        "kernel/rankbook/coordinator/deadlock.py",
         "if group.pending and not set(group.ranks)",
         "if not set(group.ranks)",
         "coordinator/test_state_machine.py",
@@ -241,7 +241,7 @@ MUTANTS = (
         "runtime/data/test_loaders.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/gradient_accumulation.py",
+        "kernel/rankbook/runtime/gradient_state.py",
         "            self._stale = True\n        loader =",
         "        loader =",
         "runtime/test_accelerator.py",
@@ -267,8 +267,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/checkpoint/storage/steps.py",
-        "for step in finished(storage) if step <= latest]",
-        "for step in finished(storage)]",
+        "for step in finished_steps(storage) if step <= latest]",
+        "for step in finished_steps(storage)]",
         "checkpoint/storage/test_steps.py::test_steps_above_the_latest_are_another_story_and_stay",
     ),
     Mutant(
@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/checkpoint/planning/validation.py",
-        "same = (volume == volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
+        "same = (volume == chunk_volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
         "same = volume == volumes(whole)",
         "checkpoint/planning/test_save_plan.py",
     ),

@@ -556,7 +556,7 @@ def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(stage, m
     stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"goes on\n"))
     stage.done(0, cell.cell)
     stage.wait_end(cell)
-    assert sink.text.count("rank 0 sent a CommSaid that cannot be handled, so it is left out (JSONDecodeError") == 1
+    assert sink.text.count("rank 0 sent a CommFromRank that cannot be handled, so it is left out (JSONDecodeError") == 1
     assert "goes on" in sink.text
     assert [type(error).__name__ for error in reported] == ["JSONDecodeError"]
     cell.result.raise_for_status()
@@ -570,7 +570,7 @@ def test_a_hello_of_a_rank_that_runs_costs_that_rank(stage, monkeypatch):
     wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
     stage.launcher.tell(exited(1, -9))
     stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert "was killed because it sent a Hello that cannot be handled" in stage.state.ranks[1].loss
+    assert "was killed because it sent a RankReady that cannot be handled" in stage.state.ranks[1].loss
     assert [type(error).__name__ for error in reported] == ["IllegalTransition"]
     assert stage.driver.failure is None
 

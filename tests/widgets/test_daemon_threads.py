@@ -10,7 +10,9 @@ import pytest
 
 from rankbook.widgets.live_view import Throttle, start_thread
 
-SHUTDOWN = "import atexit\nfrom rankbook.widgets.live_view import Throttle\natexit.register(Pacer(lambda: None).note)\n"
+SHUTDOWN = (
+    "import atexit\nfrom rankbook.widgets.live_view import Throttle\natexit.register(Throttle(lambda: None).note)\n"
+)
 
 
 def refuse(_thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""OutputCapture with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
+"""Capture of output with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
 
 from __future__ import annotations
 
