@@ -150,7 +150,7 @@ def test_a_message_that_comes_twice_is_heard_once(feed):
 
 def test_a_view_that_was_closed_is_its_last_state(feed, monkeypatch):
     shown = []
-    monkeypatch.setattr(live_view.display, "show", lambda bundle, *_, **__: shown.append(bundle))
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle))
     view = PlacementView(feed)
     view._repr_mimebundle_()
     view.close()

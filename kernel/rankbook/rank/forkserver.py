@@ -335,10 +335,6 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 _CLAIM_SECONDS = 5.0
 """How long a process that has connected may take to say what it wants."""
 
@@ -552,3 +548,7 @@ class _Mount:
 
 def _plain(text: str) -> str:
     return text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+
+
+if __name__ == "__main__":
+    main()
