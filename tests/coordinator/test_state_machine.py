@@ -227,7 +227,9 @@ def test_stop_ends_every_cell_and_kills_every_rank():
 
 def test_an_illegal_transition_tells_the_story():
     state = started(1)
-    with pytest.raises(IllegalTransition, match=r"rank 0 is IDLE: no HELLO\n(.|\n)*SaidHello\(rank=0, incarnation=1\)"):
+    with pytest.raises(
+        IllegalTransition, match=r"rank 0 is IDLE: no HELLO\n(.|\n)*RankConnected\(rank=0, incarnation=1\)"
+    ):
         state.handle(ev.RankConnected(0, 1))
 
 

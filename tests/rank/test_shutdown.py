@@ -29,7 +29,7 @@ class Handle:
 def told(monkeypatch, handle):
     asked: list[float] = []
     finish = handle.finish if handle is not None else None
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(latest=lambda: handle, finish=finish))
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(current_save=lambda: handle, wait_for_saves=finish))
     return wait_for_saves(7.0, asked.append), asked
 
 

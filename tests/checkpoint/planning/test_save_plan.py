@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.planning.local_plan import itemsize
-from rankbook.checkpoint.planning.save_plan import Declared, PlanCache, Shard, plan_save
+from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard, itemsize
+from rankbook.checkpoint.planning.save_plan import PlanCache, plan_save
 from rankbook.errors import CheckpointingException
 from tests.checkpoint.boxes import cuts, replaced, shapes
 
 
 def chunk(key, whole, offset, local, main=True, dtype="float32"):
-    return Shard(key, whole, offset, local, dtype, main)
+    return LocalShard(key, whole, offset, local, dtype, main)
 
 
 def declare(*ranks, objects=None, common=None):
     """Each rank's declaration of its list of shards."""
     count = len(ranks)
     return [
-        Declared.of(mine, (objects or [[]] * count)[rank], (common or [""] * count)[rank])
+        LocalPlan.of(mine, (objects or [[]] * count)[rank], (common or [""] * count)[rank])
         for rank, mine in enumerate(ranks)
     ]
 
@@ -66,7 +66,7 @@ def jobs(draw):
 @given(jobs(), st.booleans())
 def test_each_chunk_is_stored_once_by_a_rank_that_holds_it(job, fully_parallel):
     ranks, truth = job
-    plan = plan_save([Declared.unpacked(each.packed()) for each in declare(*ranks)], fully_parallel=fully_parallel)
+    plan = plan_save([LocalPlan.unpacked(each.packed()) for each in declare(*ranks)], fully_parallel=fully_parallel)
     planned = plan.tensors()
     assert {
         key: (dtype, whole, [(offset, local) for offset, local, _ in chunks])
@@ -208,14 +208,14 @@ def test_ranks_may_hold_nothing():
 
 
 def test_objects_are_stored_by_their_main_replicas():
-    grid = [[Shard("rng", (2, 2), (rank // 2, rank % 2))] for rank in range(4)]
+    grid = [[LocalShard("rng", (2, 2), (rank // 2, rank % 2))] for rank in range(4)]
     plan = plan_save(declare([], [], [], [], objects=grid), fully_parallel=True)
     assert plan.objects() == {f"rng/shard_{r // 2}.{r % 2}_2.2": r for r in range(4)}
     assert [plan.of_rank(rank).objects.tolist() for rank in range(4)] == [[0]] * 4
 
 
 def test_a_grid_of_objects_is_covered_exactly_once():
-    grid = [[Shard("rng", (2, 2), (rank // 2, rank % 2))] for rank in range(4)]
+    grid = [[LocalShard("rng", (2, 2), (rank // 2, rank % 2))] for rank in range(4)]
     grid[3] = grid[2]
     said = refusal(declare([], [], [], [], objects=grid))
     assert "object 'rng' (global shape (2, 2))" in said
