@@ -38,7 +38,7 @@ def test_every_drawn_page_is_compared():
     assert set(load_draw().PAGES) == {"wire.md", "states.md"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/coming-from.md"])
 def test_every_link_within_the_repository_leads_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
     folder = (ROOT / page).parent
@@ -53,7 +53,7 @@ def test_the_magics_that_replace_those_of_nbdistributed_exist():
         (arguments.parse_line if marks == "%" else arguments.parse_cell_line)(line)  # raises on an unknown one
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/coming-from.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/coming-from.md"])
 def test_every_file_that_a_page_names_is_there(page):
     names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
     names += re.findall(
