@@ -1,27 +1,21 @@
-"""`%%distributed` and `%distributed`.
+"""IPython magics: `%%distributed`, `%distributed` and `%%local`, and the other integrations with IPython and Jupyter.
 
-Owns: parsing, submitting, and wiring coordinator, results and front end together; the only place that does. Refuses:
-work of its own on the ranks.
+This package connects the coordinator, the cells' results and the front end.
 
-arguments.py  arguments of the two lines: parsers, help and completion
-magic.py     the magics themselves
-handle.py    the handle of a background cell
-comms.py     widgets that live on ranks, in the front end
-debug.py     the front end's debugger, for cells of the ranks
-debug_desk.py  who answers what it asks
-stopped_threads.py  the ranks that are stopped, as threads, frames and variables of a front end
-panel.py     a cell's output by rank
-status_line.py  the line above a cell that runs for longer than a moment
-measured.py  what is said of cells that were measured
-reports.py   text and tables that the commands show
-profile.py   the profile of all ranks, as a table and a file
-launchers.py  functions that run on the ranks
-frontend.py  where output goes: a Jupyter cell or a terminal; prompts
-failures.py  how a cell's failure looks
-hints.py     Tab, Shift-Tab and `x?` for cells of the ranks
-auto.py      plain cells that run on the ranks
-views.py     the live views of the notebook's ranks
-shelf.py     a folder of checkpoints, as the views see it
+magics.py             the magics and commands themselves
+arguments.py          parsers, help and completion of their arguments
+auto_mode.py          plain cells that run on the ranks
+cell_handle.py        the handle of a background cell, and the status line of a running one
+output_panel.py       a cell's output by rank, and the sinks that publish output to Jupyter or a terminal
+errors.py             exceptions and tracebacks of failed cells
+reports.py            text and tables that the commands show
+profiling.py          `--time` and `--profile`: measurement, table and Chrome trace of all ranks
+completion.py         Tab, Shift-Tab and `x?` in cells for the ranks
+comm_bridge.py        comms between widgets on the ranks and the front end
+debugger.py           the front end's debugger for cells on the ranks: installation and threads
+debug_multiplexer.py  its requests, answered by the debuggers of the kernel and the ranks
+views.py              `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`
+launchers.py          `notebook_launcher` and `debug_launcher`
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """`%load_ext rankbook`: registers the magics and starts the forkserver, so that it is warm when it is needed."""
+    """Register the magics (`%load_ext rankbook`) and start the forkserver, so that the first ranks start fast."""
     from rankbook.launch import local
     from rankbook.magics.magics import install
 
@@ -44,7 +38,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """`%unload_ext rankbook`: stops the ranks and takes the magics away."""
+    """Stop the ranks and remove the magics (`%unload_ext rankbook`)."""
     from rankbook.coordinator.default_cluster import stop
     from rankbook.launch import local
     from rankbook.magics.magics import uninstall

@@ -34,8 +34,8 @@ COMMANDS = (
 _HELP = ("-h", "--help")
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
-# An expression to peek at has quotes and braces that mean something to Python: it is taken from the line as it is, and
-# only the options before and behind it are split into words.
+# A peek expression may contain Python's quotes, which shlex would remove: it is taken from the line verbatim, and only
+# the options before and after it are split into words.
 _PEEK_OPTION = r"(?:--ranks|-r|--timeout)(?:=|\s+)(?:'[^']*'|\"[^\"]*\"|\S+)"
 _PEEK = re.compile(
     rf"\s*peek\s*(?P<before>(?:{_PEEK_OPTION}(?:\s+|$))*)(?P<expression>.*?)(?P<after>(?:\s+{_PEEK_OPTION})*)\s*",
@@ -44,7 +44,7 @@ _PEEK = re.compile(
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Format help with the same width everywhere, and the longest command on one line with its description."""
+    """Format help with a fixed width, and the longest command on one line with its description."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)
@@ -105,7 +105,7 @@ def _make_cell_parser() -> _Parser:
     )
     parser.add_argument(
         "--auto", action="store_true", help=argparse.SUPPRESS
-    )  # set by auto.py, never written by a user
+    )  # set by auto_mode.py, never written by a user
     return parser
 
 
@@ -201,7 +201,7 @@ def parse_line(line: str) -> argparse.Namespace:
         if command in {"help", *_HELP}:
             hint = "; %distributed? shows the help;"
         raise BadRequest(f"%distributed has no command {command!r}{hint} valid: {commands}")
-    # The command's own parser, because the outer one would report a surplus word with its own name and options.
+    # Use the command's parser: the outer one would report a surplus word with its own name and options.
     return _command_parsers[command].parse_args(rest, argparse.Namespace(command=command))
 
 

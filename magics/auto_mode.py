@@ -1,7 +1,4 @@
-"""Plain cells that run on the ranks, after `%distributed auto on`.
-
-Owns: which cells stay in the notebook. Refuses: to change a cell's text beyond the line it puts before it.
-"""
+"""Auto mode: run plain cells on the ranks after `%distributed auto on`, and decide which cells stay in the notebook."""
 
 from __future__ import annotations
 
@@ -17,17 +14,18 @@ RANK_MAGICS = frozenset(
         *("pwd", "reset", "run", "tb", "time", "timeit", "who", "who_ls", "whos", "xmode"),
     )
 )
-"""Line magics that are about the code and its variables, and so belong where these are."""
+"""Line magics that act on code or variables, and therefore run where the cell's code runs."""
 _PUT_BEFORE = "%%distributed --auto\n"
 _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
 RANK_CELL_MAGICS = frozenset(("bash", "capture", "prun", "python", "sh", "time", "timeit"))
 
 
 def runs_locally(cell: str) -> bool:
-    """Whether a cell runs in the notebook in auto mode.
+    """Return True if a cell runs in the notebook process in auto mode.
 
-    Those are: empty ones, cell magics but for `RANK_CELL_MAGICS` (`%%local`, `%%distributed` and other extensions'),
-    and cells of nothing but line magics and comments, one of which is not in `RANK_MAGICS` (`%distributed status`).
+    These are: empty cells, cell magics except for `RANK_CELL_MAGICS` (`%%local`, `%%distributed` and other
+    extensions'), and cells of line magics and comments only, one of which is not in `RANK_MAGICS` (`%distributed
+    status`).
     """
     lines = [line.strip() for line in cell.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
@@ -40,9 +38,9 @@ def runs_locally(cell: str) -> bool:
 
 
 def run_locally(lines: list[str]) -> list[str]:
-    """IPython's input transformation: `%%local` becomes a comment, so that the rest is a plain cell in every respect.
+    """Transform IPython's input: replace `%%local` by a comment, so that the rest is an ordinary cell.
 
-    Where a cell magic follows, which has to come first, the line goes.
+    If another cell magic follows, which must be in the first line, `%%local` is removed.
     """
     if not lines or lines[0].strip() != "%%local":
         return lines
@@ -51,11 +49,11 @@ def run_locally(lines: list[str]) -> list[str]:
 
 
 class Distribute:
-    """IPython's input transformation: `%%distributed` before a cell that runs on the ranks.
+    """Transform IPython's input: put `%%distributed` before cells that run on the ranks.
 
-    That is for cells that a front end sends. What a running cell hands to IPython in turn, as `%%time` and `%%capture`
-    do, stays where that cell runs. So does what a front end asks for itself, silently or to be in no history: it looks
-    at the notebook's process, as VS Code does before the first cell.
+    Only cells that a front end sends are transformed. Code that a running cell passes back to IPython, as `%%time` and
+    `%%capture` do, stays where that cell runs. Requests of the front end itself, which are silent or not stored in the
+    history, stay in the notebook process: VS Code inspects that process before the first cell.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -63,7 +61,7 @@ class Distribute:
         self._running = 0
 
     def __call__(self, lines: list[str]) -> list[str]:
-        """The cell's lines, transformed."""
+        """Return the cell's transformed lines."""
         if not lines or self._running or self._asks_for_itself() or runs_locally("".join(lines)):
             return lines
         return [_PUT_BEFORE, *lines]
@@ -76,12 +74,15 @@ class Distribute:
         return bool(content.get("silent")) or not content.get("store_history", True)
 
     def _store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
-        """As IPython's, with the cell as it was written."""
+        """Store the source that the user wrote in IPython's history."""
         written = source_raw if source_raw is not None and source.startswith(_TRANSFORMED) else source
         self._stock_store(line_num, written, source_raw)
 
     def _check_complete(self, cell: str) -> tuple[str, int | None]:
-        """As IPython's, of the cell as it was written: a cell magic would only be complete with an empty line."""
+        """Check the source that the user wrote for completeness.
+
+        The transformed cell, a cell magic, would be complete only after an empty line.
+        """
         self._running += 1
         try:
             return self._stock_check(cell)
@@ -89,7 +90,7 @@ class Distribute:
             self._running -= 1
 
     def attach(self) -> None:
-        """From now on."""
+        """Start to transform cells."""
         self._shell.events.register("pre_execute", self._enter)
         self._shell.events.register("post_execute", self._leave)
         history: Any = self._shell.history_manager
@@ -99,28 +100,28 @@ class Distribute:
         self._stock_check: Callable[[str], tuple[str, int | None]] = manager.check_complete
         manager.check_complete = self._check_complete
         transformations = self._shell.input_transformer_manager.cleanup_transforms
-        transformations.insert(transformations.index(run_locally), self)  # it has to see %%local
+        transformations.insert(transformations.index(run_locally), self)  # before `run_locally`, to see %%local
 
     def detach(self) -> None:
-        """No longer."""
+        """Stop transforming cells."""
         self._shell.events.unregister("pre_execute", self._enter)
         self._shell.events.unregister("post_execute", self._leave)
         history: Any = self._shell.history_manager
         del (
             history.store_inputs,
             self._shell.input_transformer_manager.check_complete,
-        )  # the classes' own are there again
+        )  # uncovers the methods of the classes
         self._shell.input_transformer_manager.cleanup_transforms.remove(self)
 
     def _enter(self) -> None:
         self._running += 1
 
     def _leave(self) -> None:
-        self._running = max(0, self._running - 1)  # the cell that turned it on is left without having been entered
+        self._running = max(0, self._running - 1)  # the cell that turned auto mode on has only the second event
 
 
 def is_enabled(shell: InteractiveShell) -> bool:
-    """Whether plain cells run on the ranks."""
+    """Return True if plain cells run on the ranks."""
     return any(isinstance(each, Distribute) for each in shell.input_transformer_manager.cleanup_transforms)
 
 
@@ -134,14 +135,14 @@ def set_enabled(shell: InteractiveShell, *, on: bool) -> None:
 
 
 def install(shell: InteractiveShell) -> None:
-    """Make `%%local` known. A second time changes nothing."""
+    """Register `%%local`. A second call changes nothing."""
     transformations = shell.input_transformer_manager.cleanup_transforms
     if run_locally not in transformations:
         transformations.append(run_locally)
 
 
 def uninstall(shell: InteractiveShell) -> None:
-    """Leave nothing behind."""
+    """Turn auto mode off and unregister `%%local`."""
     set_enabled(shell, on=False)
     transformations = shell.input_transformer_manager.cleanup_transforms
     if run_locally in transformations:

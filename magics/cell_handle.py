@@ -1,8 +1,6 @@
-"""The handle of a background cell.
+"""Handle of a background cell (`%%distributed --background`), and the status line above a running cell.
 
-Owns: what `%%distributed --background` returns. Refuses: to keep the notebook waiting unless `wait` is called.
-
-The status line above a running cell: which ranks run it, for how long, and where each rank is.
+The status line shows which ranks run the cell, for how long, and the line that every rank is executing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from rankbook.widgets.status_line import HandleView, line
 
 
 class CellHandle:
-    """A cell that runs in the background. Its display follows its state until it has ended."""
+    """A cell that runs in the background. Its display follows its state until the cell ends."""
 
     def __init__(
         self, cluster: Cluster, cell: RunningCell, sink: Sink, ask: Ask, keep: Callable[[CellResult], None]
@@ -43,18 +41,19 @@ class CellHandle:
 
     @property
     def state(self) -> str:
-        """`queued`, `running`, `ok`, `error` or `interrupted`."""
+        """Return "queued", "running", "ok", "error" or "interrupted"."""
         return self._cell.result.status if self._cell.result is not None else self._cell.state
 
     @property
     def result(self) -> CellResult | None:
-        """The `CellResult`, or None while the cell has not ended."""
+        """Return the `CellResult`, or None until the cell has ended."""
         return self._cell.result
 
     def wait(self, timeout: float | None = None) -> CellResult:
-        """Wait for the end; the result. Answers what the ranks ask meanwhile, and passes an interrupt on to them.
+        """Wait for the cell to end and return its result.
 
-        Raises as `Cluster.run` if the cell failed; TimeoutError after `timeout` seconds, the cell going on.
+        Answers the ranks' input requests meanwhile, and forwards an interrupt to them. Raises as `Cluster.run` does if
+        the cell failed. Raises TimeoutError after `timeout` seconds; the cell continues to run.
         """
         if self._cell.result is None:
             self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
@@ -68,7 +67,7 @@ class CellHandle:
         self._cluster.interrupt_cell(self._cell)
 
     def follow(self, *, timeout: float | None = None) -> None:
-        """Keep its display up to date; interrupt the cell if it takes longer than `timeout` seconds."""
+        """Keep the display up to date, and interrupt the cell after `timeout` seconds."""
         if timeout is not None:
             self._cluster.interrupt_after(self._cell, timeout)
         self._cell.on_change.append(self._changed)
@@ -90,11 +89,11 @@ class CellHandle:
             self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id, update=True)])
 
     def _ipython_display_(self) -> None:
-        """Every display of it is live: the cell's own, and one of the name that it was given."""
+        """Show a live display: both the cell's own output and later displays of the handle are updated."""
         view = self._view()
         display(dict(view.bundle()), raw=True, display_id=self._display_id)
         self._shown = view.text()
-        self._update()  # what changed meanwhile went to the displays before this one
+        self._update()  # a change during the display reached only the earlier displays
 
     def _view(self) -> HandleView:
         cell, result = self._cell, self._cell.result
@@ -109,12 +108,12 @@ class CellHandle:
 
 
 _SWITCH = "RANKBOOK_STRIP"
-"""The environment variable that turns status lines off, with the value "off"."""
+"""Environment variable that turns status lines off, with the value "off"."""
 _STATES = {"unresponsive": "not answering", "starting": "starting", "dead": "dead", "idle": "done"}
 
 
 class StatusLine:
-    """See `StatusHeader`."""
+    """Status line of a running cell; see `StatusHeader`."""
 
     def __init__(self, cluster: Cluster, cell: RunningCell) -> None:
         self._cell = cell
@@ -126,7 +125,7 @@ class StatusLine:
         cell = self._cell
         seconds = time.monotonic() - (cell.started or 0.0)
         text = describe_running(cell.number, cell.ranks, seconds, self._monitor.placement().ranks, self._paused)
-        return line(text, "running", role="none")  # a screen reader would read it out every second
+        return line(text, "running", role="none")  # no live region: a screen reader would read it aloud every second
 
     def end(self, result: CellResult) -> Mapping[str, str]:
         """See `StatusHeader`."""
@@ -135,7 +134,7 @@ class StatusLine:
 
 
 def status_line_factory(cluster: Cluster) -> Callable[[RunningCell], StatusHeader] | None:
-    """Return a function that makes the status line of a cell; None if status lines are turned off."""
+    """Return a function that creates the status line of a cell, or None if status lines are turned off."""
     if os.environ.get(_SWITCH) == "off":
         return None
     return lambda cell: StatusLine(cluster, cell)
@@ -144,9 +143,9 @@ def status_line_factory(cluster: Cluster) -> Callable[[RunningCell], StatusHeade
 def describe_running(
     number: int, ranks: Sequence[int], seconds: float, rows: Sequence[RankPlacement], paused: Mapping[int, str]
 ) -> str:
-    """Return the line of cell `number`: its ranks, its time, where each rank is, and optimizer steps per second.
+    """Return the status line of cell `number`: ranks, duration, position of the ranks, and optimizer steps per second.
 
-    `rows` may contain other ranks too. `paused` describes the ranks that a debugger has stopped.
+    `rows` may contain other ranks too. `paused` describes the ranks that a debugger has paused.
     """
     rows = [row for row in rows if row.rank in ranks]
     groups = group_ranks((row.rank, paused.get(row.rank) or _describe_rank(row)) for row in rows)

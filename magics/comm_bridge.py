@@ -1,8 +1,9 @@
-"""Comm bridge: connects widgets that live on ranks to the notebook's front end.
+"""Comm bridge: forward comm messages between widgets on the ranks and the notebook's front end.
 
-The kernel has the other end of each rank's comm and forwards its messages. It also keeps the last state of each widget
-from these messages, so that a page that is reloaded gets it at once, even while the rank is busy. A state is JSON with
-its bytes apart: `buffer_paths` says where each buffer belongs, as in the messages of ipywidgets.
+The kernel registers a proxy for every comm of a rank and forwards messages in both directions. It also caches the last
+state of every widget from these messages, so that a reloaded page gets it at once, even while the rank is busy. A state
+is JSON with its binary buffers separate: `buffer_paths` says where the buffers belong, as in the messages of
+ipywidgets.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class WidgetState(NamedTuple):
     buffers: dict[Path, bytes]
 
     def update(self, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> WidgetState:
-        """Return the state after a message, which replaces the parts that it names."""
+        """Return the state after a message, which replaces the keys that it contains."""
         paths = [tuple(path) for path in data.get("buffer_paths", ())]
         named = {*data.get("state", {}), *(path[0] for path in paths)}
         plain = {key: value for key, value in self.plain.items() if key not in named}
@@ -48,7 +49,7 @@ class AllStates(NamedTuple):
 
 
 class WidgetStateCache:
-    """The last state of each widget that lives on a rank. Thread-safe."""
+    """The last state of every widget that lives on a rank. Thread-safe."""
 
     def __init__(self) -> None:
         self._states: dict[str, WidgetState] = {}
@@ -60,7 +61,7 @@ class WidgetStateCache:
             self._states[comm] = WidgetState({}, {}).update(data, frames)
 
     def change(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
-        """Update a widget from a message of either end; ignore messages that are no update."""
+        """Update a widget from a message in either direction; ignore messages that are not updates."""
         with self._changing:
             state = self._states.get(comm)
             if state is not None and data.get("method") in _UPDATES:
@@ -72,7 +73,7 @@ class WidgetStateCache:
             self._states.pop(comm, None)
 
     def update_of(self, comm: str) -> tuple[dict[str, Any], list[bytes]] | None:
-        """Return the answer to `request_state`, with its buffers; None for a comm that is not a widget's."""
+        """Return the answer to `request_state`, with its buffers; None if the comm is not a widget's."""
         state = self._states.get(comm)
         if state is None:
             return None
@@ -96,26 +97,24 @@ class WidgetStateCache:
 
 
 class _Proxy(BaseComm):
-    """Where the kernel looks for a comm whose other end is on a rank."""
+    """Represent a comm of a rank in the kernel's comm manager."""
 
     def __init__(self, bridge: CommBridge, name: str, target: str) -> None:
         self._bridge = bridge
         super().__init__(target_name=target, comm_id=name, primary=False)
 
     def publish_msg(self, *_: object, **__: object) -> None:
-        """Nothing: it says nothing of its own."""
+        """Publish nothing: only the rank's end of the comm sends messages."""
 
     def handle_msg(self, msg: dict[str, Any]) -> None:
-        """The front end has said something."""
         self._bridge.heard("msg", self.comm_id, msg)
 
     def handle_close(self, msg: dict[str, Any]) -> None:
-        """The front end has closed it."""
         self._bridge.heard("close", self.comm_id, msg)
 
 
 class _WithTheRanks:
-    """A comm on which ipywidgets tells a reloaded page of the notebook's own widgets, and with them of the ranks'."""
+    """A comm to a reloaded page that adds the ranks' widgets when ipywidgets sends the notebook's own."""
 
     def __init__(self, comm: BaseComm, states: WidgetStateCache) -> None:
         self._comm = comm
@@ -130,7 +129,6 @@ class _WithTheRanks:
         metadata: dict[str, Any] | None = None,
         buffers: Sequence[bytes] | None = None,
     ) -> None:
-        """See `comm.base_comm.BaseComm`."""
         if data.get("method") == "update_states":
             ranks = self._states.all_states()
             states, paths = {**data["states"], **ranks.states}, [*data.get("buffer_paths", ()), *ranks.paths]
@@ -139,20 +137,19 @@ class _WithTheRanks:
 
 
 class _Finder:
-    """Stands before ipywidgets where a page asks which widgets there are."""
+    """Wrap ipywidgets' comm target with which a reloaded page asks for the existing widgets."""
 
     def __init__(self, stock: Callable[[Any, dict[str, Any]], None]) -> None:
         self._stock = stock
         self.states = WidgetStateCache()
 
     def __call__(self, comm: BaseComm, message: dict[str, Any]) -> None:
-        """A page opens a comm to ask."""
         self._stock(_WithTheRanks(comm, self.states), message)
 
 
 def _finder_for(manager: Any) -> _Finder:  # noqa: ANN401 - a CommManager, whose target's type is narrower than ours
-    """The kernel's, which is made for the first widget."""
-    import ipywidgets  # noqa: F401 - later it would put itself in the place of what stands before it
+    """Return the kernel's `_Finder`, installing it for the first widget."""
+    import ipywidgets  # noqa: F401 - a later import would replace our target with its own
 
     target = manager.targets[_CONTROL]
     if not isinstance(target, _Finder):
@@ -161,7 +158,10 @@ def _finder_for(manager: Any) -> _Finder:  # noqa: ANN401 - a CommManager, whose
 
 
 class CommBridge:
-    """Between the ranks of `cluster` and the front end of `kernel`, from now on. `parent` is the cell's message."""
+    """Forward comm messages between the ranks of `cluster` and the front end of `kernel`.
+
+    `parent` is the message of the cell whose output the widgets' messages belong to.
+    """
 
     def __init__(self, cluster: Cluster, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self.cluster, self._kernel = cluster, kernel
@@ -170,12 +170,12 @@ class CommBridge:
         cluster.comms.listener = self._said
 
     def heard(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
-        """The front end has said something: pass it on."""
+        """Forward a comm message of the front end to the rank, or answer it from the cache."""
         data, frames = message["content"].get("data", {}), message.get("buffers", ())
         if kind == "close":
             self._states.close(name)
         elif data.get("method") == "request_state" and (known := self._states.update_of(name)) is not None:
-            answer, buffers = known  # whoever asks waits for an answer to this very message
+            answer, buffers = known  # the sender waits for an answer whose parent is this message
             self._send("comm_msg", {"comm_id": name, "data": answer}, {}, message, buffers)
             return
         else:

@@ -1,6 +1,6 @@
-"""Completion (Tab) and inspection (Shift-Tab, `x?`) for cells of the ranks, in Jupyter kernels and IPython's terminal.
+"""Completion (Tab) and inspection (Shift-Tab, `x?`) in cells for the ranks, in Jupyter kernels and IPython's terminal.
 
-The methods here take the place of the kernel's or the terminal's own ones, and call those for code of the notebook.
+The methods here replace those of the kernel or the terminal, and call the replaced ones for code of the notebook.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _TYPES = "_jupyter_types_experimental"
-"""Where front ends look for the kind of each match."""
+"""Key of a completion reply under which front ends find the type of every match."""
 _PAGE_SECONDS = 2.0
-"""For `x?`, which nobody types ahead of; a long source has to be read from its file."""
+"""Timeout of `x?`. It is longer than that of completion: a long source has to be read from its file."""
 
 _CODE_BEHIND = re.compile(r"[ \t]*%(?:time|timeit|prun)\b")
 _QUESTION = re.compile(r"(\?{0,2})[ \t]*([^\W\d]\w*(?:\.\w+|\[[\w'\"-]+\])*)[ \t]*(\?{0,2})")
@@ -36,7 +36,7 @@ _LINE_MAGIC = re.compile(r"[ \t]*(?:\w+[ \t]*=[ \t]*)?%distributed[ \t]+")
 
 @dataclass(frozen=True)
 class RankCode:
-    """Code that runs on `ranks`: `text`, which begins `offset` characters into the cell."""
+    """Code that runs on `ranks`: `text`, which starts at character `offset` of the cell."""
 
     text: str
     offset: int
@@ -47,7 +47,7 @@ class RankCode:
 class MagicLine:
     """A line of `%%distributed` (`command` is None) or `%distributed`.
 
-    `words` stand before the cursor; the word at the cursor is `begun`.
+    `words` are the words before the cursor; `begun` is the incomplete word at the cursor.
     """
 
     command: str | None
@@ -56,7 +56,7 @@ class MagicLine:
 
 
 def target_of(cell: str, cursor: int, *, auto_mode: bool) -> RankCode | MagicLine | None:
-    """Return what the code at the cursor is for; None for code of the notebook."""
+    """Return the code or magic line at the cursor if it is for the ranks, or None for code of the notebook."""
     start = cell.rfind("\n", 0, cursor) + 1
     line = cell[start:cursor]
     head, newline, body = cell.partition("\n")
@@ -86,7 +86,7 @@ def _rank_code(text: str, offset: int, start: int, line: str, ranks: str | None)
 
 
 def _ranks_of(head: str) -> str | None:
-    """Return the selection on a `%%distributed` line, which may be incomplete."""
+    """Return the rank selection on a `%%distributed` line, which may be incomplete."""
     try:
         ranks: str | None = arguments.parse_cell_line(head.removeprefix("%%distributed")).ranks
     except BadRequest:
@@ -95,7 +95,7 @@ def _ranks_of(head: str) -> str | None:
 
 
 def parse_question(cell: str) -> tuple[str, bool] | None:
-    """Return the expression of a cell that is `x?`, `x??` or `?x`, and whether its source is wanted."""
+    """Return the expression of a cell that is `x?`, `x??` or `?x`, and True if its source is requested."""
     question = _QUESTION.fullmatch(cell.strip())
     if question is None or not (question[1] or question[3]):
         return None
@@ -103,9 +103,9 @@ def parse_question(cell: str) -> tuple[str, bool] | None:
 
 
 def keyword_completions(text: str, cursor: int) -> tuple[int, list[str]]:
-    """Return Python's keywords and builtins that complete the name at the cursor, and where that name starts.
+    """Return the start of the name at the cursor, and Python's keywords and builtins that complete it.
 
-    They are all that is known while no rank runs.
+    Nothing else is known while no ranks are running.
     """
     start = cursor
     while start and (text[start - 1].isalnum() or text[start - 1] == "_"):
@@ -118,7 +118,7 @@ def keyword_completions(text: str, cursor: int) -> tuple[int, list[str]]:
 
 
 class _Completion:
-    """Complete code of the ranks and lines of the magics."""
+    """Complete code for the ranks and lines of the magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -163,7 +163,7 @@ class _Completion:
 
 
 class KernelCompletion(_Completion):
-    """Answers in the place of `kernel`'s own `do_complete` and `do_inspect`."""
+    """Replace a kernel's `do_complete` and `do_inspect`."""
 
     def __init__(self, shell: InteractiveShell, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel, loosely typed
         super().__init__(shell)
@@ -172,16 +172,16 @@ class KernelCompletion(_Completion):
         self._stock_inspect = kernel.do_inspect
 
     def attach(self) -> None:
-        """From now on."""
+        """Replace the kernel's methods."""
         self._kernel.do_complete = self.do_complete
         self._kernel.do_inspect = self.do_inspect
 
     def detach(self) -> None:
-        """No longer."""
-        del self._kernel.do_complete, self._kernel.do_inspect  # the class's own are there again
+        """Restore the kernel's methods."""
+        del self._kernel.do_complete, self._kernel.do_inspect  # uncovers the methods of the class
 
-    def do_complete(self, code: str, cursor_pos: int | None) -> Any:  # noqa: ANN401 - a reply's content, or what awaits it
-        """See ipykernel's."""
+    def do_complete(self, code: str, cursor_pos: int | None) -> Any:  # noqa: ANN401 - a reply's content, or an awaitable of it
+        """Complete code; see `ipykernel.ipkernel.IPythonKernel.do_complete`."""
         at = len(code) if cursor_pos is None else cursor_pos
         found = self._find(code, at)
         return self._stock_complete(code, cursor_pos) if found is None else _reply(*found, at)
@@ -193,7 +193,7 @@ class KernelCompletion(_Completion):
         detail_level: int = 0,
         omit_sections: Any = (),  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401
-        """See ipykernel's."""
+        """Inspect the name at the cursor; see `ipykernel.ipkernel.IPythonKernel.do_inspect`."""
         target = target_of(code, cursor_pos, auto_mode=auto.is_enabled(self._shell))
         if not isinstance(target, RankCode):
             return self._stock_inspect(code, cursor_pos, detail_level, omit_sections)
@@ -206,7 +206,7 @@ class KernelCompletion(_Completion):
 
 
 class TerminalCompletion(_Completion):
-    """Answers in the place of the `completions` of the shell's completer, which the terminal asks."""
+    """Replace the `completions` method of the shell's completer, which the terminal calls."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
@@ -214,15 +214,15 @@ class TerminalCompletion(_Completion):
         self._stock = self._completer.completions
 
     def attach(self) -> None:
-        """From now on."""
+        """Replace the completer's method."""
         self._completer.completions = self.completions
 
     def detach(self) -> None:
-        """No longer."""
-        del self._completer.completions  # as above
+        """Restore the completer's method."""
+        del self._completer.completions  # uncovers the method of the class
 
     def completions(self, text: str, offset: int) -> Iterator[Any]:
-        """See IPython's IPCompleter."""
+        """Yield completions; see `IPython.core.completer.IPCompleter.completions`."""
         found = self._find(text, offset)
         if found is None:
             yield from self._stock(text, offset)
@@ -234,7 +234,7 @@ class TerminalCompletion(_Completion):
 
 
 def _selected(cluster: Cluster, ranks: str | None) -> tuple[int, ...] | None:
-    """The selection on the cell's first line; all, where that says none yet."""
+    """Return the ranks of an incomplete selection, or None (all ranks) if it is invalid."""
     try:
         return cluster.select(ranks)
     except RankbookError:
@@ -248,7 +248,10 @@ def _reply(start: int, found: list[Completion], at: int) -> dict[str, Any]:
 
 
 def show_inspection(cluster: Cluster, ranks: tuple[int, ...], cell: str) -> bool:
-    """Show what the first of `ranks` knows of `x` if the cell is `x?` or `x??`; return whether that was something."""
+    """Show the inspection of `x` if the cell is `x?` or `x??`; return True if something was shown.
+
+    The first of `ranks` is asked.
+    """
     question = parse_question(cell)
     if question is None:
         return False
@@ -260,14 +263,14 @@ def show_inspection(cluster: Cluster, ranks: tuple[int, ...], cell: str) -> bool
 
 
 def install(shell: InteractiveShell) -> None:
-    """Answer for the ranks, to the shell's kernel or to its terminal. A second time changes nothing."""
+    """Install completion for the shell's kernel or its terminal. A second call changes nothing."""
     kernel: Any = getattr(shell, "kernel", None)
     if _installed(shell) is None:
         (TerminalCompletion(shell) if kernel is None else KernelCompletion(shell, kernel)).attach()
 
 
 def uninstall(shell: InteractiveShell) -> None:
-    """Leave nothing behind."""
+    """Restore the completion methods of the kernel or the terminal."""
     hints = _installed(shell)
     if hints is not None:
         hints.detach()

@@ -1,15 +1,16 @@
-"""Debug adapter multiplexer: answers a front end's debugger from the notebook's own debugger, the ranks', or both.
+"""Debug adapter multiplexer: answer a front end's debugger from the notebook's own debugger, the ranks', or both.
 
-It keeps the breakpoints for ranks that start later, and merges the responses of several ranks. It has no sockets and
-no threads: it is given a `KernelDebugger` and an `RankGateway`, and runs on one event loop.
+A front end debugs one process, the kernel's, through the Debug Adapter Protocol (DAP), and sees every rank as a thread
+of that process. The debuggers of the ranks all count their threads, frames and variables from 1, so these numbers are
+translated: rank r is thread `THREADS` + r (`rank_of_thread`), and its frames and variables get numbers from
+`REFERENCES` on (`ReferenceMap`). A request that names such a number goes to that rank; a request that names none goes
+to the kernel's debugger, to the ranks, or to both, and their responses are merged. `StoppedThreads` tracks the ranks
+that a debugger has stopped. Breakpoints are kept for ranks that start later.
 
-The ranks that a debugger has stopped, as a front end sees them through the Debug Adapter Protocol (DAP).
+JupyterLab has one call stack for all threads. It requests the frames after every `stopped` event and selects the first
+one, unless it already shows the selected one; a `continued` event of any thread clears its call stack.
 
-A front end debugs one process, the kernel's, and sees each rank as a thread of it. All debuggers count their threads,
-frames and variables from 1, so the numbers of the ranks are translated.
-
-JupyterLab has one call stack for all threads. It asks for the frames after each `stopped` event and selects the first
-one, unless it shows the selected one already; a `continued` event of any thread empties its call stack.
+The module has no sockets and no threads: it uses a `KernelDebugger` and a `RankGateway`, and runs on one event loop.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 _SECONDS = 5.0
-"""For a rank's debugger to answer: C code that keeps the interpreter to itself keeps it from the debugger too."""
+"""Timeout of a rank's debugger. C code that holds the GIL blocks the debugger too."""
 _START_SECONDS = 20.0
 _REFERENCES = ("frameId", "variablesReference", "srcFrameId")
-"""The arguments that name a frame or a variable."""
+"""Arguments that name a frame or a variable."""
 _EMPTY_BODIES: dict[str, Message] = {
-    # for a rank that has resumed: a front end fails on a body without these
+    # responses for a rank that has resumed: a front end fails without these fields
     "stackTrace": {"stackFrames": [], "totalFrames": 0},
     "scopes": {"scopes": []},
     "variables": {"variables": []},
@@ -38,46 +39,53 @@ class KernelDebugger(Protocol):
     """The notebook's own debugger."""
 
     async def process(self, request: Message) -> Message:
-        """Its answer."""
+        """Return the response to a request."""
 
     @property
     def paused(self) -> bool:
-        """Whether it has paused the notebook."""
+        """Return True if the notebook is paused."""
 
     def accepts(self, name: str) -> bool:
-        """Whether a variable of that name is shown."""
+        """Return True if a variable with this name is shown."""
 
 
 class RankGateway(Protocol):
-    """The way to the ranks and to the front end."""
+    """Connection to the ranks' debuggers and to the front end."""
 
     def ranks(self) -> tuple[int, ...]:
-        """Those that can have a debugger now."""
+        """Return the ranks that can have a debugger."""
 
     def busy(self) -> tuple[int, ...]:
-        """Those that run something."""
+        """Return the ranks that are executing a cell."""
 
     def tell(self, rank: int, content: str) -> bool:
-        """Tell a rank's debugger. False where the rank is gone."""
+        """Send a message to a rank's debugger; return False if the rank has exited."""
 
     def publish(self, event: Message) -> None:
-        """Tell the front end."""
+        """Send an event to the front end."""
 
     def note(self, rank: int, path: str, line: int) -> None:
-        """A rank is paused there; it is not, if `line` is 0."""
+        """Record that a rank is paused at `path` and `line`.
+
+        Line -1 means that the position is not known yet, 0 that the rank is not paused.
+        """
 
     def is_for_ranks(self, path: str) -> bool:
-        """Whether it is a cell that runs on the ranks and nowhere else."""
+        """Return True if the file is a cell that runs on the ranks only."""
 
     async def variables(self, rank: int) -> list[Message] | None:
-        """A rank's variables, while it is not paused; None where plain cells run in the notebook."""
+        """Return the variables of a rank that is not paused, or None if plain cells run in the notebook."""
 
     async def show(self, rank: int, name: str) -> Message | None:
-        """One of them, as a mime bundle with its metadata; None as above."""
+        """Return a variable's mime bundle with its metadata, or None if plain cells run in the notebook."""
 
 
 class _RankDebugConnection:
-    """The way to one rank's debugger."""
+    """The connection to a rank's debugger.
+
+    `waiting` maps the sequence numbers of requests to the futures of their responses. `ready`: the debugger receives
+    changes of breakpoints.
+    """
 
     def __init__(self) -> None:
         self.seq = 0
@@ -86,7 +94,10 @@ class _RankDebugConnection:
 
 
 class DebugMultiplexer:
-    """One front end's. All of it runs on one loop; `hear` and `lose` are called there too."""
+    """The debugger of one front end.
+
+    All methods run on one event loop, `hear` and `lose` too. The handler of the DAP command `x` is the method `_on_x`.
+    """
 
     def __init__(self, stock: KernelDebugger, office: RankGateway) -> None:
         self.on = False
@@ -100,14 +111,14 @@ class DebugMultiplexer:
         self._errands: set[asyncio.Task[None]] = set()
 
     def adopt(self, breakpoints: dict[str, list[Message]]) -> None:
-        """Go on with the breakpoints of a front end that debugs the kernel already."""
+        """Take over the breakpoints of a front end that is already debugging the kernel."""
         self.on = self.stopped.one_view = True
         self._breakpoints.update(breakpoints)
 
     # The ranks
 
     def hear(self, rank: int, content: str) -> None:
-        """A rank's debugger has said something; "" is its end."""
+        """Handle a message of a rank's debugger; an empty one means that the debugger has ended."""
         line = self._lines.get(rank)
         if line is None:
             return
@@ -126,7 +137,7 @@ class DebugMultiplexer:
             self._resume((rank,))
 
     def lose(self, rank: int) -> None:
-        """Its process or its debugger is gone."""
+        """Handle the end of a rank's process or debugger."""
         line = self._lines.pop(rank, None)
         if line is not None:
             self._resume((rank,))
@@ -135,13 +146,13 @@ class DebugMultiplexer:
                     answer.set_exception(ConnectionError(f"rank {rank} has no debugger any more"))
 
     def lose_all(self) -> None:
-        """There are other ranks now."""
+        """Drop all ranks, because other ranks replaced them."""
         for rank in tuple(self._lines):
             self.lose(rank)
         self.stopped.chosen = None
 
     async def attach(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Have a debugger on each of these that has none yet; for those that cannot, why."""
+        """Start debuggers on the ranks that have none, and return the ranks that failed with the reason."""
         async with self._starting:
             missing = [rank for rank in ranks if rank not in self._lines]
             troubles = await asyncio.gather(*(self._attach(rank) for rank in missing))
@@ -158,18 +169,21 @@ class DebugMultiplexer:
         return ""
 
     def _opening(self, line: _RankDebugConnection) -> Iterator[tuple[str, Message]]:
-        """What a rank's debugger is told first, each as it is by then: a person clicks into a gutter meanwhile."""
+        """Yield the requests that start a rank's debugger.
+
+        Their arguments are read when they are needed, since the user may set breakpoints meanwhile.
+        """
         yield "initialize", {"clientID": "rankbook", "adapterID": "rankbook", "supportsVariableType": True}
         yield "attach", {}
-        line.ready = True  # what changes from here on it is told with all others
+        line.ready = True  # from now on it receives changes like all others
         for path in tuple(self._breakpoints):
             yield "setBreakpoints", _breakpoints_at(path, self._breakpoints.get(path, []))
         if self._filters is not None:
             yield "setExceptionBreakpoints", self._filters
         yield "configurationDone", {}
 
-    async def _ask(self, rank: int, command: str, arguments: Message, *, timeout: float = _SECONDS) -> Message:  # noqa: ASYNC109 - a rank's
-        """A rank's answer, or an unsuccessful one of ours."""
+    async def _ask(self, rank: int, command: str, arguments: Message, *, timeout: float = _SECONDS) -> Message:  # noqa: ASYNC109 - the timeout of a rank
+        """Send a request to a rank and return its response, or an unsuccessful response on failure."""
         line = self._lines.get(rank)
         if line is None:
             return {"success": False, "message": f"rank {rank} has no debugger"}
@@ -189,7 +203,7 @@ class DebugMultiplexer:
             line.waiting.pop(seq, None)
 
     async def move_in(self) -> None:
-        """Plain cells run elsewhere from now on, and so do their breakpoints in the notebook."""
+        """Move the breakpoints to where plain cells now run, after auto mode was turned on or off."""
         for path, lines in self._breakpoints.items():
             there = [] if self._office.is_for_ranks(path) else lines
             request = {
@@ -218,14 +232,14 @@ class DebugMultiplexer:
         self._publish(self.stopped.resume(ranks))
 
     def _errand(self, rank: int) -> None:
-        """Find out where it has stopped."""
+        """Query in a task where a rank has stopped."""
         task = asyncio.get_running_loop().create_task(self._locate(rank))
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
     async def _locate(self, rank: int) -> None:
         thread = self.stopped.threads.get(rank)
-        if thread is None:  # it has gone on already
+        if thread is None:  # it has already resumed
             return
         self._office.note(rank, "", -1)
         answer = await self._ask(rank, "stackTrace", {"threadId": thread, "levels": 1})
@@ -236,8 +250,13 @@ class DebugMultiplexer:
     # The front end
 
     async def handle(self, request: Message) -> Message:
-        """The answer to a request."""
+        """Return the response to a request of the front end."""
         command, arguments = request["command"], request.get("arguments") or {}
+        # 1. A frame or variable of a rank: that rank's debugger.
+        # 2. A command with a handler: the kernel's debugger and the ranks, as the command requires.
+        # 3. Another command for the thread of a stopped rank: that rank's debugger.
+        # 4. Everything else: the kernel's debugger.
+        # Before `initialize` and after `disconnect`, all requests except for `initialize` and `debugInfo` take way 4.
         reference = next((arguments[key] for key in _REFERENCES if (arguments.get(key) or 0) >= REFERENCES), None)
         if self.on and reference is not None:
             return await self._on_rank(request, arguments, reference)
@@ -266,7 +285,7 @@ class DebugMultiplexer:
 
     async def _on_disconnect(self, request: Message, _arguments: Message) -> Message:
         self.on = False
-        async with self._starting:  # what is on its way to be attached is then let go too
+        async with self._starting:  # includes debuggers that are being attached
             await asyncio.gather(*(self._ask(rank, "disconnect", {}) for rank in self._lines))
             self._resume(tuple(self.stopped.threads))
             self._lines.clear()
@@ -305,12 +324,15 @@ class DebugMultiplexer:
         return await self._stock.process(request)
 
     async def _on_inspectvariables(self, request: Message, _arguments: Message) -> Message:
-        """What a front end shows while nothing is paused."""
+        """Answer the request for variables that a front end sends while no thread is paused."""
         found = None if self.stopped.threads else await self._office.variables(self.stopped.chosen or 0)
         return await self._stock.process(request) if found is None else _response(request, {"variables": found})
 
     async def _on_richinspectvariables(self, request: Message, arguments: Message) -> Message:
-        """One of these; that of a frame is asked for with the frame."""
+        """Answer with a variable's display formats while no thread is paused.
+
+        A request for a variable of a frame names the frame, and is answered by `_show_richly`.
+        """
         name, rank = str(arguments["variableName"]), self.stopped.chosen or 0
         paused = self.stopped.threads or self._stock.paused
         found = None if paused else await self._office.show(rank, name)
@@ -323,7 +345,7 @@ class DebugMultiplexer:
         return {**reply, "success": True, "body": {**body, "threads": [*ranks, *body.get("threads", ())]}}
 
     async def _on_stacktrace(self, request: Message, arguments: Message) -> Message:
-        """Of one rank; where the front end has one view for all, of all that are paused."""
+        """Return the frames of one rank, or of all paused ranks if the front end has one view for all threads."""
         stopped, rank = self.stopped, rank_of_thread(arguments.get("threadId"))
         if not stopped.threads or (rank < 0 and not stopped.one_view):
             return await self._stock.process(request)
@@ -335,7 +357,7 @@ class DebugMultiplexer:
         for each, answer in zip(ranks, answers, strict=True):
             body = (answer.get("body") or {}) if answer.get("success") and each in stopped.threads else {}
             frames += stopped.references.translate(each, "stackTrace", body).get("stackFrames", [])
-            total += body.get("totalFrames", 0)  # of which some may have been asked for
+            total += body.get("totalFrames", 0)  # the request may be for only some of them
         if rank < 0 and self._stock.paused:
             own = (await self._stock.process(request)).get("body") or {}
             frames, total = [*own.get("stackFrames", ()), *frames], total + own.get("totalFrames", 0)
@@ -346,8 +368,10 @@ class DebugMultiplexer:
         ranks = self.stopped.targets(thread, single=bool(arguments.get("singleThread")))
         meant = {rank: self.stopped.threads[rank] for rank in ranks}
         to_notebook = rank_of_thread(thread) < 0 and (self._stock.paused or not meant)
-        self._resume(meant)  # first, for one may stop again before the last one has been told
-        reply = await self._stock.process(request) if to_notebook else None  # before them: it may be what hears them
+        # Publish `continued` first: a rank may stop again before the last one gets its request.
+        self._resume(meant)
+        # The notebook moves before the ranks: while it is paused, it may be what receives their messages.
+        reply = await self._stock.process(request) if to_notebook else None
         answers = await asyncio.gather(
             *(self._ask(rank, request["command"], {**arguments, "threadId": own}) for rank, own in meant.items())
         )
@@ -385,7 +409,7 @@ class DebugMultiplexer:
             return await self._show_richly(request, rank, number)
         if command == "copyToGlobals":
             source, target = str(arguments["srcVariableName"]), str(arguments["dstVariableName"])
-            if not (source.isidentifier() and target.isidentifier()):  # it is evaluated on the rank
+            if not (source.isidentifier() and target.isidentifier()):  # both are evaluated on the rank
                 return _response(request, {}, error="only what has a name of its own can be copied")
             asked, own = "setExpression", {"expression": f"globals()['{target}']", "value": source, "frameId": number}
         else:
@@ -435,9 +459,9 @@ def _parse_formats(answer: Message) -> Message:
 Message = dict[str, Any]
 
 THREADS = 1 << 20
-"""The number of rank 0's thread; far above those of the kernel's own threads."""
+"""Thread number of rank 0, far above those of the kernel's own threads."""
 REFERENCES = 1 << 30
-"""The first number of a rank's frame or variable; the protocol has none above 2**31."""
+"""First number for a rank's frames and variables; the protocol allows numbers below 2**31."""
 
 _REFERENCE_FIELDS = {
     # command: the list in its response's body that has references ("" for the body itself), and their field
@@ -451,7 +475,7 @@ _REFERENCE_FIELDS = {
 
 
 class ReferenceMap:
-    """Translates the ranks' references to frames and variables into unique ones for the front end."""
+    """Translate the ranks' references to frames and variables into unique ones for the front end."""
 
     def __init__(self) -> None:
         self._ours: dict[tuple[int, int], int] = {}
@@ -469,11 +493,11 @@ class ReferenceMap:
         return self._ours[rank, reference]
 
     def find(self, reference: int) -> tuple[int, int] | None:
-        """Return the rank of our reference and its own one; None if the rank has resumed since."""
+        """Return the rank and the rank's reference for one of ours; None if the rank has resumed since."""
         return self._ranks.get(reference)
 
     def forget(self, rank: int) -> None:
-        """Forget a rank's references, which end when it resumes."""
+        """Drop a rank's references, which become invalid when it resumes."""
         for key in [key for key in self._ours if key[0] == rank]:
             del self._ranks[self._ours.pop(key)]
 
@@ -492,7 +516,7 @@ class StoppedThreads:
     """The stopped ranks with their debuggers' thread numbers, in the order in which they stopped.
 
     `one_view`: the front end has one call stack for all threads. `single`: continue and step move one rank. `chosen`:
-    the rank whose frames or variables the front end asked for last.
+    the rank whose frames or variables the front end requested last.
     """
 
     def __init__(self) -> None:
@@ -511,34 +535,34 @@ class StoppedThreads:
         self.threads[rank] = body["threadId"]
         kept: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
         stopped = self._stopped(rank, {"reason": "breakpoint", **kept})
-        # Where one rank moves alone, JupyterLab shows another one meanwhile, and is to return to this one.
+        # If one rank moves alone, JupyterLab shows another one meanwhile; `continued` makes it return to this one.
         return [self._continued(rank), stopped] if self.one_view and self.single else [stopped]
 
     def resume(self, ranks: Iterable[int]) -> list[Message]:
-        """Handle that these ranks run again, those of them that were stopped; return the events for the front end."""
+        """Handle that these ranks run again, as far as they were stopped; return the events for the front end."""
         resumed = [rank for rank in ranks if self.threads.pop(rank, None) is not None]
         for rank in resumed:
             self.references.forget(rank)
         self._is_empty = self._is_empty or bool(resumed)
         events = [self._continued(rank) for rank in resumed]
-        if resumed and self.threads and self.one_view:  # to fill its call stack again
+        if resumed and self.threads and self.one_view:  # to fill its call stack, which `continued` has cleared
             events.append(self._stopped(min(self.threads), {"reason": "pause", "preserveFocusHint": True}))
         return events
 
     def call_stack(self) -> list[int]:
         """Return the ranks in the order in which one view lists their frames.
 
-        The order is by rank, so that the rows stay in place while more ranks stop. To select a rank, an empty view gets
-        it first: the chosen one, or the one that stopped last where it moved alone.
+        The order is by rank, so that the rows keep their place while more ranks stop. An empty view selects the first
+        frame: it gets the chosen rank first, or with `single` the rank that stopped last.
         """
         first = next(reversed(self.threads), None) if self.single else self.chosen if self._is_empty else None
         self._is_empty = False
         return sorted(self.threads, key=lambda rank: (rank != first, rank))
 
     def targets(self, thread: int | None, *, single: bool) -> list[int]:
-        """Return the stopped ranks that a request to move `thread` is for: all, or one if `single`.
+        """Return the stopped ranks that a request to move `thread` applies to: all, or one if `single`.
 
-        One view names the thread that stopped last, whatever frame is selected in it: there it is the chosen rank.
+        JupyterLab names the thread that stopped last, whatever frame is selected; there the chosen rank is moved.
         """
         ranks = sorted(self.threads)
         if not (single or self.single):

@@ -1,7 +1,9 @@
-"""A front end's debugger for cells of the ranks, JupyterLab's for one, in any Jupyter kernel.
+"""Debugger integration: let a front end's debugger, such as JupyterLab's, debug cells on the ranks.
 
-Owns: the kernel's method that answers a front end's debugger, the loop that this runs on, and what a debugger knows a
-cell as. Refuses: to decide who answers, which is the desk's; and a debugger on ranks that nobody debugs.
+Replaces the method of the kernel that answers the front end, connects the `DebugMultiplexer`, which decides how a
+request is answered, to the cluster, and maps cells to the file names that the debugger knows them by. The multiplexer
+runs on the event loop of the kernel's control thread; the main thread calls it through
+`asyncio.run_coroutine_threadsafe`. Ranks get a debugger only while a front end is debugging.
 """
 
 from __future__ import annotations
@@ -23,24 +25,23 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _OURS = [f"{folder}**" for folder in PACKAGE_FOLDERS]
-"""Files in which the notebook's own debugger is not to stop: an exception in there is no person's."""
+"""Files in which the notebook's own debugger must not stop: exceptions in them are not the user's."""
 _LONG = 200
-"""Characters of a cell from which on it is faster to look its name up than to make it."""
+"""Characters of a cell above which looking its file name up is faster than computing it."""
 _START_SECONDS = 60.0
-"""For the debuggers of all ranks to start."""
+"""Timeout for the debuggers of all ranks to start."""
 
 
 class _KernelDebugger:
-    """The kernel's own debugger."""
+    """The kernel's own debugger; see `debug_multiplexer.KernelDebugger`."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self._kernel = kernel
         self._process = kernel.do_debug_request
-        if hasattr(kernel.debugger, "kernel_modules"):  # it makes its own rules of these
+        if hasattr(kernel.debugger, "kernel_modules"):  # it makes its rules from these
             kernel.debugger.kernel_modules = [*kernel.debugger.kernel_modules, *_OURS]
 
     async def process(self, request: Message) -> Message:
-        """See `debug_multiplexer.KernelDebugger`."""
         if request["command"] == "attach":
             rules = [{"path": folder, "include": False} for folder in _OURS]
             request = {**request, "arguments": {**(request.get("arguments") or {}), "rules": rules}}
@@ -48,16 +49,14 @@ class _KernelDebugger:
 
     @property
     def paused(self) -> bool:
-        """See `debug_multiplexer.KernelDebugger`."""
         return bool(self._kernel.debugger.stopped_threads)
 
     def accepts(self, name: str) -> bool:
-        """See `debug_multiplexer.KernelDebugger`."""
         return bool(self._kernel.debugger.accept_variable(name))
 
 
 class Debugging:
-    """Answers in the place of `kernel`'s own `do_debug_request`."""
+    """Replacement of `kernel`'s own `do_debug_request`; also the multiplexer's `RankGateway`."""
 
     def __init__(self, shell: InteractiveShell, kernel: Any) -> None:  # noqa: ANN401 - as above
         self._shell = shell
@@ -67,7 +66,10 @@ class Debugging:
         self.desk = DebugMultiplexer(_KernelDebugger(kernel), self)
 
     def start(self) -> None:
-        """From now on. A front end that debugs the kernel already, as after a restart, debugs the ranks too."""
+        """Replace the kernel's method.
+
+        A front end that is already debugging the kernel, as after a restart, debugs the ranks too.
+        """
         self._kernel.do_debug_request = self.do_debug_request
         debugger = self._kernel.debugger
         if getattr(debugger, "is_started", False):
@@ -75,13 +77,13 @@ class Debugging:
             self.desk.adopt(debugger.breakpoint_list)
 
     def stop(self) -> None:
-        """No longer."""
-        del self._kernel.do_debug_request  # the class's own is there again
+        """Restore the kernel's method."""
+        del self._kernel.do_debug_request  # uncovers the method of the class
         if self._cluster is not None:
             self._cluster.debugs.listener = None
 
     async def do_debug_request(self, request: Message) -> Message:
-        """See ipykernel's. The thread that the kernel's control channel has."""
+        """Answer a request of the front end. Called by the kernel's control thread."""
         self._loop = asyncio.get_running_loop()
         self._look()
         return await self.desk.handle(request)
@@ -93,10 +95,13 @@ class Debugging:
         who = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
         return f"{who}; continue and step are for {whom}"
 
-    # The main thread
+    # Called by the main thread
 
     def prepare(self, ranks: Collection[int]) -> dict[int, str]:
-        """Have a debugger on these ranks, if a front end debugs; for those that cannot have one, why."""
+        """Attach a debugger to these ranks, if a front end is debugging.
+
+        Returns the ranks that failed with the reason.
+        """
         if not self.desk.on or self._loop is None:
             return {}
 
@@ -110,10 +115,11 @@ class Debugging:
             return dict.fromkeys(ranks, f"it has not started within {_START_SECONDS:g} s")
 
     def file_of(self, source: str) -> str:
-        """What a front end's debugger knows the running cell as, which is sent to the ranks as `source`.
+        """Return the name under which the front end's debugger knows the running cell.
 
-        That is so before anybody debugs: a breakpoint may be set later in a function that this cell defines. "" if the
-        two differ in their lines.
+        `source` is the cell as it is sent to the ranks; "" is returned if its lines differ from the cell's. The name is
+        also sent while no front end is debugging, because a breakpoint may be set later in a function that this cell
+        defines.
         """
         running = self._shell.displayhook.exec_result
         if running is None or running.info is None:
@@ -125,49 +131,55 @@ class Debugging:
         return self._name_of(cell)
 
     def _name_of(self, cell: str) -> str:
-        """The running cell's name, as ipykernel makes it. That took 0.15 ms a kilobyte, just before."""
+        """Return the running cell's file name, as ipykernel computes it.
+
+        Computing it takes 0.15 ms per kilobyte, and ipykernel did so just before this call: long cells are looked up.
+        """
         if len(cell) > _LONG:
             running, numbers = self._shell.displayhook.exec_result, self._shell.compile._filename_map
             count = None if running is None else running.execution_count
-            count = self._shell.execution_count if count is None else count  # the shell's may be one ahead
+            count = self._shell.execution_count if count is None else count  # the shell's count may be one ahead
             names = [str(name) for name, number in numbers.items() if number == count]
-            if len(names) == 1:  # more, where something has run silently since the last cell
+            if len(names) == 1:  # several if a silent request ran since the last cell
                 return names[0]
         from ipykernel.compiler import get_file_name
 
         return str(get_file_name(cell))
 
     def move_in(self) -> None:
-        """Plain cells run elsewhere from now on."""
+        """Move the breakpoints to where plain cells now run, after auto mode was turned on or off."""
         if self.desk.on and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self.desk.move_in(), self._loop).result(_START_SECONDS)
 
-    # The loop: see `debug_multiplexer.RankGateway`
+    # Called on the event loop: see `debug_multiplexer.RankGateway`
 
     @property
     def _there(self) -> Cluster | None:
-        """The cluster, as long as it can be asked: the ends of its debuggers come when it is stopped already."""
+        """Return the cluster, or None if it has stopped.
+
+        The last messages of the ranks' debuggers arrive when the cluster is already stopped.
+        """
         return None if self._cluster is None or self._cluster.stopped else self._cluster
 
     def ranks(self) -> tuple[int, ...]:
-        """All."""
+        """Return every rank in the cluster."""
         return () if self._there is None else self._there.select(None)
 
     def busy(self) -> tuple[int, ...]:
-        """Those of the cells that run."""
+        """Return the ranks that are executing a cell."""
         cells = [] if self._there is None else self._there.cells()
         return tuple({rank for cell in cells if cell.started is not None for rank in cell.ranks})
 
     def tell(self, rank: int, content: str) -> bool:
-        """By the cluster's link."""
+        """Send a message to a rank's debugger; return False if the rank or the cluster has exited."""
         return self._there is not None and self._there.debugs.tell(rank, content)
 
     def publish(self, event: Message) -> None:
-        """As the kernel's own debugger does."""
+        """Publish an event as the kernel's own debugger does."""
         self._kernel._publish_debug_event(event)
 
     def note(self, rank: int, path: str, line: int) -> None:
-        """In the cluster's status."""
+        """Record in the cluster's status where a rank is paused; see `RankGateway.note`."""
         cluster = self._there
         if cluster is None:
             return
@@ -178,7 +190,7 @@ class Debugging:
         cluster.debugs.paused[rank] = f"paused{where}"
 
     def is_for_ranks(self, path: str) -> bool:
-        """By its text, and by whether plain cells run there."""
+        """Return True if the file is a cell that starts with `%%distributed` or that auto mode sends to the ranks."""
         if not _is_cell(path) or not Path(path).is_file():
             return False
         text = Path(path).read_text(encoding="utf-8")
@@ -187,7 +199,7 @@ class Debugging:
         )
 
     async def variables(self, rank: int) -> list[Message] | None:
-        """From its own list, which asks no variable anything."""
+        """Return a rank's variables from `Cluster.variables`, which runs no code of the variables."""
         cluster = self._of_cells(rank)
         if cluster is None:
             return None
@@ -204,7 +216,10 @@ class Debugging:
         ]
 
     async def show(self, rank: int, name: str) -> Message | None:
-        """As a peek tells of it, in plain text: its own code may take long, or never end."""
+        """Return the text that `Cluster.peek` gives for a variable.
+
+        It has no other formats: a variable's own display code may be slow or never return.
+        """
         cluster = self._of_cells(rank)
         if cluster is None:
             return None
@@ -216,13 +231,13 @@ class Debugging:
         return {"data": {"text/plain": text} if text else {}, "metadata": {}}
 
     def _of_cells(self, rank: int) -> Cluster | None:
-        """The cluster of that rank, where plain cells run."""
+        """Return the cluster if it has this rank and plain cells run on the ranks."""
         cluster = self._cluster
         there = cluster is not None and auto_mode.is_enabled(self._shell) and rank < cluster.world_size
         return cluster if there else None
 
     def _look(self) -> None:
-        """Whether there are other ranks than before."""
+        """Connect to the current cluster, if it is another one than before."""
         running = default_cluster.default_or_none()
         if running is self._cluster:
             return
@@ -234,7 +249,7 @@ class Debugging:
 
             def listener(rank: int, content: str | None) -> None:
                 if running is self._cluster:
-                    with contextlib.suppress(RuntimeError):  # the kernel ends, and its loop has ended
+                    with contextlib.suppress(RuntimeError):  # the kernel is ending and has closed its loop
                         loop.call_soon_threadsafe(desk.hear, rank, content or "")
 
             running.debugs.listener = listener
@@ -247,21 +262,21 @@ def _is_cell(path: str) -> bool:
 
 
 def debugging_of(shell: InteractiveShell) -> Debugging | None:
-    """What answers in the shell's kernel, if it has one that can debug."""
+    """Return the `Debugging` of the shell's kernel, or None if it cannot debug."""
     kernel = getattr(shell, "kernel", None)
     found = getattr(getattr(kernel, "do_debug_request", None), "__self__", None)
     return found if isinstance(found, Debugging) else None
 
 
 def install(shell: InteractiveShell) -> None:
-    """Answer for the ranks in the shell's kernel, if it has a debugger. A second time changes nothing."""
+    """Install the debugger integration, if the shell's kernel has a debugger. A second call changes nothing."""
     kernel: Any = getattr(shell, "kernel", None)
     if kernel is not None and hasattr(kernel, "debugger") and debugging_of(shell) is None:
         Debugging(shell, kernel).start()
 
 
 def uninstall(shell: InteractiveShell) -> None:
-    """Leave nothing behind."""
+    """Restore the kernel's own debugger method."""
     debugging = debugging_of(shell)
     if debugging is not None:
         debugging.stop()

@@ -1,7 +1,6 @@
-"""How a cell's failure looks in the notebook.
+"""Show failed cells: raise the cell's exception with the tracebacks of the ranks instead of the notebook's own frames.
 
-Owns: the exceptions that end a cell, with the ranks' tracebacks in place of our own, and what is said of names that
-only the notebook has. Refuses: the other words (results.py).
+Also names the variables that exist only in the notebook, and the `%distributed push` that copies them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
 def raise_cell_error(cell: RunningCell, result: CellResult, own: Collection[str] = ()) -> None:
-    """Raise what `result.raise_for_status` does, or `CellTimeout`, unless it went well.
+    """Raise the exception of `result.raise_for_status` or `CellTimeout`, unless the cell succeeded.
 
-    `own`: the notebook's variables. Of one that the ranks lack it is said how they get it.
+    `own` are the names of the notebook's variables, for a hint about names that the ranks lack.
     """
     if result.ok:
         return
@@ -33,7 +32,7 @@ def raise_cell_error(cell: RunningCell, result: CellResult, own: Collection[str]
 
 
 def _only_here(result: CellResult, own: Collection[str]) -> str:
-    """That a name is the notebook's, whose variables the ranks do not see: a line of its own, or nothing."""
+    """Return a line about undefined names that are the notebook's variables, which ranks do not see; empty if none."""
     lacking = (_UNDEFINED.match(each.value) for each in result.errors.values() if each.name == "NameError")
     names = sorted({each[1] for each in lacking if each and each[1] in own})
     if not names:
@@ -46,7 +45,8 @@ def _only_here(result: CellResult, own: Collection[str]) -> str:
 def _raise_shown(error: BaseException, text: str) -> None:
     if isinstance(error, CellTimeout):
         text = f"{error}\n{text}"
-    if isinstance(error, CellError) and SyntaxError in type(error).__mro__:  # for these IPython shows our own frames
+    # For an instance of SyntaxError, IPython would ignore `_render_traceback_` and show our own frames.
+    if isinstance(error, CellError) and SyntaxError in type(error).__mro__:
         error = type("SyntaxError", (CellError,), {})(error.message, error.errors)
     error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
     raise error from None

@@ -1,7 +1,6 @@
-"""Functions that run on the ranks, called from a notebook or a script.
+"""Run a function on the ranks from a notebook or a script: `notebook_launcher` and `debug_launcher`.
 
-Owns: `notebook_launcher` and `debug_launcher`, with Accelerate's signatures. Refuses: to ignore an option that it
-cannot honour.
+The signatures are those of Accelerate. An option that cannot be honoured raises an error instead of being ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NOT_YET: Mapping[str, tuple[object, str]] = {
     "monitor_interval": (0.1, "a rank's death is told at once"),
     "log_line_prefix_template": (None, "lines carry their ranks as in every cell"),
 }
-"""Options of Accelerate's that have no meaning here: the only value that can be honoured, and why."""
+"""Options of Accelerate that have no effect here: the only accepted value, and the reason."""
 
 
 def notebook_launcher(
@@ -54,20 +53,20 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of the notebook's cluster; what each returned, in rank order.
+    """Call `function(*args)` on every rank of the notebook's cluster, and return the results in rank order.
 
-    Starts `num_processes` ranks if none run (None: one per CUDA device, or two on the CPU), and leaves them running.
-    What they print appears below the cell as it comes. `function` and `args` travel by value: closures, lambdas and
-    classes from cells too. In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and
-    otherwise fresh settings.
+    Starts `num_processes` ranks if none are running (None: one per CUDA device, or two on the CPU), and leaves them
+    running. Their output appears below the cell as it arrives. `function` and `args` are pickled by value, including
+    closures, lambdas and classes from cells. In the call `Accelerator()` has the precision `mixed_precision` ("no",
+    "fp16", "bf16") and otherwise default settings.
 
-    Raises the error of the first rank that failed by itself, as a `CellError` that also is of that built-in type and
-    names the ranks; `LostRank`; `KeyboardInterrupt` after an interrupt, which leaves the ranks as they are;
-    `BadRequest` for an option that cannot be honoured; `TransferError` for what cannot be pickled.
-    The signature is that of Accelerate 1.15.
+    Raises the error of the first rank that failed by itself, as a `CellError` that is also an instance of that built-in
+    type and names the ranks; `LostRank`; `KeyboardInterrupt` after an interrupt, which leaves the ranks running;
+    `BadRequest` for an option that cannot be honoured; `TransferError` for an argument or result that cannot be
+    pickled. The signature is that of Accelerate 1.15.
     """
     asked = dict(locals())
-    __tracebackhide__ = True  # IPython and pytest show the caller's frames, and not those of how it is done
+    __tracebackhide__ = True  # IPython and pytest omit this frame from tracebacks
     for name, (only, reason) in _NOT_YET.items():
         if str(asked[name]) != str(only):
             raise BadRequest(f"notebook_launcher: {name}={asked[name]!r} cannot be honoured: {reason}; leave it out")
@@ -86,9 +85,9 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """Call `function(*args)` on `num_processes` fresh ranks on the CPU, and end them.
+    """Call `function(*args)` on `num_processes` temporary CPU ranks, and return the results in rank order.
 
-    Gives what each returned, in rank order. The notebook's own ranks are not touched. Raises as `notebook_launcher`.
+    The ranks are stopped afterwards. The notebook's own ranks are not affected. Raises as `notebook_launcher` does.
     """
     __tracebackhide__ = True  # as above
     _check_call("debug_launcher", function, args, num_processes)

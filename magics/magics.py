@@ -1,6 +1,6 @@
-"""The magics `%%distributed`, `%distributed` and `%%local`.
+"""The magics `%%distributed`, `%distributed` and `%%local`: run cells on the ranks, execute commands.
 
-Owns: what each option and command does. Refuses: parsing (arguments.py) and showing (frontend.py).
+Arguments are parsed in arguments.py; output is published through the sinks in output_panel.py.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
 _TO_THE_CELL = 2
-"""Frames from IPython's expansion of `$name` and `{name}` to those whose variables are meant."""
+"""Stack frames from IPython's expansion of `$name` and `{name}` to the frame whose variables it uses."""
 
 
 @magics_class
 class DistributedMagics(Magics):
-    """Registered by `%load_ext rankbook`."""
+    """The magics that `%load_ext rankbook` registers."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
@@ -51,13 +51,13 @@ class DistributedMagics(Magics):
         self._view = "merged"
         self._last: CellResult | None = None
         self._bridge: CommBridge | None = None
-        self._knows_kept = False  # whether the person was told which kept ranks wait
+        self._knows_kept = False  # whether the kept ranks were reported
 
     @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
-        """Run cells on the ranks, and look after the ranks."""
-        if cell is not None or not arguments.is_peek(line):
+        """Run cells on the ranks, and manage the ranks."""
+        if cell is not None or not arguments.is_peek(line):  # braces in a peek expression are Python's, not IPython's
             line = self._shell.var_expand(line, depth=_TO_THE_CELL)
         with short_errors():
             if cell is None:
@@ -68,13 +68,13 @@ class DistributedMagics(Magics):
 
     @cell_magic
     def local(self, line: str, cell: str) -> None:
-        """Run this cell in the notebook, whatever `%distributed auto` says."""
+        """Run this cell in the notebook process, also while `%distributed auto` is on."""
         if line.strip():
             raise UsageError(f"%%local takes no options, not {line.strip()!r}")
-        result = self._shell.run_cell("%%local\n" + cell, store_history=False)  # auto.keep_local takes it from here
+        result = self._shell.run_cell("%%local\n" + cell, store_history=False)  # auto_mode.run_locally removes %%local
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
-            error._render_traceback_ = list  # it has been shown; what is left is the status
+            error._render_traceback_ = list  # run_cell has shown the traceback; only the status is left to report
             raise error
 
     # Cells
@@ -94,12 +94,16 @@ class DistributedMagics(Magics):
         ranks = cluster.select(chosen.ranks)
         if "?" in cell and completion.show_inspection(cluster, ranks, cell):
             return None
+        # The ranks get the magic's line as a comment, so that lines in tracebacks and breakpoints match the cell.
+        # A cell magic in the body has to stay in the first line.
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         keep = self._keeper(chosen.out)
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
         file = self._known_to_debugger(ranks, head + cell)
         has_status_line = shown and not chosen.background and isinstance(sink, JupyterSink)
+        # An interrupt between submission and wait would leave a running cell that nothing waits for. It is deferred,
+        # and `wait` forwards it to the ranks.
         with deferred_interrupts():
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
@@ -138,7 +142,10 @@ class DistributedMagics(Magics):
         return keep
 
     def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
-        """What a front end's debugger knows the cell as; while one debugs, it is on these ranks too by then."""
+        """Return the name under which the front end's debugger knows the cell, or "".
+
+        Also attach a debugger to these ranks, if a front end is debugging.
+        """
         debugging = debugger.debugging_of(self._shell)
         if debugging is None:
             return ""
@@ -152,7 +159,7 @@ class DistributedMagics(Magics):
         return self._bridge
 
     def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
-        """What shows the cell's output by rank, where a front end can and somebody wants it."""
+        """Return a panel for the cell's output by rank; None for merged output or without a front end."""
         if (view is None and self._view == "merged") or not isinstance(sink, JupyterSink):
             return None
         from rankbook.magics.output_panel import Panel
@@ -167,7 +174,7 @@ class DistributedMagics(Magics):
         return self._start(None, None)
 
     def _tell_kept(self) -> None:
-        """Say once which kept ranks wait for a notebook."""
+        """Report once which kept ranks can be attached."""
         if not self._knows_kept and (words := reports.describe_waiting()):
             self._say(words)
         self._knows_kept = True
@@ -246,7 +253,7 @@ class DistributedMagics(Magics):
     def _command_stacks(self, _command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
         stacks = cluster.stacks()
-        silent = None in stacks.values()  # the states of those who owe their stack, with no more time to answer
+        silent = None in stacks.values()  # ask for the states of ranks without a stack, without waiting again
         states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
         self._say(reports.describe_stacks(stacks, states))
 
@@ -330,7 +337,10 @@ _COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = 
 
 
 def _cell_number(shell: InteractiveShell) -> int:
-    """The `n` of the running cell's `In[n]`. IPython's own count is one ahead by now, from some 9.x on."""
+    """Return the `n` of the running cell's `In[n]`.
+
+    From some release of IPython 9 on, the shell's own execution count is already one ahead.
+    """
     running = shell.displayhook.exec_result
     number = None if running is None else running.execution_count
     return int(shell.execution_count if number is None else number)
@@ -348,11 +358,12 @@ def _queued(cell: RunningCell, behind: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def short_errors() -> Iterator[None]:
-    """Rankbook's own errors in one line, without the frames of how they came about."""
+    """Show Rankbook's own errors in one line, without their Python traceback."""
     try:
         yield
     except BadRequest as error:
-        raise UsageError(str(error).replace(f": {BadRequest.__name__}: ", ": ")) from None  # a rank's has its name too
+        # An error from a rank includes the class name.
+        raise UsageError(str(error).replace(f": {BadRequest.__name__}: ", ": ")) from None
     except RankbookError as error:
         if not hasattr(error, "_render_traceback_"):
             lines = f"{type(error).__name__}: {error}".splitlines()
@@ -361,7 +372,10 @@ def short_errors() -> Iterator[None]:
 
 
 def _misplaced(name: str) -> Callable[[str], None]:
-    """What IPython takes `%%name` for below a cell's first line: a line magic, which it would not know."""
+    """Return a line magic that rejects `%%name` below a cell's first line.
+
+    IPython parses such a line as the line magic `%name`, and would report it as unknown.
+    """
 
     def refuse(_line: str) -> None:
         raise UsageError(f"%%{name} has to be the first line of its cell; not even a comment may stand above it")
@@ -370,12 +384,12 @@ def _misplaced(name: str) -> Callable[[str], None]:
 
 
 def install(shell: InteractiveShell) -> None:
-    """Register the magics. A second time changes nothing."""
+    """Register the magics. A second call changes nothing."""
     DistributedMagics.distributed.__doc__ = arguments.help_text()
     auto_mode.install(shell)
     debugger.install(shell)
     completion.install(shell)
-    set_ending_check(lambda: bool(getattr(shell, "exit_now", False)))  # a kernel sets it as it is asked to shut down
+    set_ending_check(lambda: bool(getattr(shell, "exit_now", False)))  # set by a kernel on a shutdown request
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
         shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")
@@ -385,7 +399,7 @@ def install(shell: InteractiveShell) -> None:
 
 
 def uninstall(shell: InteractiveShell) -> None:
-    """Take the magics away."""
+    """Unregister the magics."""
     auto_mode.uninstall(shell)
     debugger.uninstall(shell)
     completion.uninstall(shell)

@@ -1,9 +1,8 @@
-"""A cell's output by rank in the notebook: live while it runs, plain HTML from its end on.
+"""Publish a cell's output in the notebook: the panel with the output by rank, sinks, and input prompts.
 
-Owns: the one output of the cell that is replaced, and what comes when it is over. Refuses: markup and messages
-(widgets/output_panel.py), and which view is the notebook's (magic.py).
-
-Where a cell's output goes, and where questions are asked.
+`Panel` shows the output by rank: a live widget while the cell runs, replaced by static HTML when the cell ends. The
+HTML and the widget's messages are in widgets/output_panel.py. `JupyterSink` and `TerminalSink` publish merged output,
+`sink_for` and `ask_for` choose the sink and the prompt of the running front end.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class Panel:
-    """The panel of the cell that `follow` is given; `page` is for its output. Shown once there is any."""
+    """The output panel of one cell, displayed when its first output arrives.
+
+    Pass `page` to the cell as the destination of its output, and the submitted cell to `follow`. Output arrives on the
+    coordinator's driver thread, also after the cell has ended: `_lock` orders it with the end.
+    """
 
     def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str) -> None:
         self._sink = sink
@@ -42,7 +45,7 @@ class Panel:
         self.page = ByRankOutput(self._told, key=self._name)
 
     def follow(self, cell: RunningCell) -> None:
-        """Its output is the panel's, until it ends, which it may have done already."""
+        """Replace the live panel by static HTML when the cell ends, which may already have happened."""
         cell.on_change.append(lambda: self._end() if cell.result is not None else None)
         if cell.result is not None:
             self._end()
@@ -77,7 +80,10 @@ class Panel:
                 self._sink.emit([RichOutput(dict(self._widget.end(pieces)), {}, self._name, update=True)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
-        """What HTML cannot show lives below the panel, behind its label; in the panel stands its text."""
+        """Display output that static HTML cannot show, such as a widget, below the panel with its ranks.
+
+        The panel itself contains its text.
+        """
         before = self._below.get(key)
         self._below[key] = ranks
         label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
@@ -85,7 +91,7 @@ class Panel:
         self._sink.emit([*found, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
 
     def _late(self, changes: Sequence[Change]) -> None:
-        """What ranks that still run, or threads that they have left, print is shown below."""
+        """Publish output that arrives after the cell's end, from ranks that still run or from their threads."""
         for change in changes:
             match change:
                 case BlockAdded(piece) if piece.data is not None:
@@ -98,11 +104,11 @@ class Panel:
                     piece = OutputBlock(key, self._ranks_of.get(key, ()), text=text)
                     self._sink.emit([Stream("stdout", text_of([piece]) + "\n")])
                 case _:
-                    pass  # what stands in the cell's panel stays
+                    pass  # the static panel does not change
 
 
 def still_bundle(result: CellResult, view: str) -> dict[str, str]:
-    """What a cell that has ended has shown, by rank, as a mime bundle: each rank's text, then its displays."""
+    """Return the output of a finished cell by rank as a mime bundle: the ranks' text, then their displays."""
     ranks = [outcome.rank for outcome in result.outcomes]
     pieces = _pieces_of(result.outcomes)
     name = _new_name()
@@ -117,10 +123,10 @@ def _new_name() -> str:
 
 
 def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
-    """What all ranks have shown alike is one piece."""
+    """Group the ranks' output into blocks; equal output of several ranks is one block."""
     found: list[OutputBlock] = []
 
-    def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of a Piece
+    def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of an OutputBlock
         alike: list[tuple[Any, list[int]]] = []
         for rank, value in values.items():
             for other, ranks in alike:
@@ -142,9 +148,9 @@ def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
 
 
 class JupyterSink:
-    """Publishes into one cell of a Jupyter front end, from any thread, also after the cell has ended.
+    """Publish output into one cell of a Jupyter front end, from any thread, also after the cell has ended.
 
-    `number`: results of the ranks are the cell's own, `Out[number]`; None: they are displays.
+    `number`: publish the ranks' results as the cell's own, `Out[number]`; None: as displays.
     """
 
     def __init__(self, kernel: Any, number: int | None = None) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
@@ -162,7 +168,10 @@ class JupyterSink:
 
 
 def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, Any]]:
-    """The Jupyter message, type and content, that shows `item`; a result is that of cell `number`, if there is one."""
+    """Return the Jupyter message that shows `item`: its type and content.
+
+    A result becomes that of cell `number`, if given.
+    """
     match item:
         case Stream(name, text):
             return "stream", {"name": name, "text": text}
@@ -179,7 +188,7 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
 
 
 class TerminalSink:
-    """Writes to a terminal or a file: text as it is, displays as their text/plain."""
+    """Write output to a terminal or a file: text unchanged, displays as their text/plain."""
 
     def __init__(self) -> None:
         self._out, self._err = sys.stdout, sys.stderr
@@ -207,13 +216,13 @@ class TerminalSink:
 
 
 def sink_for(shell: InteractiveShell, number: int | None = None) -> JupyterSink | TerminalSink:
-    """The way to the cell that runs now. `number`: see `JupyterSink`."""
+    """Return a sink for the running cell. `number`: see `JupyterSink`."""
     kernel = getattr(shell, "kernel", None)
     return TerminalSink() if kernel is None else JupyterSink(kernel, number)
 
 
 def ask_for(shell: InteractiveShell) -> Ask:
-    """The front end's own prompt."""
+    """Return the front end's input prompt."""
     kernel = getattr(shell, "kernel", None)
     if kernel is None:
         return ask_in_terminal

@@ -1,8 +1,7 @@
-"""The profile of all ranks: one table, one Chrome trace.
+"""Profile and time a cell on all ranks: `%%distributed --profile` and `--time`.
 
-Owns: what is merged, and the file. Refuses: to overwrite a file that is no trace of ours.
-
-`%%distributed --time` and `--profile`: what is asked of the ranks, and what is shown in the end.
+`Measuring` requests the measurement and shows its result. The profiles of the ranks are merged into one table
+(`profile_table`) and one Chrome trace (`Trace`); a file that is not a trace of Rankbook's is never overwritten.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from rankbook.widgets.live_view import start_thread
 from rankbook.widgets.rendering import table
 
 _MARK = b'{"rankbook": '
-"""How a file of ours begins."""
+"""First bytes of a trace file written by Rankbook."""
 _MOST_ROWS = 20
 _MOST_COLUMNS = 8
-"""Ranks that have a column each; of more there are the least, the mean and the most."""
+"""Ranks that have a column of their own; for more ranks the columns are least, mean and most."""
 _LONGEST_NAME = 60
 
 Ops = Mapping[int, Sequence[OpTime]]
@@ -39,7 +38,7 @@ Ops = Mapping[int, Sequence[OpTime]]
 
 @dataclass(frozen=True)
 class MergedOp:
-    """One op on all ranks: its calls and seconds there, by rank."""
+    """One op on all ranks: its calls and seconds by rank."""
 
     name: str
     where: str
@@ -48,18 +47,21 @@ class MergedOp:
 
     @property
     def total(self) -> float:
-        """Seconds of all ranks together."""
+        """Return the seconds of all ranks together."""
         return sum(self.seconds.values())
 
     @property
     def imbalance(self) -> float:
-        """The longest time of a rank over the mean of all: 1 where all took as long."""
+        """Return the longest time of a rank divided by the mean of all ranks: 1 if all took equally long."""
         mean = self.total / len(self.seconds)
         return max(self.seconds.values()) / mean if mean > 0 else 1.0
 
 
 def merge_ops(ops: Ops) -> list[MergedOp]:
-    """One for each op, the largest total first; a rank without it has 0 calls. Kernels of all devices count as one."""
+    """Merge the ranks' ops, the largest total first.
+
+    A rank without an op has 0 calls of it. Kernels of all devices of one type are merged.
+    """
     kinds = dict.fromkeys((each.name, _kind(each.where)) for told in ops.values() for each in told)
     calls = {kind: dict.fromkeys(ops, 0) for kind in kinds}
     times = {kind: dict.fromkeys(ops, 0.0) for kind in kinds}
@@ -76,7 +78,7 @@ def _kind(where: str) -> str:
 
 
 def profile_table(ops: Ops) -> tuple[dict[str, str], str]:
-    """The table as a mime bundle, and the words that belong below it."""
+    """Return the table as a mime bundle, and the explanation to show below it."""
     merged = merge_ops(ops)
     shown = merged[:_MOST_ROWS]
     ranks = sorted(ops)
@@ -120,21 +122,24 @@ def _imbalance(op: MergedOp) -> str:
 
 @dataclass(frozen=True)
 class Trace:
-    """One Chrome trace. `events[rank]` are JSON objects with commas between them; `epoch` their zero, unix ns."""
+    """One Chrome trace.
+
+    `events[rank]` has JSON objects separated by commas; `epoch` is their time 0, in nanoseconds of the Unix epoch.
+    """
 
     title: str
     epoch: int
     events: Mapping[int, bytes]
 
     def encode(self) -> bytes:
-        """The file's content."""
+        """Return the contents of the file."""
         title, ranks = json.dumps(f"profile of {self.title}"), sorted(self.events)
         head = b"%s%s" % (_MARK, title.encode())
         head += b', "displayTimeUnit": "ms", "baseTimeNanoseconds": %d, "traceEvents": [\n' % self.epoch
         return head + b",\n".join(self.events[rank] for rank in ranks if self.events[rank]) + b"\n]}\n"
 
     def write(self, file: Path) -> None:
-        """Put it there in one piece. Raises OSError, also where somebody else's file has come to lie there."""
+        """Write the file atomically. Raises OSError, also if another program's file has appeared there."""
         if not may_write(file):
             raise FileExistsError(f"{file} is no trace of Rankbook's")
         beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
@@ -146,7 +151,7 @@ class Trace:
 
 
 def may_write(file: Path) -> bool:
-    """Whether nothing lies there but an earlier trace of ours."""
+    """Return True if `file` does not exist or is an earlier trace of Rankbook's."""
     if not file.exists():
         return not file.is_symlink()
     if not file.is_file():
@@ -156,7 +161,7 @@ def may_write(file: Path) -> bool:
 
 
 def check_file(file: Path) -> Path:
-    """`file`, before anything runs. Raises `BadRequest` where a trace cannot be put."""
+    """Return `file` if a trace can be written there, before the cell runs. Raises `BadRequest` otherwise."""
     if not file.parent.is_dir():
         raise BadRequest(f"%%distributed --profile: there is no folder {file.parent}")
     try:
@@ -175,11 +180,11 @@ def check_file(file: Path) -> Path:
 Keep = Callable[[CellResult], None]
 
 _TELLING = 0.05
-"""The part of the longest wall time that ranks must have waited for others before it is said."""
+"""Waiting time, as a fraction of the longest wall time, from which on late ranks are reported."""
 
 
 class Measuring:
-    """What the options of cell `number` ask for. Raises `BadRequest` where the trace may not be written."""
+    """The measurement of cell `number`. Raises `BadRequest` if the trace file may not be written."""
 
     def __init__(self, chosen: argparse.Namespace, number: int) -> None:
         self._time: bool = chosen.time
@@ -189,16 +194,17 @@ class Measuring:
         self.measure = Measure(profile=self._file is not None, epoch=time.time_ns())
 
     def prepare(self, cluster: Cluster, ranks: Sequence[int]) -> RunningCell | None:
-        """Have the profiler run once, before the cell: its first start takes seconds, and not on all ranks as many.
+        """Run the profiler once before the cell, because its first start takes seconds.
 
-        The cell begins only when that has ended on all, so that nobody seems to wait for who had more to load.
+        The cell starts when this has ended on all ranks, so that differences in the start-up time do not appear as
+        waiting.
         """
         if self._file is None:
             return None
         return cluster.submit_code("", number=0, ranks=ranks, sink=None, measure=self.measure)
 
     def show_after(self, keep: Keep, cluster: Cluster, cell: RunningCell, sink: Sink, *, background: bool) -> Keep:
-        """`keep`, and then what was measured. In the background it is shown from a thread of its own."""
+        """Return a callback that calls `keep` and shows the measurement; for background cells in a thread."""
 
         def show() -> None:
             sink.emit(self.describe(cluster.take_values(cell), cell))
@@ -213,7 +219,7 @@ class Measuring:
         return keep_and_show
 
     def describe(self, told: Mapping[int, Measured], cell: RunningCell) -> list[Emit]:
-        """What to show of what the ranks told."""
+        """Return the output items for the ranks' measurements."""
         items: list[Emit] = []
         if self._time and told:
             items.append(RichOutput(dict(times_table({rank: each.times for rank, each in told.items()})), {}))
@@ -243,7 +249,7 @@ class Measuring:
 
 
 def times_table(times: Mapping[int, Times]) -> dict[str, str]:
-    """One row per rank, as a mime bundle."""
+    """Return a table with one row per rank as a mime bundle."""
     late = latecomers(times)
     rows = [
         (
@@ -261,7 +267,10 @@ def times_table(times: Mapping[int, Times]) -> dict[str, str]:
 
 
 def latecomers(times: Mapping[int, Times]) -> set[int]:
-    """The ranks that the others waited for: they waited much less, and what the others lost so is worth a word."""
+    """Return the ranks that the others waited for.
+
+    A latecomer waited much less than the others; none is returned if the difference is below `_TELLING`.
+    """
     waited = {rank: each.waited for rank, each in times.items()}
     if len(waited) < 2:
         return set()
@@ -272,7 +281,7 @@ def latecomers(times: Mapping[int, Times]) -> set[int]:
 
 
 def seconds(amount: float) -> str:
-    """A short time in words: "1.24 s", "12.5 ms", "80 µs"."""
+    """Format a short time: "1.24 s", "12.5 ms", "80 µs"."""
     if amount >= 1:
         return f"{amount:.2f} s"
     return f"{amount * 1e3:.1f} ms" if amount >= 1e-3 else f"{amount * 1e6:.0f} µs"

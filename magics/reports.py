@@ -22,9 +22,9 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
 def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str]) -> str:
-    """Return each distinct stack once, after its ranks, with the outermost user frame first.
+    """Return every distinct stack once, after its ranks, with the outermost user frame first.
 
-    `states` describes the ranks that have no stack, because they are dead or do not answer.
+    `states` describes the ranks that have no stack, because they are dead or do not respond.
     """
     texts = {rank: states[rank] if stack is None else _describe_stack(stack) for rank, stack in stacks.items()}
     return "\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in group_ranks(texts.items()).items())
@@ -42,7 +42,7 @@ def _describe_stack(stack: Stack) -> str:
 
 
 def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:
-    """Return each distinct answer once, after its ranks, and each distinct error. Both end in a newline."""
+    """Return every distinct answer once, after its ranks, and every distinct error. Both end in a newline."""
     answers = _prefix_ranks({peek.rank: peek.text for peek in peeks if not peek.trouble})
     errors = _prefix_ranks({peek.rank: peek.trouble for peek in peeks if peek.trouble})
     moving = [peek for peek in peeks if peek.cell and not peek.trouble]
@@ -54,7 +54,7 @@ def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:
 
 
 def _prefix_ranks(texts: Mapping[int, str]) -> str:
-    """Return the lines of each distinct text with its ranks; texts that differ in addresses only count as one."""
+    """Return the lines of all distinct texts with their ranks; texts that differ only in addresses are merged."""
     groups = group_ranks((rank, _ADDRESS.sub("0x", text)) for rank, text in texts.items())
     return "".join(
         f"[{format_ranks(ranks)}] {line}\n" for ranks in groups.values() for line in texts[ranks[0]].split("\n")
@@ -62,7 +62,7 @@ def _prefix_ranks(texts: Mapping[int, str]) -> str:
 
 
 def variable_rows(variables: Mapping[int, Sequence[Variable]], names: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return the rows below `VARIABLE_HEADINGS`: for each variable one row for each set of ranks where it is alike.
+    """Return the rows below `VARIABLE_HEADINGS`: one row per variable and set of ranks where it is alike.
 
     Alike means the same type, shape, dtype, device and size; the contents of tensors and objects are not compared.
     `names` selects variables, also by patterns such as `loss*`. Raises `BadRequest` for a name that no rank has.
@@ -104,7 +104,7 @@ def _rows_of_variable(name: str, by_rank: Mapping[int, Variable], ranks: tuple[i
             _describe_values({rank: variable.preview for rank, variable in group.items()}),
             ", ".join(differs),
         )
-        differs = []  # in the first row only
+        differs = []  # only in the first row of the variable
 
 
 def _describe_values(values: Mapping[int, str]) -> str:
@@ -117,7 +117,7 @@ def _describe_values(values: Mapping[int, str]) -> str:
 
 
 def describe_keeping(cluster: Cluster) -> str:
-    """Return the line after the start of ranks that outlive the kernel; empty for other ranks."""
+    """Return the line shown after starting ranks that outlive the kernel; empty for other ranks."""
     if cluster.keep is None:
         return ""
     minutes, rest = divmod(cluster.keep, 60)
@@ -126,7 +126,7 @@ def describe_keeping(cluster: Cluster) -> str:
 
 
 def describe_attached(cluster: Cluster) -> str:
-    """Return which ranks were taken over, and a line with a remedy for each rank that is lost."""
+    """Return the attached ranks, and a line with a remedy per lost rank."""
     status = cluster.status()
     alive = [rank.rank for rank in status if not rank.loss]
     remedy = "%distributed heal brings it back" if alive else "%distributed heal --empty starts it without variables"
@@ -135,14 +135,14 @@ def describe_attached(cluster: Cluster) -> str:
 
 
 def describe_waiting() -> str:
-    """Return a line for each set of kept ranks whose notebook is gone; empty if there is none."""
+    """Return a line per set of kept ranks whose notebook has ended; empty if there are none."""
     records = [record for record in find_detached().records if not record.owned]
     how = "%distributed stop, then %distributed attach"
     return "\n".join(f"kept ranks wait: {record.describe()}; {how} {record.key} takes them over" for record in records)
 
 
 def describe_kept() -> str:
-    """Return a line for each set of kept ranks, and the notes about unreadable records; empty if there are none."""
+    """Return a line per set of kept ranks, and the notes about unreadable records; empty if there are none."""
     found = find_detached()
     how = "%distributed attach takes them over"
     lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in found.records]

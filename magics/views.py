@@ -1,10 +1,7 @@
-"""The live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
+"""Live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
 
-Owns: which cluster and which folder a view shows. Refuses: to draw, and to ask the ranks by itself.
-
-What views see of a cluster, and what they can do to it.
-
-A folder of checkpoints, for the view of it.
+The functions connect the views in widgets/ to their data: `ClusterViewSource` gives access to a cluster, and
+`CheckpointBrowser` to a folder of checkpoints.
 """
 
 from __future__ import annotations
@@ -36,34 +33,35 @@ from rankbook.widgets.shards import ShardsView
 Folder = str | os.PathLike[str]
 
 OF_ACCELERATOR = "rankbook.runtime"
-"""The metadata that `Accelerator.save_state` leaves in a checkpoint."""
+"""Key of the metadata that `Accelerator.save_state` writes into a checkpoint."""
 
 
 def placement() -> PlacementView:
-    """Hosts, devices and ranks, live: what each rank does, what its memory holds, how fast it trains.
-
-    Raises `NoCluster`.
-    """
+    """Show hosts, devices and ranks live: state, memory use and training speed. Raises `NoCluster`."""
     return PlacementView(_feed())
 
 
 def shards(name: str, *, search: str = "") -> ShardsView:
-    """Where every part of the ranks' variable `name` lies: a model, an optimizer, a state dict, or one tensor.
+    """Show how the tensors of variable `name` are sharded: a model, an optimizer, a state dict, or one tensor.
 
-    `search` shows only parameters with that in their name. Raises `NoCluster`.
+    `search` limits the list to parameters whose name contains it. Raises `NoCluster`.
     """
     return ShardsView(_feed(), name, search=search)
 
 
 def checkpoints(folder: Folder) -> CheckpointsView:
-    """Saves as they happen, and what lies in `folder`, to be verified, loaded and deleted. Raises `NoCluster`."""
+    """Show running saves and the checkpoints in `folder`, with buttons to verify, load and delete them.
+
+    Raises `NoCluster`.
+    """
     return CheckpointsView(_feed(), _shelf(folder))
 
 
 def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
-    """The three as tabs, one for a notebook: opened again it moves here. Raises `NoCluster`.
+    """Show placement, shards and checkpoints as tabs. A notebook has one dashboard: reopening moves it here.
 
-    `folder`: whose checkpoints stand beside the saves. `variable`: whose shards are shown until another is typed in.
+    `folder`: the checkpoints to list beside the running saves. `variable`: the variable whose shards are shown at
+    first. Raises `NoCluster`.
     """
     return Dashboard.reopen(_feed(), None if folder is None else _shelf(folder), variable=variable)
 
@@ -77,7 +75,10 @@ def _shelf(folder: Folder) -> CheckpointBrowser:
 
 
 def _load(where: str, manifest: Manifest) -> str | None:
-    """Have the ranks load what their `Accelerator` has saved; of others nobody knows into what."""
+    """Load a checkpoint of `Accelerator.save_state` on the ranks and return a message.
+
+    Returns None for other checkpoints, because the objects to load them into are unknown.
+    """
     if OF_ACCELERATOR not in manifest.metadata:
         return None
     default_cluster.current().run(f"accelerator.load_state({where!r})")
@@ -85,17 +86,17 @@ def _load(where: str, manifest: Manifest) -> str | None:
 
 
 class ClusterViewSource:
-    """A feed of `cluster`. Any thread, also while cells run."""
+    """Data source of views for `cluster`; see `ClusterSource`. Thread-safe, also while cells run."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def watch(self, kind: str, callback: Callable[[Any], None], **_options: object) -> Callable[[], None]:
-        """See `Cluster.watch`."""
+        """Subscribe to a state; see `Cluster.watch`."""
         return self._cluster.watch(kind, callback)
 
     def ask(self, kind: str, **options: Any) -> Struct:  # noqa: ANN401 - the question's own
-        """Answer "placement", "detail" (rank), "shards" (name) or "statistic" (name, key, rank), within 2 s or so.
+        """Answer "placement", "detail" (rank), "shards" (name) or "statistic" (name, key, rank), within about 2 s.
 
         Raises `RankbookError`.
         """
@@ -110,9 +111,9 @@ class ClusterViewSource:
         return questions[kind](**options)
 
     def act(self, kind: str, rank: int | None = None) -> str:
-        """Interrupt or restart `rank`, or all; what was done, in a sentence. Raises `RankbookError`.
+        """Interrupt or restart `rank`, or all ranks, and return a sentence about the result. Raises `RankbookError`.
 
-        A rank's cell is interrupted on all its ranks: they wait for one another.
+        An interrupt stops the rank's cell on all of the cell's ranks, because they wait for one another.
         """
         ranks = None if rank is None else (rank,)
         match kind:
@@ -129,14 +130,20 @@ class ClusterViewSource:
 
 
 Loader = Callable[[str, Manifest], str | None]
-"""Loads the checkpoint of this path on the ranks, and says what it did; None where it cannot."""
+"""Load the checkpoint at this path on the ranks and return a message, or None if that is not possible."""
 Signature = tuple[bytes, tuple[tuple[str, int | None], ...]]
 _SEAL = 64
-"""Bytes at a manifest's end, the line with its checksum among them: a step that is saved again may be as large."""
+"""Bytes read from a manifest's end, which include its checksum.
+
+They detect a step that was saved again with the same size.
+"""
 
 
 class CheckpointBrowser:
-    """See `widgets.view_model.CheckpointSource`. `load` is what its button does; without one it says how to."""
+    """The checkpoints in a folder; see `widgets.view_model.CheckpointSource`.
+
+    `load` implements the load button; without it, `load` returns instructions.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
         self._folder = os.fspath(folder)
@@ -147,7 +154,7 @@ class CheckpointBrowser:
         self._checked: dict[str, tuple[Signature, str, str]] = {}
 
     def look(self) -> CheckpointFolder:
-        """See `CheckpointSource`. A checkpoint whose files are the same as before is not read again."""
+        """Return the checkpoints; see `CheckpointSource`. Manifests are read again only if files changed."""
         with self._lock:
             try:
                 names = self._storage.list()
@@ -189,7 +196,7 @@ class CheckpointBrowser:
         return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
     def delete(self, name: str) -> str:
-        """See `CheckpointSource`. A step that is being saved stays."""
+        """Delete a checkpoint; see `CheckpointSource`. A step that is being saved is not deleted."""
         if name in steps.list_partials(self._storage):
             if (owner := steps.writer_of(self._storage, name)) is not None:
                 raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
@@ -205,7 +212,7 @@ class CheckpointBrowser:
         return f"{name} was deleted"
 
     def _step(self, name: str) -> int | None:
-        """The step of a finished checkpoint that `look` has named; None for one that is no step."""
+        """Return the step of a finished checkpoint listed by `look`, or None if it has no step number."""
         step = steps.parse_step(name.removesuffix(".old"))
         if step is not None:
             return step
@@ -214,7 +221,7 @@ class CheckpointBrowser:
         raise BadRequest(f"{self._folder} has no finished checkpoint {name!r}")
 
     def _others(self, names: Mapping[str, int | None]) -> list[str]:
-        """Checkpoints in folders that are no steps, as an `Accelerator` numbers them."""
+        """Return the checkpoints in folders that are not named as steps, such as those of an `Accelerator`."""
         return [
             name
             for name in sorted(names)
@@ -240,7 +247,7 @@ class CheckpointBrowser:
         names = self._storage.list(path)
         seal, where = bytearray(_SEAL), f"{path}/{MANIFEST}" if path else MANIFEST
         if size := names.get(MANIFEST):
-            with contextlib.suppress(OSError):  # the checkpoint may go meanwhile
+            with contextlib.suppress(OSError):  # the checkpoint may be deleted meanwhile
                 self._storage.read(where, max(0, size - _SEAL), memoryview(seal))
         return bytes(seal), tuple(sorted(names.items()))
 
@@ -300,7 +307,7 @@ class CheckpointBrowser:
 
 
 def _seconds(created: str) -> float | None:
-    """Seconds since the epoch of an ISO time."""
+    """Convert an ISO time to seconds since the epoch; None if it is invalid."""
     try:
         return datetime.datetime.fromisoformat(created).timestamp()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Saves as they happen, and what lies in a folder of checkpoints.
+"""Checkpoints view: running saves, and the checkpoints in a folder with buttons to verify, load and delete them.
 
-Owns: the state for the browser, what is read again and when. Refuses: to read or change a folder itself.
-
-Saves and checkpoints, as HTML, text and SVG.
+`CheckpointsModel` and `CheckpointsView` are the live view; `folder_of` and `saves_of` make the JSON for
+static/checkpoints.js; `text`, `html` and `svg` draw the static versions. The folder itself is read and changed through
+`CheckpointSource`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ from rankbook.widgets.rendering import (
 )
 from rankbook.widgets.view_model import CheckpointSource, ClusterSource, Message, ViewModel, to_json
 
-LOOK_AGAIN = 3.0  # seconds: other processes save and delete there, too
+LOOK_AGAIN = 3.0  # seconds: other processes may save to the folder and delete from it
 ENDS = {"done", "failed"}
 _DONE = {"verify": "verified", "load": "loaded", "delete": "deleted"}
 
 
 class CheckpointsModel(ViewModel):
-    """The feed's "saves", and a shelf that is looked at every few seconds for as long as somebody looks."""
+    """Model of the checkpoints view.
+
+    Updated by the source's "saves" state. While the view is open, a thread reads the folder every `LOOK_AGAIN` seconds,
+    and at once when a save ends.
+    """
 
     name = "checkpoints"
 
@@ -53,7 +57,7 @@ class CheckpointsModel(ViewModel):
         self._changed: Callable[[], None] | None = None
         self._again, self._stop = Event(), Event()
         self._acting = Lock()
-        self._doing: set[tuple[str, str]] = set()  # checkpoints, each with what is done to it now
+        self._doing: set[tuple[str, str]] = set()  # (checkpoint, running operation)
 
     def open(self, changed: Callable[[], None]) -> None:
         """See `ViewModel`."""
@@ -93,9 +97,10 @@ class CheckpointsModel(ViewModel):
         return to_json(saves_of(self._saves))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
-        """`verify`, `load` or `delete` a checkpoint by its `name`; `look` again.
+        """Perform `verify`, `load` or `delete` on the checkpoint `name`, or `look` to read the folder again.
 
-        None is deleted while it is read, and nothing is done twice at once: these may take minutes.
+        These may take minutes and run in parallel: a checkpoint is not deleted while another operation uses it, and no
+        operation runs twice at once.
         """
         if self._shelf is None:
             raise BadRequest("no folder was given: rankbook.checkpoints(folder)")
@@ -153,7 +158,7 @@ class CheckpointsModel(ViewModel):
 
 
 class CheckpointsView(LiveView):
-    """Saves as they happen and what lies in a folder, live."""
+    """Live view of running saves and the checkpoints in a folder."""
 
     _esm = script("checkpoints", last='export default mount("checkpoints", {checkpoints: drawCheckpoints});')
     checkpoints_fixed = traitlets.Unicode("{}").tag(sync=True)
@@ -170,7 +175,7 @@ def _ended(saves: Saves | None) -> set[tuple[int, str, str]]:
 
 
 def folder_of(folder: CheckpointFolder | None) -> dict[str, Any]:
-    """What lies in the folder; numbers in words, for they change only with it."""
+    """Return the JSON data of the folder; numbers are formatted, since they change only with the folder."""
     if folder is None:
         return {}
     return {
@@ -181,12 +186,12 @@ def folder_of(folder: CheckpointFolder | None) -> dict[str, Any]:
 
 
 def _can(each: StoredCheckpoint) -> list[str]:
-    """What can be done with it."""
+    """Return the operations that are possible on a checkpoint."""
     return ["delete"] if each.state == "partial" else ["load", "verify", "delete"]
 
 
 def saves_of(saves: Saves | None) -> dict[str, Any]:
-    """Each save with what all ranks have done of it, and each rank's bytes."""
+    """Return the JSON data of the saves: progress of all ranks together, and bytes per rank."""
     if saves is None:
         return {}
     return {
@@ -206,7 +211,7 @@ def saves_of(saves: Saves | None) -> dict[str, Any]:
 
 
 HEADINGS = ("", "checkpoint", "step", "saved", "size", "ranks", "state")
-PHASES = ("failed", "planning", "staging", "writing", "committing", "done")  # the first that any rank is in counts
+PHASES = ("failed", "planning", "staging", "writing", "committing", "done")  # the first one of any rank counts
 CHECKED_MARKS = {"verified": "✓ verified", "damaged": "✕ damaged", "": "not verified"}
 
 
@@ -219,32 +224,32 @@ class WholeSave:
 
     @property
     def phase(self) -> str:
-        """The phase of the rank that is least far; failed if any has."""
+        """Return the phase of the slowest rank, or `failed` if any rank has failed."""
         phases = {each.save.phase for each in self.ranks}
         return next((phase for phase in PHASES if phase in phases), "planning")
 
     @property
     def written(self) -> int:
-        """Bytes, of all ranks."""
+        """Return the bytes written by all ranks."""
         return sum(each.save.written for each in self.ranks)
 
     @property
     def total(self) -> int:
-        """Bytes that there will be, of all ranks."""
+        """Return the bytes that all ranks will write."""
         return sum(each.save.total for each in self.ranks)
 
     @property
     def rate(self) -> float:
-        """Bytes per second, of all ranks that write."""
+        """Return the bytes per second of all ranks that are writing."""
         return sum(each.save.rate or 0.0 for each in self.ranks)
 
     @property
     def error(self) -> str:
-        """What went wrong, and where."""
+        """Return the errors with their ranks, or an empty string."""
         return "; ".join(f"rank {each.rank}: {each.save.error}" for each in self.ranks if each.save.error)
 
     def left(self) -> float | None:
-        """Seconds until the slowest rank has written its part, at its rate."""
+        """Return the seconds until the slowest rank has written its part at its current rate; None if unknown."""
         waits = [
             (each.save.total - each.save.written) / each.save.rate
             for each in self.ranks
@@ -253,7 +258,7 @@ class WholeSave:
         return max(waits, default=None)
 
     def words(self) -> str:
-        """How far it is: "writing, 1.2 GB of 4 GB, 400 MB/s, 7 s left"."""
+        """Describe the progress: "writing, 1.2 GB of 4 GB, 400 MB/s, 7 s left"."""
         seconds = max(each.save.seconds for each in self.ranks)
         left = self.left()
         said = [self.phase]
@@ -269,7 +274,7 @@ class WholeSave:
 
 
 def together(saves: Saves | None) -> list[WholeSave]:
-    """The ranks' saves, joined where they are of the same checkpoint, in the order in which they came."""
+    """Group the ranks' saves by checkpoint, in the order in which they started."""
     found: dict[tuple[str, str], list[RankSave]] = defaultdict(list)
     for each in saves.saves if saves is not None else ():
         found[each.save.folder, each.save.name].append(each)
@@ -283,7 +288,7 @@ def together(saves: Saves | None) -> list[WholeSave]:
 
 
 def row(each: StoredCheckpoint) -> list[str]:
-    """One checkpoint, in words."""
+    """Return the texts of a checkpoint's row, without its name."""
     state = CHECKED_MARKS.get(each.checked, each.checked) if each.state == "finished" else each.state
     if each.state == "foreign":
         state = f"written by another program, {CHECKED_MARKS.get(each.checked, each.checked)}"
@@ -303,7 +308,7 @@ def _row(each: StoredCheckpoint) -> list[str]:
 
 
 def summary(saves: Saves | None, folder: CheckpointFolder | None) -> str:
-    """One line: "3 checkpoints in /ckpt, latest step-30; saving step-40: writing"."""
+    """Summarize the view in one line: "3 checkpoints in /ckpt, latest step-30; saving step-40: writing"."""
     said = []
     if folder is not None:
         latest = next((f", latest {each.name}" for each in folder.checkpoints if each.latest), "")
@@ -315,7 +320,7 @@ def summary(saves: Saves | None, folder: CheckpointFolder | None) -> str:
 
 
 def text(saves: Saves | None, folder: CheckpointFolder | None) -> str:
-    """The saves, then a line for each checkpoint."""
+    """Return the saves, then a line per checkpoint, as text."""
     lines = ["checkpoints: " + summary(saves, folder)]
     for whole in together(saves):
         lines += [
@@ -329,7 +334,7 @@ def text(saves: Saves | None, folder: CheckpointFolder | None) -> str:
 
 
 def html(saves: Saves | None, folder: CheckpointFolder | None) -> str:
-    """The saves with their bars, and a table of the checkpoints."""
+    """Return the saves with their progress bars, and a table of the checkpoints, as HTML."""
     said = [f"<p>checkpoints: {escape(summary(saves, folder))}</p>"]
     for whole in together(saves):
         progress = bar([("written", whole.written, BLUE)], whole.total, width="16em")
@@ -340,7 +345,7 @@ def html(saves: Saves | None, folder: CheckpointFolder | None) -> str:
 
 
 def svg(saves: Saves | None, folder: CheckpointFolder | None) -> str:
-    """The saves with a bar for each rank, and the checkpoints, as a picture."""
+    """Return the saves with a bar per rank, and the checkpoints, as an SVG document."""
     title = summary(saves, folder)
     shapes, y = [text_element(12, 24, title, size=14)], 40.0
     for whole in together(saves):

@@ -1,7 +1,4 @@
-"""The three views as tabs, one dashboard for a notebook.
-
-Owns: which dashboard is the open one. Refuses: to draw anything itself.
-"""
+"""Dashboard: the views of placement, shards and checkpoints as tabs, with at most one dashboard per notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from rankbook.widgets.view_model import CheckpointSource, ClusterSource
 
 
 class Dashboard(LiveView):
-    """Placement, shards and checkpoints. Only the tab that is seen is kept up to date."""
+    """Placement, shards and checkpoints as tabs. Only the visible tab is updated."""
 
     _esm = script(
         "placement",
@@ -41,7 +38,7 @@ class Dashboard(LiveView):
 
     @classmethod
     def reopen(cls, feed: ClusterSource, shelf: CheckpointSource | None = None, *, variable: str = "") -> Dashboard:
-        """The dashboard, opened here; the one that was open elsewhere in the notebook goes."""
+        """Open the dashboard in this cell, and close the one that is open elsewhere in the notebook."""
         if cls._open is not None:
             cls._open.move_away("The dashboard was opened again in another cell.")
         cls._open = cls(feed, shelf, variable=variable)

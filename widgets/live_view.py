@@ -1,14 +1,21 @@
-"""A view that lives in the browser while somebody looks, and stays in the notebook as HTML.
+"""Base widget of live views: updated while a browser shows it, kept in the notebook as static HTML.
 
-Owns: what is sent, how often, to whom; who looks. Refuses: to know what is shown.
+Parts:
 
-Threads of views, which may end with the interpreter at any moment.
+EarlyMessageWidget  a widget that handles the browser's messages at once, also while a cell runs
+LiveView            the view: opens its models while it is visible, sends their state, answers requests
+Throttle            at most ten updates a second, and always the last one
+start_thread        threads that may end with the interpreter
+show_display        display and update outputs of the notebook
 
-Puts outputs into the notebook.
+Visibility is a lease: a browser that shows the view sends `look` every 5 s, and the view stops watching the ranks when
+no browser has done so for `LEASE` seconds (40 times as long if messages wait for the running cell). A browser that
+disappears without sending `away` ends by this timeout. Several browsers may show one view; the parts that any of them
+shows are open.
 
-At most so many updates a second, and the last one always.
-
-A widget that hears its browser at once, also while a cell runs.
+State flows from a model's thread through the throttle to the traits `NAME_fixed` and `NAME_state`, which ipywidgets
+synchronizes. Every `REMEMBER` seconds, and when the last browser stops looking, the static HTML below the view is
+renewed, which is what a saved notebook shows.
 """
 
 from __future__ import annotations
@@ -32,13 +39,17 @@ from rankbook.widgets.view_model import ViewModel
 
 
 class EarlyMessageWidget(anywidget.AnyWidget):
-    """`_handle` is called with each message, on a thread of its own; `arrived` numbers them, for they may overtake."""
+    """Widget that handles messages as soon as they arrive, also while a cell runs.
+
+    ipywidgets delivers messages on the main thread, after the running cell. `_handle` is called with every message in a
+    new thread instead; `arrived` numbers the messages, because these threads may overtake one another.
+    """
 
     def __init__(self, **traits: object) -> None:
-        self._arriving = Lock()  # held for moments only, by the kernel's thread
-        self._taken: set[str] = set()  # heard early, and not yet delivered: that may be hours later
+        self._arriving = Lock()  # held only briefly: the kernel's thread needs it
+        self._taken: set[str] = set()  # ids handled early; ipywidgets may deliver them hours later
         self._arrivals = count()
-        self._late = False  # whether messages may be delivered only once the cell that runs has ended
+        self._late = False  # True if messages arrive only after the running cell has ended
         super().__init__(**traits)
         self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
         self._take_messages_early()
@@ -47,6 +58,9 @@ class EarlyMessageWidget(anywidget.AnyWidget):
         raise NotImplementedError
 
     def _take_messages_early(self) -> None:
+        # ipykernel calls a comm's `_reply_subshell_for` on the thread of the shell channel, to choose the subshell that
+        # gets a message, before the message waits for the main thread. `take` handles the message there, and does not
+        # change the choice. Versions of ipykernel without this method deliver messages only after the running cell.
         comm = self.comm
         if not hasattr(comm, "_reply_subshell_for"):
             self._late = hasattr(comm, "kernel")
@@ -57,10 +71,10 @@ class EarlyMessageWidget(anywidget.AnyWidget):
                 self._arrived(data.get("content"), early=True)
             return addressed
 
-        comm._reply_subshell_for = take  # the one place on the way in that is never busy
+        comm._reply_subshell_for = take
 
     def _arrived(self, content: object, *, early: bool = False) -> None:
-        """A message. What was heard early comes once more, as ipywidgets delivers it."""
+        """Handle a message once. ipywidgets delivers messages that were handled early a second time."""
         if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
             return
         with self._arriving:
@@ -75,27 +89,30 @@ class EarlyMessageWidget(anywidget.AnyWidget):
 
 
 STATIC = Path(__file__).parent / "static"
-FIRST_STATE = 0.6  # seconds that opening waits for the ranks to say something
-LEASE = 15.0  # seconds that a browser counts as looking after it last said so; it says so every 5
-REMEMBER = 30.0  # seconds between two updates of what a saved notebook will show: some 40 ms of the page each
+FIRST_STATE = 0.6  # seconds that a display waits for the ranks' first answer
+LEASE = 15.0  # seconds after a browser's last `look` message; it sends one every 5 s
+REMEMBER = 30.0  # seconds between two updates of the static HTML; an update costs the page some 40 ms
 
 
 def script(*names: str, last: str) -> str:
-    """The ES module of a view, from its pieces in static/ and its last line."""
+    """Return the ES module of a view: its files in static/ and its last line."""
     return "\n".join([*((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in ("common", *names)), last])
 
 
 class LiveView(EarlyMessageWidget):
-    """Shows its parts for as long as somebody looks. Each part has two traits, `NAME_fixed` and `NAME_state`."""
+    """Widget that updates its parts while a browser shows them.
+
+    Every part has two traits, `NAME_fixed` and `NAME_state`.
+    """
 
     _css = STATIC / "view.css"
-    still = traitlets.Unicode("").tag(sync=True)  # the class of the HTML that stands in for the view
+    still = traitlets.Unicode("").tag(sync=True)  # CSS class of the static HTML
 
     def __init__(self, parts: Sequence[ViewModel]) -> None:
         self._parts = {part.name: part for part in parts}
         self._opened: set[str] = set()
         self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
-        self._heard: dict[str, int] = {}  # by looker, the number of its last message
+        self._heard: dict[str, int] = {}  # browser view: number of its last message
         self._lock, self._sending = RLock(), Lock()
         self._ended = False
         self._first = Event()
@@ -106,10 +123,10 @@ class LiveView(EarlyMessageWidget):
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
         self._patience = 40 if self._late else 1
 
-    # ------------------------------------------------------------------ what it shows
+    # ------------------------------------------------------------------ display
 
     def _repr_mimebundle_(self, **_options: object) -> Any:  # noqa: ANN401 - as IPython has it
-        """The widget, and its state at this moment in HTML and text."""
+        """Return the widget with its current state as HTML and text."""
         self._look("display", frozenset(self._parts))
         self._first.wait(FIRST_STATE)
         self._send_state()
@@ -118,10 +135,11 @@ class LiveView(EarlyMessageWidget):
         return {**data, "text/plain": self.text(), "text/html": self.html()}, metadata
 
     def _ipython_display_(self, **_options: object) -> None:
-        """Two outputs: the live view, and below it, hidden by it, what a notebook shows where nothing is installed.
+        """Display two outputs: the live view, and static HTML, which the live view hides.
 
-        One would do, had not JupyterLab, for a widget whose kernel is gone, an error instead of the HTML beside it.
-        Of a view that was closed there is the HTML.
+        Without the widget's JavaScript or kernel only the second one is visible. One output with both formats would not
+        do: JupyterLab shows an error for a widget without a kernel, not the HTML beside it. A closed view displays its
+        HTML only.
         """
         if self.comm is None:
             show_display({"text/html": self.html(), "text/plain": self.text()})
@@ -136,29 +154,29 @@ class LiveView(EarlyMessageWidget):
         self._shown, self._remembered = True, time.monotonic()
 
     def text(self) -> str:
-        """The state at this moment, for a terminal."""
+        """Return the current state as text for a terminal."""
         return "\n\n".join(part.text() for part in self._parts.values())
 
     def summary(self) -> str:
-        """The state at this moment, in one line."""
+        """Return the current state in one line."""
         return "; ".join(part.summary() for part in self._parts.values())
 
     def html(self) -> str:
-        """The state at this moment, as HTML that needs nothing installed."""
+        """Return the current state as HTML that needs no JavaScript or kernel."""
         return f'<div class="{self.still}">' + "".join(part.html() for part in self._parts.values()) + "</div>"
 
     def to_svg(self) -> str:
-        """The state at this moment, as a picture."""
+        """Return the current state as an SVG document."""
         return next(iter(self._parts.values())).svg()
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to an .svg file; its path."""
+        """Write the SVG document to a file and return its path."""
         target = Path(path)
         target.write_text(self.to_svg(), encoding="utf-8")
         return target
 
     def close(self) -> None:
-        """End it: nothing is asked of the ranks, and the output goes."""
+        """Stop watching the ranks and close the widget; the static HTML stays."""
         self._pacer.close()
         with self._lock:
             self._ended = True
@@ -170,17 +188,17 @@ class LiveView(EarlyMessageWidget):
         super().close()
 
     def move_away(self, words: str) -> None:
-        """End it, because it is shown elsewhere from now on; a line of `words` stays in its place."""
+        """Close the view because it is shown elsewhere, and leave the line `words` in its place."""
         self._shown, shown = False, self._shown
         self.close()
         if shown:
             show_display({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
 
-    # ------------------------------------------------------------------ who looks
+    # ------------------------------------------------------------------ visibility
 
     def _look(self, looker: str, parts: frozenset[str]) -> None:
         with self._lock:
-            if self._ended:  # a page may not know it yet
+            if self._ended:  # a page may not know yet that the view is closed
                 return
             self._lookers[looker] = (time.monotonic() + LEASE * self._patience, parts & self._parts.keys())
             self._follow()
@@ -193,7 +211,7 @@ class LiveView(EarlyMessageWidget):
             self._follow()
 
     def _follow(self) -> None:
-        """Open what is looked at, close what is not."""
+        """Open the parts that a browser shows, and close the others."""
         wanted = frozenset().union(*(parts for _, parts in self._lookers.values()))
         for name in sorted(wanted - self._opened):
             self._opened.add(name)
@@ -226,7 +244,7 @@ class LiveView(EarlyMessageWidget):
         self._pacer.note()
 
     def _send_state(self) -> None:
-        with self._sending:  # of two threads neither may send what it has read before the other one
+        with self._sending:  # a thread must not send a state older than one already sent
             for name, part in self._parts.items():
                 for trait, value in ((f"{name}_fixed", part.fixed()), (f"{name}_state", part.state())):
                     if getattr(self, trait) != value:
@@ -234,7 +252,7 @@ class LiveView(EarlyMessageWidget):
         self._remember()
 
     def _remember(self, *, at_once: bool = False) -> None:
-        """Renew what a saved notebook will show."""
+        """Renew the static HTML that a saved notebook shows."""
         now = time.monotonic()
         if self._shown and (at_once or now - self._remembered > REMEMBER):
             self._remembered = now
@@ -255,29 +273,29 @@ class LiveView(EarlyMessageWidget):
                         else:
                             self._away(looker)
                 if op == "look":
-                    self.send({"seen": message["rankbook"]})  # else the browser says that what it shows may be old
+                    self.send({"seen": message["rankbook"]})  # without it the browser marks its state as stale
                 elif not self._lookers:
                     self._remember(at_once=True)
                 return
             answer = {"answer": self._parts[str(message.get("part"))].answer(op, message)}
         except RankbookError as error:
             answer = {"error": str(error)}
-        except Exception as error:  # noqa: BLE001 - shown, whole, where the click was
+        except Exception as error:  # noqa: BLE001 - the browser shows the whole error
             answer = {"error": f"{type(error).__name__}: {error}"}
         self.send({"reply": message["rankbook"], **answer})
 
 
 def call_if_set(end: Callable[[], None] | None) -> None:
-    """Call what ends a watch, if there is one."""
+    """Call the function that ends a subscription, if there is one."""
     if end is not None:
         end()
 
 
 def start_thread(thread: Thread) -> bool:
-    """Start `thread` as a daemon; return False if the interpreter shuts down.
+    """Start `thread` as a daemon; return False if the interpreter is shutting down.
 
-    From Python 3.12 on no thread can start from then on, while the threads that run already still get what the end of
-    the ranks brings: an update of a view that nobody sees any more.
+    From Python 3.12 on no thread can start during shutdown, while running threads may still get an update of a view,
+    for example because the ranks end.
     """
     thread.daemon = True
     try:
@@ -290,16 +308,17 @@ def start_thread(thread: Thread) -> bool:
 
 
 def has_front_end() -> bool:
-    """Whether this is a Jupyter front end, and not a terminal."""
+    """Return True in a Jupyter kernel, False in a terminal."""
     return getattr(get_ipython(), "kernel", None) is not None
 
 
 def show_display(
     bundle: Mapping[str, Any], display_id: str | None = None, *, update: bool = False, still: str | None = None
 ) -> None:
-    """Show a mime bundle as an output, or as the new state of the one that has that id.
+    """Display a mime bundle as a new output, or update the output with this `display_id`.
 
-    `still`: the id of the output below, which says all of it where nothing is live; `rankbook run` shows that alone.
+    `still` is the display id of the output below with the same contents as static HTML; `rankbook run` prints only that
+    one.
     """
     if display_id is None:
         display(dict(bundle), raw=True, metadata={"rankbook_still": still} if still else None)
@@ -307,13 +326,13 @@ def show_display(
         display(dict(bundle), raw=True, display_id=display_id, update=update)
 
 
-INTERVAL = 0.1  # seconds: past a thousand messages a second Jupyter drops the rest, and nobody reads faster
+INTERVAL = 0.1  # seconds: Jupyter drops messages above a thousand a second, and readers are slower
 
 
 class Throttle:
-    """Calls `send` after each `note`, on a thread of its own, at most once per `interval` seconds.
+    """Call `send` after every `note`, in a separate thread, at most once per `interval` seconds.
 
-    Notes that come in between are one. Nothing runs while there is nothing to send.
+    Notes in between are combined into one call. No thread runs while there is nothing to send.
     """
 
     def __init__(self, send: Callable[[], None], interval: float = INTERVAL) -> None:
@@ -324,7 +343,7 @@ class Throttle:
         self._closed = False
 
     def note(self) -> None:
-        """There is something new."""
+        """Schedule a call of `send`."""
         with self._lock:
             if self._timer is None and not self._closed:
                 self._timer = Timer(max(0.0, self._due - time.monotonic()), self._fire)
@@ -332,7 +351,7 @@ class Throttle:
                 self._closed = not start_thread(self._timer)
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Cancel the scheduled call and ignore later notes."""
         with self._lock:
             self._closed = True
             if self._timer is not None:
@@ -341,7 +360,7 @@ class Throttle:
     def _fire(self) -> None:
         with self._lock:
             self._timer = None
-            # A late one does not push the next one back, so that ten a second are ten, and never more than eleven.
+            # A late call does not delay the next one, so the rate stays at ten a second, and never exceeds eleven.
             self._due = max(self._due + self._interval, time.monotonic() + self._interval / 2)
         with self._sending:
             if not self._closed:

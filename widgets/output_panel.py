@@ -1,12 +1,10 @@
-"""A running cell's output by rank, live in the browser.
+"""A cell's output by rank: live in the browser while the cell runs, then static HTML and text.
 
-Owns: what is sent, so that what comes late misses nothing and all of it is linear in the text. Refuses: the markup
-(panel_picture.py), and which text belongs to whom (rankbook.output.by_rank).
-
-Changes go out as messages, numbered. A browser that has not been there from the first asks for everything. One that
-can be heard only once the cell has ended gets everything now and then: after times that double, and at sizes that do.
-
-A cell's output by rank, as HTML and text that need nothing installed.
+The functions make the HTML; it needs neither JavaScript nor a kernel, since CSS selects the rank or view to show.
+`CellPanel` is the live widget. It sends changes as numbered messages; a browser that misses one, or that opens the
+panel later, requests the whole output (`op` "all"). In some front ends such a request arrives only after the cell has
+ended, so the whole output is also sent repeatedly: at times after the opening that double, and when its size has
+doubled. The total sent stays linear in the size of the output.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _COLOURS = {
     "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
 }  # fmt: skip
 _OF_COLOUR = 60
-"""Percent of each of them in the text; the rest is the theme's own ink, so that it can be read on dark paper too."""
+"""Percentage of the colour in the text; the rest is the theme's text colour, for contrast on dark backgrounds too."""
 
 _STYLE = """
 #ID{--rb-faint:var(--vscode-descriptionForeground,var(--jp-ui-font-color1,#57606a));
@@ -66,7 +64,10 @@ grid-auto-flow:dense;align-items:start}
 
 
 def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", head: str = "") -> str:
-    """The panel of a cell called `title` on `ranks`; `name` is its id, and `view` what `choices` names."""
+    """Return the HTML of the panel of a cell called `title` on `ranks`.
+
+    `name` is the element's id, `view` the selected one of `choices`.
+    """
     style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
     style += "".join(
         f"#{name} .rb-{each}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
@@ -77,7 +78,7 @@ def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: 
         f"#{name}:has(.rb-to-{rank}:checked) .rb-of{{display:none}}"
         for rank in ranks
     )
-    # JupyterLab folds headings at the arrow keys, unless the focused element itself says that it wants them
+    # JupyterLab uses the arrow keys to fold headings unless the focused element has this attribute
     radios = "".join(
         f'<input type="radio" name="{name}" id="{name}-{choice}" value="{choice}" class="rb-to-{choice}"'
         f'{" checked" if choice == view else ""} data-lm-suppress-shortcuts="true">'
@@ -93,17 +94,17 @@ def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: 
 
 
 def choices(ranks: Sequence[int]) -> dict[str, str]:
-    """What a reader can choose: names, with their labels."""
+    """Return the values that a reader can select, with their labels."""
     return {"merged": "merged", "grid": "grid", **{str(rank): f"rank {rank}" for rank in ranks}}
 
 
 def choice_of(view: str, ranks: Sequence[int]) -> str:
-    """What is chosen first where `view` is one of `VIEWS`."""
+    """Return the initial selection for `view`, one of `VIEWS`."""
     return str(ranks[0]) if view == "tabs" else view
 
 
 def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
-    """One piece; `ranks` are those of the cell."""
+    """Return the HTML of one block of output; `ranks` are the ranks of the cell."""
     columns = [ranks.index(rank) for rank in piece.ranks]
     together = columns == list(range(columns[0], columns[-1] + 1))
     place = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
@@ -120,10 +121,10 @@ def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
 
 
 def is_live(data: Mapping[str, Any]) -> bool:
-    """Whether only a front end can show what it is: a widget, a chart that a script draws.
+    """Return True if only a front end can show the data, such as a widget or a chart that a script draws.
 
-    A script in HTML runs neither while the cell does nor, where it counts on what a front end once had, later: Plotly
-    sends its chart in both ways.
+    Scripts in HTML do not run while the cell runs, and later they may depend on JavaScript that is no longer loaded.
+    Plotly sends its chart in both formats.
     """
     if not any(kind.startswith("application/") for kind in data):
         return False
@@ -133,7 +134,7 @@ def is_live(data: Mapping[str, Any]) -> bool:
 
 
 def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> str:
-    """The richest part of a mime bundle that HTML can show by itself; a picture as wide as its metadata says."""
+    """Return the richest format of a mime bundle as static HTML; an image has the width in its metadata."""
     for kind in () if is_live(data) else _MARKUP:
         if isinstance(text := data.get(kind), str):
             return text
@@ -151,7 +152,7 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
 
 
 def text_of(pieces: Iterable[OutputBlock]) -> str:
-    """All of it as text, behind the ranks that it is of."""
+    """Return the output as text, with the ranks before every line."""
     lines = []
     for piece in pieces:
         text = piece.text if piece.data is None else str(piece.data.get("text/plain", f"({', '.join(piece.data)})"))
@@ -161,14 +162,17 @@ def text_of(pieces: Iterable[OutputBlock]) -> str:
 
 
 _FIRST_WHOLE = 0.3
-"""Seconds after the opening until everything is sent again; after that each time is twice as long, up to `_LAST`."""
+"""Seconds after the opening until the whole output is sent again.
+
+The time doubles after every such update, up to `_LAST_WHOLE`.
+"""
 _LAST_WHOLE = 10.0
 _END = "</pre></div>"
 _FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p>'
 
 
 class CellPanel(EarlyMessageWidget):
-    """The output of a cell called `title` on `ranks`; `name` is its own in the page.
+    """Live panel with the output of a cell called `title` on `ranks`; `name` is the element's id in the page.
 
     `view` is one of `rankbook.widgets.output_panel.VIEWS`.
     """
@@ -191,7 +195,7 @@ class CellPanel(EarlyMessageWidget):
         super().__init__(name=name, skeleton=skeleton(name, title, self._ranks, self._choice))
 
     def tell(self, changes: Sequence[Change]) -> None:
-        """The output has changed."""
+        """Apply changes of the output and send them to the browser."""
         with self._lock:
             sent = [self._apply(change) for change in changes]
             self._number += 1
@@ -204,7 +208,7 @@ class CellPanel(EarlyMessageWidget):
                 self._tell_whole()
 
     def bundle(self) -> dict[str, Any]:
-        """The mime bundle to display it by; what comes from now on is sent."""
+        """Return the mime bundle that displays the panel; later changes are sent as messages."""
         with self._lock:
             self._opened = time.monotonic()
             self._tell_whole()
@@ -213,7 +217,7 @@ class CellPanel(EarlyMessageWidget):
         return {**data, "text/plain": f"{self._title} on {name_ranks(self._ranks)}"}
 
     def end(self, pieces: Sequence[OutputBlock]) -> dict[str, str]:
-        """The mime bundle that stays: it needs neither the widget nor the kernel. The widget is closed."""
+        """Close the widget, and return the static mime bundle that replaces it."""
         with self._lock:
             html = skeleton(
                 self.name, self._title, self._ranks, self._choice, pieces=self._all_pieces(), head=self._head
@@ -259,5 +263,5 @@ class CellPanel(EarlyMessageWidget):
                 if arrived < self._chosen:
                     return
                 self._choice, self._chosen = str(message["choice"]), arrived
-                # for a page that is loaded again
+                # for a reloaded page
                 self.skeleton = skeleton(self.name, self._title, self._ranks, self._choice)

@@ -1,8 +1,7 @@
-"""What every rank holds and does.
+"""Placement view: hosts, devices and ranks with their state, memory use and training speed.
 
-Owns: the state for the browser, and what a click on a rank asks for. Refuses: to know where it comes from.
-
-What every rank holds and does, as HTML, text and SVG.
+`PlacementModel` and `PlacementView` are the live view; `fixed_of`, `state_of` and `detail_of` make the JSON for
+static/placement.js; `text`, `html` and `svg` draw the static versions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_js
 
 
 class PlacementModel(ViewModel):
-    """The ranks of a cluster, from the feed's "placement"."""
+    """Model of the placement view, updated by the source's "placement" state."""
 
     name = "placement"
 
@@ -73,7 +72,7 @@ class PlacementModel(ViewModel):
         return to_json(state_of(self._last))
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
-        """`detail` of a rank, or `act` on it."""
+        """Answer `detail` of a rank, or perform `act` on it."""
         rank = message.get("rank")
         if rank is not None and not isinstance(rank, int):
             raise BadRequest(f"{rank!r} is no rank")
@@ -103,7 +102,7 @@ class PlacementModel(ViewModel):
 
 
 class PlacementView(LiveView):
-    """Hosts, devices and ranks, live."""
+    """Live view of hosts, devices and ranks."""
 
     _esm = script("placement", last='export default mount("placement", {placement: drawPlacement});')
     placement_fixed = traitlets.Unicode("{}").tag(sync=True)
@@ -114,7 +113,7 @@ class PlacementView(LiveView):
 
 
 def fixed_of(placement: Placement | None) -> dict[str, Any]:
-    """What hardly ever changes: the ranks, their devices, what lives there."""
+    """Return the JSON data that rarely changes: the ranks, their devices and the objects on them."""
     if placement is None:
         return {}
     return {"cluster": placement.cluster, "ranks": [_fixed_rank(each) for each in placement.ranks]}
@@ -132,13 +131,13 @@ def _fixed_rank(each: RankPlacement) -> dict[str, Any]:
 
 
 def _holding(holding: Holding) -> list[Any]:
-    """The browser writes them as they stand; a loader's position moves, and goes with the state."""
+    """Return a holding's texts for the browser; a loader's position changes often and is part of the state."""
     moves = holding.kind == "loader"
     return [holding.kind, holding.name, *holding_words(holding, detail=not moves)]
 
 
 def state_of(placement: Placement | None) -> dict[str, Any]:
-    """What changes all the time, as short as can be: a list a rank, whose order static/placement.js knows."""
+    """Return the JSON data that changes often: a list per rank, in the order that static/placement.js expects."""
     if placement is None:
         return {}
     return {"at": round(placement.at, 1), "ranks": [_state_rank(each) for each in placement.ranks]}
@@ -171,7 +170,7 @@ def _memory(memory: MemoryUse) -> list[int]:
 
 
 def detail_of(detail: RankDetail) -> dict[str, Any]:
-    """One rank from near."""
+    """Return the JSON data of a rank's detail pane."""
     return {
         "rank": detail.rank,
         "stack": list(detail.stack),
@@ -194,13 +193,13 @@ def _variable(each: Variable) -> list[Any]:
 
 __all__ = ["holding_words", "html", "state_words", "summary", "svg", "text"]
 
-MOST_BARS = 32  # ranks: JupyterLab looks at every element, and 50 ms is what it may take
+MOST_BARS = 32  # ranks with a bar in the HTML: JupyterLab inspects every element, which may take 50 ms at most
 NOTHING_YET = "no rank has answered yet"
 HEADINGS = ("rank", "state", "device", "memory", "used for", "busy", "steps", "rate", "holds")
 
 
 def state_words(each: RankPlacement) -> str:
-    """What a rank does: "running cell [3] line 12", "waiting in all_reduce #41 (float32[4, 4])"."""
+    """Describe the state of a rank: "running cell [3] line 12", "waiting in all_reduce #41 (float32[4, 4])"."""
     words_ = each.state
     if each.state == "waiting" and each.waits_for:
         words_ = f"waiting in {each.waits_for}"
@@ -212,7 +211,10 @@ def state_words(each: RankPlacement) -> str:
 
 
 def holding_words(holding: Holding, *, detail: bool = True) -> tuple[str, str]:
-    """A holding's class with its wrapper, and its facts: ("DDP Net", "1.2 M parameters, 4.8 MB, float32")."""
+    """Describe a holding by its class with wrapper, and its properties.
+
+    For example ("DDP Net", "1.2 M parameters, 4.8 MB, float32").
+    """
     facts = [
         f"{format_count(holding.parameters)} parameters" if holding.parameters else "",
         format_bytes(holding.bytes) if holding.bytes else "",
@@ -224,25 +226,25 @@ def holding_words(holding: Holding, *, detail: bool = True) -> tuple[str, str]:
 
 
 def used(memory: MemoryUse) -> int:
-    """What is taken of the device, whoever took it."""
+    """Return the used bytes of the device, including those of other processes."""
     return max(0, memory.total - memory.free)
 
 
 def split(memory: MemoryUse) -> list[tuple[str, int, str]]:
-    """The parts of the memory bar: label, bytes, colour."""
+    """Return the parts of the memory bar: label, bytes, colour."""
     amounts = (memory.parameters, memory.gradients, memory.optimizer, memory.other)
     return [(name, amount, colour) for (name, colour), amount in zip(MEMORY_COLOURS.items(), amounts, strict=True)]
 
 
 def split_words(memory: MemoryUse) -> str:
-    """The parts of the memory bar in words, without those that are nothing."""
+    """Describe the parts of the memory bar, without empty ones."""
     parts = [(name if name != "other" else "activations and other", amount) for name, amount, _ in split(memory)]
     parts += [("free", memory.free), ("shared with others", memory.shared)]
     return ", ".join(f"{name} {format_bytes(amount)}" for name, amount in parts if amount)
 
 
 def summary(placement: Placement | None) -> str:
-    """One line: "4 ranks of main: 3 running, 1 waiting"."""
+    """Summarize the placement in one line: "4 ranks of main: 3 running, 1 waiting"."""
     if placement is None:
         return NOTHING_YET
     states = Counter(each.state for each in placement.ranks)
@@ -274,7 +276,7 @@ def _holding_line(holding: Holding) -> str:
 
 
 def text(placement: Placement | None) -> str:
-    """A line for each rank below its host."""
+    """Return a table of the ranks per host as text."""
     if placement is None:
         return f"placement: {NOTHING_YET}"
     lines = [f"{summary(placement)}, {format_time(placement.at)}"]
@@ -284,7 +286,7 @@ def text(placement: Placement | None) -> str:
 
 
 def html(placement: Placement | None) -> str:
-    """A table of the ranks with their memory bars."""
+    """Return a table of the ranks with their memory bars as HTML."""
     if placement is None:
         return f"<p>placement: {NOTHING_YET}</p>"
     rows = []
@@ -315,7 +317,7 @@ def _legend() -> str:
 
 
 def svg(placement: Placement | None) -> str:
-    """The ranks with their memory bars, as a picture."""
+    """Return the ranks with their memory bars as an SVG document."""
     width, row = 960, 26
     if placement is None:
         return svg_document(width, 40, "placement", [text_element(12, 25, NOTHING_YET)])

@@ -1,13 +1,7 @@
-"""Colours and the few shapes that the still pictures are made of.
+"""Palette, SVG elements, bars, tables and ANSI colours: shared rendering of the views.
 
-Owns: the palette and SVG elements. Refuses: to know what they stand for.
-
-The palette is Okabe and Ito's, made to be told apart by people who see colours differently
-(https://jfly.uni-koeln.de/color/). The same one is in static/common.js; a test compares them.
-
-A small table.
-
-What a terminal colours, as HTML.
+The palette is Okabe and Ito's, which people with colour vision deficiencies can tell apart
+(https://jfly.uni-koeln.de/color/). static/common.js has the same palette; a test compares them.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILLION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#999999"
 
 RANK_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILLION, YELLOW, GREY)
-DARK = {BLUE}  # on which text is white; on all others black has the greater contrast
+DARK = {BLUE}  # backgrounds for white text; on the others black has the greater contrast
 
 MEMORY_COLOURS = {
     "parameters": BLUE,
@@ -45,17 +39,17 @@ FONT = "font-family='system-ui, sans-serif'"
 
 
 def rank_color(rank: int) -> str:
-    """The colour of a rank; ranks that share one are told apart by their number, which always stands beside it."""
+    """Return the colour of a rank. Ranks that share a colour are distinguished by the number shown with it."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def contrast_color(colour: str) -> str:
-    """The colour of text on `colour`."""
+    """Return the text colour for the background `colour`."""
     return "#ffffff" if colour in DARK else "#000000"
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, *, title: str = "", extra: str = "") -> str:
-    """A rectangle; `title` is its tooltip and `extra` more attributes."""
+    """Return an SVG rectangle; `title` is its tooltip and `extra` has more attributes."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     return (
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(0.0, width):.1f}' height='{height:.1f}' fill='{fill}'{extra}>"
@@ -64,14 +58,14 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, title: s
 
 
 def text_element(x: float, y: float, text: str, *, size: int = 12, fill: str = INK, anchor: str = "start") -> str:
-    """Text whose baseline is at `y`."""
+    """Return an SVG text element with its baseline at `y`."""
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{fill}' text-anchor='{anchor}'>{escape(text)}</text>"
     )
 
 
 def svg_document(width: float, height: float, title: str, shapes: Sequence[str]) -> str:
-    """A whole SVG file of that many pixels."""
+    """Return an SVG document of the given size in pixels."""
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
         f"viewBox='0 0 {width:.0f} {height:.0f}' role='img' {FONT}><title>{escape(title)}</title>"
@@ -80,7 +74,7 @@ def svg_document(width: float, height: float, title: str, shapes: Sequence[str])
 
 
 def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "100%") -> str:
-    """A bar in HTML split into (label, amount, colour); the rest up to `total` stays empty."""
+    """Return an HTML bar split into (label, amount, colour); the rest up to `total` stays empty."""
     spans = "".join(
         f'<span title="{escape(label)}" style="background:{colour};width:{100 * amount / total:.2f}%"></span>'
         for label, amount, colour in parts
@@ -93,7 +87,7 @@ def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
-    """A small table as a mime bundle, in HTML and in aligned text. Columns with nothing in them are left out."""
+    """Return a table as a mime bundle with HTML and aligned text. Empty columns are left out."""
     filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
     headings, *rows = [[row[column] for column in filled] for row in (headings, *rows)]
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
@@ -117,7 +111,7 @@ _PLAIN = {22: "rb-bold", 23: "rb-italic", 24: "rb-under"}
 
 
 def to_html(text: str) -> str:
-    """`text` as HTML; its colours are classes (`rb-red`), sequences that are none go."""
+    """Convert text with ANSI sequences to HTML: colours become classes (`rb-red`), other sequences are removed."""
     if "\x1b" not in text:
         return escape(text, quote=False)
     found, classes, at = [], dict[str, str](), 0
@@ -138,16 +132,16 @@ def to_html(text: str) -> str:
 
 
 def _code(digits: str) -> int:
-    """Return the code that a part of a sequence means: 0 without a number, -1 for a number that is no code."""
+    """Return the code in a part of a sequence: 0 if the part is empty, -1 if the number is too long to be a code."""
     return int(digits or 0) if len(digits) < 5 else -1
 
 
 def _change(classes: dict[str, str], codes: Iterator[int]) -> None:
-    """What one sequence does to the classes of what follows."""
+    """Apply the codes of one sequence to the current classes."""
     for code in codes:
         if code == 0:
             classes.clear()
-        elif code in (38, 48):  # 256 colours (5, number), or three bytes (2, red, green, blue): no class of ours
+        elif code in (38, 48):  # 256 colours (5, number), or RGB (2, red, green, blue): not supported
             rest = 1 if next(codes, None) == 5 else 3
             for _ in islice(codes, rest):
                 pass

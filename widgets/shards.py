@@ -1,8 +1,7 @@
-"""Where the parts of every tensor of a variable are.
+"""Shards view: which rank holds which part of a variable's tensors.
 
-Owns: the list for the browser, one tensor's chunks when it is asked for. Refuses: to know where they come from.
-
-Where the parts of every tensor are, as HTML, text and SVG.
+`ShardsModel` and `ShardsView` are the live view; `fixed_of` and `tensor_of` make the JSON for static/shards.js, which
+requests the shards of one tensor at a time; `text`, `html` and `svg` draw the static versions.
 """
 
 from __future__ import annotations
@@ -33,11 +32,14 @@ from rankbook.widgets.rendering import (
 )
 from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
-MOST_DRAWN = 4096  # chunks of one tensor; more are not told apart by eye, nor drawn in time
+MOST_DRAWN = 4096  # chunks of one tensor; more are indistinguishable and slow to draw
 
 
 class ShardsModel(ViewModel):
-    """The tensors of one variable, asked for once as it is opened, and again when the reader wants so."""
+    """Model of the shards view of one variable.
+
+    The ranks are queried when the view opens, and again when the user asks for it.
+    """
 
     name = "shards"
 
@@ -80,7 +82,7 @@ class ShardsModel(ViewModel):
         return "{}"
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
-        """`name` asks for a variable, `tensor` for one of its tensors, `statistic` for one rank's values of it."""
+        """Answer `name` (a new variable), `tensor` (its chunks) or `statistic` (of one rank's values of it)."""
         if op == "name":
             trouble = self._ask(str(message.get("name", "")).strip())
             if self._changed is not None:
@@ -100,7 +102,10 @@ class ShardsModel(ViewModel):
         raise BadRequest(f"the shards view knows no {op!r}")
 
     def _ask(self, name: str) -> str:
-        """What is wrong with the variable, if anything. Of questions that overlap the last one counts."""
+        """Query the ranks for a variable, and return the error, if any.
+
+        The result of the last of several overlapping queries is kept.
+        """
         if not name:
             raise BadRequest("which variable? Write its name, such as model")
         with self._lock:
@@ -115,7 +120,7 @@ class ShardsModel(ViewModel):
                 self._variable, self._found = name, found
                 self._tensors = {tensor.key: tensor for tensor in found.tensors}
                 self._chosen = None
-                # the number, so that the browser hears of parts that have moved between the same tensors, too
+                # `asked` makes the value differ, so that the browser is notified even if only the shards have moved
                 self._fixed = to_json({**fixed_of(found), "search": self._search, "asked": asked})
         return found.trouble
 
@@ -137,7 +142,7 @@ class ShardsModel(ViewModel):
 
 
 class ShardsView(LiveView):
-    """The parts of a variable's tensors. `search` is what the list of names is filtered by at first."""
+    """Live view of the shards of a variable's tensors. `search` is the initial filter of the names."""
 
     _esm = script("shards", last='export default mount("shards", {shards: drawShards});')
     shards_fixed = traitlets.Unicode("{}").tag(sync=True)
@@ -148,7 +153,7 @@ class ShardsView(LiveView):
 
 
 def fixed_of(found: ShardMap) -> dict[str, Any]:
-    """The names, dtypes and global shapes of all tensors, and what each rank holds of them."""
+    """Return the JSON list of all tensors with dtype and global shape, and the bytes per rank."""
     return {
         "name": found.name,
         "kind": found.kind,
@@ -159,7 +164,7 @@ def fixed_of(found: ShardMap) -> dict[str, Any]:
 
 
 def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
-    """One tensor's chunks, replicas of the same one together: offset, shape, and who has it."""
+    """Return the JSON data of one tensor's chunks: offset, shape, and the ranks that hold a replica."""
     chunks = chunks_of(tensor.shards)
     return {
         "key": tensor.key,
@@ -178,19 +183,19 @@ def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
 
 
 def chunks_of(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """The shards by the part of the tensor that they are, in the tensor's order; replicas in theirs."""
+    """Group shards by chunk, in the order of the tensor; replicas are ordered by replica and rank."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Shard]] = defaultdict(list)
     for shard in shards:
         found[shard.offset, shard.shape].append(shard)
     return [sorted(found[place], key=lambda each: (each.replica, each.rank)) for place in sorted(found)]
 
 
-MOST_ROWS = 200  # tensors listed where nobody can scroll
+MOST_ROWS = 200  # tensors listed in static text and HTML
 HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")
 
 
 def statistic_words(found: Statistic) -> str:
-    """The statistic in one line: "min -0.5, mean 0.25, max 1.5, 2 NaN"."""
+    """Describe a statistic in one line: "min -0.5, mean 0.25, max 1.5, 2 NaN"."""
     numbers = [("min", found.minimum), ("mean", found.mean), ("max", found.maximum)]
     said = [f"{name} {number:.4g}" for name, number in numbers if number is not None]
     said += [f"{found.nans} NaN", *([f"{found.infinities} infinite"] if found.infinities else [])]
@@ -198,7 +203,7 @@ def statistic_words(found: Statistic) -> str:
 
 
 def totals(found: ShardMap) -> dict[int, int]:
-    """Bytes that each rank holds, replicas included."""
+    """Return the bytes per rank, replicas included."""
     amounts: Counter[int] = Counter()
     for tensor in found.tensors:
         for shard in tensor.shards:
@@ -207,7 +212,7 @@ def totals(found: ShardMap) -> dict[int, int]:
 
 
 def imbalance(amounts: dict[int, int]) -> str:
-    """How uneven the ranks' bytes are, in words."""
+    """Describe how evenly the bytes are distributed over the ranks."""
     if not amounts or not max(amounts.values()):
         return ""
     most, mean = max(amounts.values()), sum(amounts.values()) / len(amounts)
@@ -219,7 +224,7 @@ def imbalance(amounts: dict[int, int]) -> str:
 
 
 def summary(found: ShardMap | None, name: str) -> str:
-    """One line: "model (model): 6 tensors; 1.2 MB on each rank"."""
+    """Summarize the shards in one line: "model (model): 6 tensors; 1.2 MB on each rank"."""
     if found is None:
         return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
     if found.trouble:
@@ -242,13 +247,13 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
 
 
 def _rows(found: ShardMap, search: str) -> tuple[list[list[str]], int]:
-    """A row for each tensor with `search` in its name, and how many more there are than are shown."""
+    """Return a row per tensor with `search` in its name, and the number of further rows that are not shown."""
     wanted = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
     return [_row(tensor) for tensor in wanted[:MOST_ROWS]], max(0, len(wanted) - MOST_ROWS)
 
 
 def text(found: ShardMap | None, name: str, search: str = "") -> str:
-    """A line for each tensor with `search` in its name, then the bytes of each rank."""
+    """Return a line per tensor with `search` in its name, then the bytes per rank."""
     lines = [summary(found, name)]
     if found is not None and found.tensors:
         rows, more = _rows(found, search)
@@ -259,7 +264,7 @@ def text(found: ShardMap | None, name: str, search: str = "") -> str:
 
 
 def html(found: ShardMap | None, name: str, search: str = "") -> str:
-    """A table of the tensors with `search` in their names, and one of what each rank holds."""
+    """Return a table of the tensors with `search` in their names, and a table of the bytes per rank."""
     said = f"<p>{escape(summary(found, name))}</p>"
     if found is None or not found.tensors:
         return said
@@ -271,7 +276,7 @@ def html(found: ShardMap | None, name: str, search: str = "") -> str:
 
 
 def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
-    """The chosen tensor, or the largest one, as a grid of its parts, and the bytes of each rank."""
+    """Return the chosen tensor, or the largest one, as a grid of its parts, with the bytes per rank."""
     if found is None or not found.tensors:
         return svg_document(720, 40, "shards", [text_element(12, 25, summary(found, name))])
     tensor = chosen or max(found.tensors, key=lambda each: sum(shard.bytes for shard in each.shards))
@@ -295,7 +300,7 @@ def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> s
 
 
 def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: float) -> list[str]:
-    """The parts in the tensor's two largest dims, at index 0 of the others."""
+    """Draw the shards along the tensor's two largest dims, at index 0 of the other dims."""
     across, down = _two_dims(tensor.shape)
     shapes, drawn = [], set()
     for shard in sorted(tensor.shards, key=lambda each: (each.replica, each.rank)):
@@ -316,7 +321,7 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
 
 
 def _two_dims(shape: tuple[int, ...]) -> tuple[int | None, int | None]:
-    """The dim drawn across and the one drawn down: the two largest, the first of them down."""
+    """Return the dims drawn across and down: the two largest, the first of them down."""
     dims = sorted(sorted(range(len(shape)), key=lambda dim: -shape[dim])[:2])
     if len(dims) == 2:
         return dims[1], dims[0]

@@ -1,7 +1,4 @@
-"""A background cell's state, as a line.
-
-Owns: its words and colours. Refuses: to know how the state came about.
-"""
+"""State of a cell in one line, as text and HTML."""
 
 from __future__ import annotations
 
@@ -20,7 +17,10 @@ _FAILED = "var(--jp-error-color1, #cf222e)"
 
 @dataclass(frozen=True)
 class HandleView:
-    """One moment of a cell: `state` is queued, running, ok, error or interrupted; `seconds` since it started."""
+    """State of a cell at one moment.
+
+    `state` is "queued", "running", "ok", "error" or "interrupted"; `seconds` the time since its start.
+    """
 
     number: int
     ranks: tuple[int, ...]
@@ -29,18 +29,18 @@ class HandleView:
     waiting_for: tuple[int, ...] = ()
 
     def text(self) -> str:
-        """The line."""
+        """Return the line as text."""
         words = f"cell [{self.number}] on {name_ranks(self.ranks)}: {self.state}"
         if self.state == "queued" and self.waiting_for:
             words += f", waiting for {name_ranks(self.waiting_for)}"
         return words if self.seconds is None else f"{words} after {self.seconds:.1f} s"
 
     def bundle(self) -> dict[str, str]:
-        """The line as a mime bundle."""
+        """Return the line as a mime bundle."""
         return line(self.text(), self.state)
 
 
 def line(text: str, state: str, *, role: str = "status") -> dict[str, str]:
-    """A line behind a dot in the colour of `state`, as a mime bundle."""
+    """Return a line with a dot in the colour of `state`, as a mime bundle."""
     dot = f'<span aria-hidden="true" style="color:{_COLOURS.get(state, _FAILED)}">&#9679;</span>'
     return {"text/plain": text, "text/html": f'<div role="{role}">{dot} {escape(text)}</div>'}

@@ -1,8 +1,7 @@
-"""One picture of one kind of state, before anything draws it.
+"""Models of views, and the protocols of their data sources.
 
-Owns: what each picture offers to whatever shows it. Refuses: comms, threads, Jupyter.
-
-Where the views get what they show, and whom they tell what was clicked.
+`ViewModel` is one view's state, independent of Jupyter, comms and threads. `ClusterSource` and `CheckpointSource` are
+the interfaces through which views read data and perform the actions that a user clicks.
 """
 
 from __future__ import annotations
@@ -20,73 +19,74 @@ Message = Mapping[str, Any]
 
 
 def to_json(value: object) -> str:
-    """JSON without spaces."""
+    """Encode `value` as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 class ViewModel(ABC):
-    """A picture: what it watches, its state for the browser, what it answers, and itself in HTML, text and SVG.
+    """Model of a view: the sources it watches, its state, its answers to the browser, and HTML, text and SVG versions.
 
-    `fixed` is what hardly ever changes and `state` what may ten times a second, both JSON. `open` and `close` are
-    called in turn, the first one as somebody begins to look; all others at any time, on any thread.
+    `fixed` is the part of the state that rarely changes, `state` the part that may change ten times a second; both are
+    JSON. `open` and `close` are called alternately, `open` first, when a browser starts to show the view. All other
+    methods may be called at any time, on any thread.
     """
 
     name: str
 
     @abstractmethod
     def open(self, changed: Callable[[], None]) -> None:
-        """Somebody looks: keep the state up to date and call `changed` whenever there is a new one."""
+        """Start to update the state, and call `changed` after every change."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Stop updating: no browser shows the view."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether there is a state to show."""
+        """Return True if there is a state to show."""
 
     @abstractmethod
     def fixed(self) -> str:
-        """What hardly ever changes, as JSON."""
+        """Return the part of the state that rarely changes, as JSON."""
 
     @abstractmethod
     def state(self) -> str:
-        """What changes all the time, as JSON."""
+        """Return the part of the state that changes often, as JSON."""
 
     @abstractmethod
-    def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - whatever JSON the browser asked for
-        """What was asked for by the browser, as JSON can hold it. Raises `RankbookError`."""
+    def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - any JSON value
+        """Perform request `op` of the browser and return a JSON-serializable answer. Raises `RankbookError`."""
 
     @abstractmethod
     def summary(self) -> str:
-        """The state as one line."""
+        """Return the state as one line."""
 
     @abstractmethod
     def text(self) -> str:
-        """The state as text for a terminal."""
+        """Return the state as text for a terminal."""
 
     @abstractmethod
     def html(self) -> str:
-        """The state as HTML that needs nothing installed."""
+        """Return the state as HTML that needs no JavaScript or kernel."""
 
     @abstractmethod
     def svg(self) -> str:
-        """The state as a picture for a paper."""
+        """Return the state as an SVG document, for example for a paper."""
 
 
 class ClusterSource(Protocol):
-    """What the ranks tell. Every method may be called on any thread."""
+    """Data source for the state of the ranks. All methods are thread-safe."""
 
     def watch(self, kind: str, callback: Callable[[Struct], None], **options: object) -> Callable[[], None]:
-        """Have `callback` called with each state of `kind`, at most ten times a second, the last one always.
+        """Call `callback` with every state of `kind`, at most ten times a second; the last state is never dropped.
 
-        "placement" gives `Placement`, "saves" gives `Saves`. The callback comes on any thread. What is returned
-        ends it.
+        "placement" gives `Placement`, "saves" gives `Saves`. The callback may run on any thread. Returns a function
+        that ends the subscription.
         """
         ...
 
     def ask(self, kind: str, **options: object) -> Struct:
-        """Ask the ranks once; also while a cell runs, and up to 2 s long.
+        """Query the ranks once, also while a cell runs. Takes up to 2 s.
 
         "detail" with `rank` gives `RankDetail`, "shards" with `name` gives `ShardMap`, "statistic" with `name`, `key`
         and `rank` gives `Statistic`. Raises `RankbookError`.
@@ -94,25 +94,25 @@ class ClusterSource(Protocol):
         ...
 
     def act(self, kind: str, rank: int | None) -> str:
-        """Do "interrupt" or "restart" and say in a sentence what was done. Raises `RankbookError`."""
+        """Perform "interrupt" or "restart" and return a sentence about the result. Raises `RankbookError`."""
         ...
 
 
 class CheckpointSource(Protocol):
-    """A folder of checkpoints. Every method may be called on any thread, and raises `RankbookError`."""
+    """A folder of checkpoints. All methods are thread-safe and may raise `RankbookError`."""
 
     def look(self) -> CheckpointFolder:
-        """What lies there now; reads no tensor's data."""
+        """Return the checkpoints in the folder, without reading tensor data."""
         ...
 
     def verify(self, name: str) -> str:
-        """Check every byte of one checkpoint and say in a sentence how it is; `look` knows it from then on."""
+        """Verify the checksums of a checkpoint and return a sentence; later calls of `look` include the result."""
         ...
 
     def load(self, name: str) -> str:
-        """Load one checkpoint, or say in a sentence how to."""
+        """Load a checkpoint and return a sentence, or return instructions for loading it."""
         ...
 
     def delete(self, name: str) -> str:
-        """Remove one checkpoint and say so."""
+        """Delete a checkpoint and return a sentence."""
         ...

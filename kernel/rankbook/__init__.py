@@ -1,44 +1,34 @@
-"""Rankbook: a notebook cell that runs on every accelerator at once.
+"""Rankbook: a Jupyter-native distributed kernel for PyTorch, whose cells run on all ranks of a process group.
 
-Owns: the public names, imported when they are used. Refuses: to import torch into the notebook.
+The public names are imported when they are first used, so that `import rankbook` imports no torch into the notebook
+process.
 
-The rooms, from the wire up; imports point upwards in this list, never down:
+Subpackages:
 
-lazy_imports.py   imports public names when they are first used
-telemetry.py      what a rank can tell about itself
-ownership.py      which process owns a file or folder, and whether it lives
-wire.py           what a message is
-formatting.py     numbers, names and terminal text for people
-keeping.py        the vocabulary of ranks that outlive the notebook
-looking.py        the vocabulary of looks at the ranks while they work
-comms.py          the vocabulary of widgets that live on ranks
-debugging.py      the vocabulary of ranks under a debugger
-measuring.py      the vocabulary of cells that are measured
-forking.py        the vocabulary of the forkserver
-errors.py         one tree; the class names the culprit
-messages.py       the rest of the wire's vocabulary
-sources.py        the cells that functions were defined in, which travel with them
-ranks.py          rank selections, "0,2-3"
-lines.py          bytes to lines and progress bars
-queues.py         lines the ranks up: which of their outputs are the same
-record.py         what stands in the notebook, to be shown again without some ranks' part
-output.py         merges what the ranks print into what the notebook shows
-pieces.py         the same kept apart by rank
-results.py        folds what the ranks send into one CellResult
-transport/        links, pickles, shared memory
-launch/           how ranks come to be
-coordinator/      the notebook side: decisions (pure), their driver, the public Cluster
-checkpoint/       sharded checkpoints: saved on any number of ranks, loaded on any other
-runtime/          training code for one device and for many, with or without a notebook
-rank/             the rank side: forkserver, the process that runs cells
-launched.py       a function that a launcher runs on a rank
-widgets/          what a person sees of it: live views, HTML, text
-magics/           %%distributed and %distributed
-jupyter/          the kernel whose plain cells run on the ranks
-cli/              the `rankbook` command, which also runs a notebook without a browser
+protocol/       messages between the notebook process, the forkserver and the ranks
+transport/      ZeroMQ links, serialization and shared memory that carry these messages
+launch/         launchers: the forkserver's process, the ranks' environment, the registry of detached clusters
+output/         merge, store and replay the ranks' output; `CellResult`
+coordinator/    notebook side: the state machine, its driver thread, and the public `Cluster`
+rank/           rank side: the forkserver and the processes that execute cells
+runtime/        `Accelerator` and the rest of the training API, also for scripts under torchrun
+checkpoint/     sharded checkpoints that are saved on N ranks and loaded on M
+widgets/        live views of ranks, shards and checkpoints, with HTML, text and SVG versions
+magics/         `%%distributed`, `%distributed` and `%%local`; debugger, completion and comms for cells on ranks
+jupyter/        the Jupyter kernel that runs plain cells on the ranks
+cli/            the `rankbook` command: run a notebook, inspect and convert checkpoints
 
-Coordinator and rank never import each other: they share messages.py and meet on the wire. tests/test_layers.py holds
-all of this.
+Modules that every subpackage may import:
+
+errors.py            the exceptions that Rankbook raises
+ranks.py             rank selections such as "0,2-3": parse, format, group
+formatting.py        bytes, counts, durations and terminal text
+lazy_imports.py      import public names on first use
+package_folders.py   the folders of the package's files, for tracebacks and debuggers
+process_identity.py  owners of files and folders: identify a process, detect that it has ended
+
+The coordinator and the rank side never import each other: they share protocol/ and communicate over transport/.
+tests/test_layers.py enforces this and the other import rules.
 """
 
 from __future__ import annotations

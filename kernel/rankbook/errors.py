@@ -1,7 +1,8 @@
-"""One tree of errors; the class names the culprit.
+"""Exceptions that Rankbook raises on purpose, all derived from `RankbookError`.
 
-Owns: every exception Rankbook raises on purpose. Refuses: imports of anything else of the package but the structs it
-carries. A message says what happened, on which rank, and what the person can do next, in one line where it can.
+The class says what is at fault: the request, the ranks, a peer's message, user code or Rankbook itself. A message says
+what happened, on which rank, and what the user can do next, in one line where possible. Of the package this module
+imports only types, so that every module can import it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class RankbookError(Exception):
-    """Anything Rankbook raises on purpose."""
+    """Base class of the exceptions that Rankbook raises on purpose."""
 
 
 class BadRequest(RankbookError, ValueError):
-    """What was asked for makes no sense here: an unknown rank, option or name, an empty cell."""
+    """Invalid request: an unknown rank, option or name, or an empty cell."""
 
 
 class NoCluster(RankbookError):
-    """There are no ranks to ask."""
+    """No ranks are running."""
 
 
 class StartError(RankbookError):
@@ -32,11 +33,11 @@ class StartError(RankbookError):
 
 
 class ClusterStopped(RankbookError):
-    """The ranks were stopped while something still waited for them."""
+    """The cluster was stopped while a call was still waiting for it."""
 
 
 class LostRank(RankbookError):
-    """A rank's process ended, or is not there. `ranks` are the ranks that are gone."""
+    """A rank's process has ended or does not exist. `ranks` has the lost ranks."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -44,18 +45,19 @@ class LostRank(RankbookError):
 
 
 class CellTimeout(RankbookError, TimeoutError):
-    """A cell did not end in the time it was given."""
+    """A cell exceeded its timeout."""
 
 
 class CollectiveAborted(RankbookError, RuntimeError):
-    """A collective that could not end any more was broken off: the message says what became of the rank it waited for.
+    """A collective that could not complete was aborted. The message says what happened to the missing rank.
 
-    Raised on a rank, where it waited. The process group is formed anew before the next cell, under the same objects.
+    Raised on a rank, in the call that waited. The process group is re-formed before the next cell; its Python objects
+    stay the same.
     """
 
 
 class PeerFailed(RankbookError, RuntimeError):
-    """Another rank failed where this one had to wait for it. `rank` is that other one, and its error the cause."""
+    """Another rank failed while this one waited for it. `rank` is the failed rank, and its error the cause."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
@@ -63,11 +65,14 @@ class PeerFailed(RankbookError, RuntimeError):
 
 
 class ProtocolError(RankbookError):
-    """A peer sent what is not in the vocabulary."""
+    """A peer sent a message that violates the protocol."""
 
 
 class UnreadableMessage(ProtocolError):
-    """A message that cannot be decoded. `sender` is the rank and its incarnation, None where that cannot be read."""
+    """A message could not be decoded.
+
+    `sender` is the sender's rank and incarnation, or None if these cannot be read either.
+    """
 
     def __init__(self, message: str, sender: tuple[int, int] | None = None) -> None:
         super().__init__(message)
@@ -75,21 +80,21 @@ class UnreadableMessage(ProtocolError):
 
 
 class TransferError(RankbookError):
-    """A value could not be sent: it cannot be pickled, or there is no room for it."""
+    """A value could not be sent: it cannot be pickled, or there is not enough memory for it."""
 
 
 class CheckpointingException(RankbookError):
-    """A checkpoint cannot be saved or loaded as asked: the message names key, file and ranks."""
+    """A checkpoint cannot be saved or loaded as requested. The message names key, file and ranks."""
 
 
 class IllegalTransition(RankbookError):
-    """The coordinator's state machine was given an event it has no answer to: a bug in Rankbook."""
+    """The coordinator's state machine received an event that its state does not allow: a bug in Rankbook."""
 
 
 class CellError(RankbookError):
-    """User code raised on one or more ranks.
+    """User code raised an exception on one or more ranks.
 
-    `errors` maps each failed rank to its `ErrorReport`. The object that is raised also is an instance of the built-in
+    `errors` maps every failed rank to its `ErrorReport`. The raised object is also an instance of the built-in
     exception that the first failed rank raised (`ValueError`, ...), so that `except ValueError` works.
     """
 
@@ -98,21 +103,25 @@ class CellError(RankbookError):
         self.message = message
         self.errors = dict(errors)
         if SyntaxError in type(self).__mro__:
-            self.msg = message  # what Python prints of one
+            self.msg = message  # printed by Python in place of str()
 
     def __str__(self) -> str:
         return self.message
 
 
 def is_consequence(error: ErrorReport | None) -> bool:
-    """Whether it only tells that another rank's failure ended a wait: what that rank raised is told before it."""
+    """Return True if the error only reports that another rank's failure ended a wait.
+
+    Such errors are listed after the error of the rank that caused them.
+    """
     return error is not None and error.name in (CollectiveAborted.__name__, PeerFailed.__name__)
 
 
 def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:
-    """A `CellError` that is also of the first failed rank's exception type, where that is built in or Rankbook's.
+    """Return a `CellError` that is also an instance of the first failed rank's exception type.
 
-    A rank that merely waited for one that failed comes after it.
+    This applies to built-in exception types and Rankbook's own. Ranks that merely waited for a failed rank come last in
+    this order.
     """
     first = errors[min(errors, key=lambda rank: (is_consequence(errors[rank]), rank))].name
     return _cell_error_type(first)(message, errors)
@@ -126,6 +135,6 @@ def _cell_error_type(name: str) -> type[CellError]:
     try:
         mixed = type(name, (CellError, base), {"__module__": "rankbook.errors", "__doc__": CellError.__doc__})
         mixed("probe", {})
-    except TypeError:  # a built-in that insists on arguments of its own
+    except TypeError:  # a built-in that requires other arguments, such as UnicodeDecodeError
         return CellError
     return mixed

@@ -1,4 +1,4 @@
-"""Format numbers, names and terminal text for people."""
+"""Format numbers, names and terminal text for display."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 ANSI_ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-"""An escape sequence of a terminal; group 1 has the parameters of one that sets colours and styles (SGR)."""
+"""Matches a terminal escape sequence. Group 1 has the parameters of a colour and style sequence (SGR)."""
 
-_ROUNDS_UP = 0.9995  # of a unit: from here on, three significant digits round to the whole unit
+_ROUNDS_UP = 0.9995  # fraction of a unit from which three significant digits round up to 1
 
 
 def format_3g(value: float) -> str:
@@ -70,10 +70,10 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def strip_ansi(text: str) -> str:
-    """Remove escape sequences of a terminal."""
+    """Remove terminal escape sequences."""
     return text if "\x1b" not in text else ANSI_ESCAPE.sub("", text)
 
 
 def escape_unprintable(text: str) -> str:
-    """Escape the control characters of a name out of a file: a terminal or a reader would obey them."""
+    """Escape control characters in a name read from a file, which a terminal or a reader would interpret."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Imports the public names of a package when they are first used, so that `import rankbook` loads next to nothing."""
+"""Import the public names of a package on first use, to keep `import rankbook` fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 def lazy_imports(
     package: str, names: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for `package`, whose public `names` are listed by the module that has them."""
+    """Return `__getattr__` and `__dir__` for `package`.
+
+    `names` maps modules to the public names that they define.
+    """
     module_of = {name: module for module, provided in names.items() for name in provided}
 
     def get_attribute(name: str) -> Any:  # noqa: ANN401 - any of the names

@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).parent
 _REAL_FOLDERS = {folder.resolve() for folder in (_PACKAGE, _PACKAGE / "magics", _PACKAGE / "widgets")}
 
 PACKAGE_FOLDERS = tuple(sorted(f"{folder}{os.sep}" for folder in {_PACKAGE, *_REAL_FOLDERS}))
-"""The package's folder as it was imported and the real folders behind symbolic links, each with a final separator.
+"""The package's folder as imported and the real folders behind symbolic links, all with a trailing separator.
 
 In a clone `magics` and `widgets` are links to folders outside the package; in an installation they lie inside it.
 """

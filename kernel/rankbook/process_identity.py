@@ -1,10 +1,9 @@
-"""Which process owns a file or folder, and whether that process still lives.
+"""Record which process owns a file or folder, and detect that this process has ended.
 
-Owns: process identity (machine, pid namespace, pid, start time), and the lock that a living owner holds on its folder.
-Refuses: to judge processes of other machines by anything but the time that has passed.
-
-A folder is in use while any process holds a lock on its owner file: the kernel drops a lock with the process, and
-shows it to every container that sees the file. Only where nobody holds one, the identity in the file decides.
+A process is identified by machine, PID namespace, PID and start time. A folder is in use while any process holds a
+`flock` on its owner file: the operating system releases the lock when the process ends, and the lock is visible in
+every container that sees the file. If no process holds a lock, the identity in the file decides. A process of another
+machine counts as ended after `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from functools import cache
 from pathlib import Path
 
 PATIENCE = 24 * 3600.0
-"""Seconds after which an owner on another machine is taken for dead: nobody here can ask whether its process lives."""
+"""Seconds after which an owner on another machine counts as dead, since its process cannot be checked from here."""
 OWNER_FILE = "owner.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process. `started` tells it from a later process with the same pid; `since` is in seconds of the Unix epoch.
+    """A process.
 
-    `machine` differs between containers that number their processes apart, also on one host.
+    `started` distinguishes it from a later process with the same PID; `since` is in seconds of the Unix epoch.
+    `machine` differs between containers that have PID namespaces of their own, also on one host.
     """
 
     host: str
@@ -41,19 +41,22 @@ class ProcessIdentity:
     since: float
 
     def lives(self, patience: float = PATIENCE) -> bool:
-        """Return whether the process lives. On other machines: whether it claimed less than `patience` s ago."""
+        """Return True if the process is alive.
+
+        For a process on another machine, return True if it made its claim less than `patience` seconds ago.
+        """
         if self.machine != machine():
             return time.time() - self.since < patience
         return bool(self.started) and self.started == started(self.pid)
 
 
 def identify(pid: int) -> ProcessIdentity:
-    """Return the identity of a process of this machine."""
+    """Return the identity of a process on this machine."""
     return ProcessIdentity(platform.node(), machine(), pid, started(pid), time.time())
 
 
 def claim_folder(folder: Path, pid: int) -> int:
-    """Name process `pid` as the folder's owner, and return a descriptor that holds a lock for this process."""
+    """Record process `pid` as the folder's owner, and return a descriptor with a lock held by this process."""
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, fcntl.LOCK_SH)
@@ -65,7 +68,7 @@ def claim_folder(folder: Path, pid: int) -> int:
 
 
 def hold_folder(folder: Path) -> int | None:
-    """Return a descriptor that holds one more lock on a claimed folder; None where it has no owner file."""
+    """Return a descriptor with one more lock on a claimed folder, or None if the folder has no owner file."""
     try:
         descriptor = os.open(folder / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -75,12 +78,12 @@ def hold_folder(folder: Path) -> int | None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether the folder is this user's and its owner is gone. False where that cannot be told."""
+    """Return True if the folder belongs to this user and its owner has ended; False if this cannot be determined."""
     try:
         if not _is_own(folder.lstat(), stat.S_IFDIR):
             return False
         descriptor = os.open(folder / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # no owner file: not made here, or only just now
+    except OSError:  # no owner file: made by another program, or not claimed yet
         return False
     try:
         if not _is_own(os.fstat(descriptor), stat.S_IFREG) or not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -95,7 +98,7 @@ def is_abandoned(folder: Path) -> bool:
 
 @cache
 def machine() -> str:
-    """Return the name of the space in which a pid means one process."""
+    """Identify the PID namespace, within which a PID is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -104,7 +107,7 @@ def machine() -> str:
 
 
 def started(pid: int) -> str:
-    """Return when a process began, in the system's own words; empty where there is none."""
+    """Return a process's start time as the operating system reports it, or an empty string if it is not running."""
     if sys.platform.startswith("linux"):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -120,7 +123,7 @@ def _lock(descriptor: int, how: int) -> bool:
         fcntl.flock(descriptor, how)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: the identity alone decides
+    except OSError:  # the file system has no locks: the identity alone decides
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Parse selections of ranks ("0,2-3", "0:4:2", "all", "main"), format ranks, and group them by a value."""
+"""Parse rank selections ("0,2-3", "0:4:2", "all", "main"), format ranks, and group them by a value."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _parse_part(part: str, text: str, world_size: int) -> Iterable[int]:
 
 
 def format_ranks(ranks: Iterable[int], *, most: int | None = None) -> str:
-    """Format a set of ranks as short as `parse_ranks` reads it: "0-3", "0,2-3"; "none" for the empty set.
+    """Format a set of ranks in the shortest form that `parse_ranks` reads: "0-3", "0,2-3"; "none" for the empty set.
 
-    Where there are more than `most` ranges, the rest is counted: "0,2,4 and more, 8 in all".
+    If there are more than `most` ranges, the rest is counted: "0,2,4 and more, 8 in all".
     """
     known = sorted(set(ranks))
     ranges: list[list[int]] = []

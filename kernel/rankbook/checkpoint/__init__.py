@@ -1,49 +1,55 @@
-"""Sharded checkpoints: saved on N ranks, loaded on M, never lost.
+"""Save and load sharded checkpoints: save on N ranks, load on M.
 
-Owns: its public names, imported when they are used. Refuses: to know notebooks, cells and clusters.
+The public names are imported on first use. The modules are:
 
-The map:
-layout.py         where a shard lies in its global tensor; pure integers
-mapping.py        the sharding map: which part of which global tensor a local one is
-dtensors.py       a tensor or DTensor as an entry of the map, and back
-replicas.py       which of several copies is the main one
-state_dicts.py    sharded state dicts, taken apart and put together again
-models.py         the map of models and their optimizers
-The plan:
-declared.py       what one rank holds, as compact arrays
-coverage.py       whether boxes fill a tensor exactly once, and where not
-catalog.py        every chunk that is stored, and by which rank
-plan.py           which rank stores which chunk
-reading.py        which bytes of which file go where
-strictness.py     what becomes of keys that only one side knows
-On disk:
-stores.py         what a storage is: five methods between a checkpoint and the place it lies in
-storage.py        where files go: the local storage, and which one a folder means
-remote.py         storages that fsspec can reach
-checksums.py      CRC-32 of a chunk, piece by piece, and of the whole from its pieces
-manifest.py       what a checkpoint says about itself: every chunk, its place, its checksums
-structure.py      whether a manifest makes sense: indices, extents, strides
-owners.py         which process is at a save
-folders.py        a folder of steps: which is the latest, what is finished, what was broken off
-zips.py           where the data lies in a file of torch.save
-opcodes.py        a pickle's instructions, looked through before an unpickler gets them
-pickles.py        checkpoints that other programs wrote, read without running what their pickles name
-checking.py       the bytes of one chunk or object against their checksums
-verifying.py      every byte of a checkpoint, checked
-describe.py       what a checkpoint has, in words
-safetensors.py    files of safetensors: the header of written ones, the tensors of read ones
-convert.py        a checkpoint to and from safetensors
-Saving and loading:
-contents.py       what one rank holds or asks for
-blobs.py          a chunk as the bytes that torch.load reads
-telling.py        how far a save is, for whoever looks
-writing.py        one rank's part in a save: declaration, file, and on rank 0 plan and description
-agreement.py      collectives that propagate errors, and the check that arguments agree
-async_save.py     saving while training goes on
-saving.py         save: plan, write, commit
-transfer.py       bytes of stored chunks into tensors, checked
-fetch.py          what a rank has planned to read: verified, then read
-loading.py        load, load_plain, load_metadata
+Saving and loading (collectives):
+
+    saving.py        `save`: plan, write and commit; the theory of operation of the commit
+    async_save.py    copy the data and save it in a background thread; `SaveHandle`
+    loading.py       `load`, `load_plain`, `load_metadata`: find, plan, verify and fill
+    local_state.py   one rank's part of a state dict, for saving and loading
+    consistency.py   collectives that propagate errors; the check that arguments agree
+    progress.py      progress reports to the user's callback and to telemetry
+
+state_dict/, from models to shards:
+
+    sharded_tensor.py   `ShardedTensor`, `ShardedObject`, factories
+    state_dicts.py      take sharded state dicts apart and assemble them; DTensors
+    models.py           sharded state dicts of models and optimizers
+    replicas.py         choose which replica of an entry is stored
+    layout.py           position of a shard in its global tensor, and of its bytes in a file
+
+planning/, pure data:
+
+    local_plan.py   one rank's declaration of its chunks, as compact arrays
+    save_plan.py    which rank writes which chunk
+    load_plan.py    which bytes of which file are read into which slice
+    validation.py   check that chunks cover a tensor exactly once
+
+format/, the files of a checkpoint:
+
+    manifest.py         `manifest.json`: chunks with their positions and checksums
+    structure.py        validation of a manifest: indices, extents, strides
+    checksums.py        CRC-32 of a chunk in pieces
+    tensor_io.py        read stored chunks into tensors and verify them
+    torch_zip.py        the zip format of `torch.save`
+    dcp_metadata.py     checkpoints of torch.distributed.checkpoint
+    pickle_opcodes.py   scan a pickle before it is unpickled
+    safetensors.py      the safetensors format
+
+storage/, the place where files are stored:
+
+    base.py     the `Storage` protocol
+    local.py    local and mounted folders
+    fsspec.py   object stores and other file systems of fsspec
+    steps.py    a folder of steps: claim, commit, latest, sweep, retention
+    lock.py     which process writes a step
+
+tools/, offline:
+
+    verify.py     compare every byte with its checksum
+    describe.py   print the content of a checkpoint or folder
+    convert.py    convert to and from safetensors
 """
 
 from __future__ import annotations

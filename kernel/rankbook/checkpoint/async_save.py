@@ -1,18 +1,27 @@
-"""Saving while training goes on.
+"""Save asynchronously: stage copies of the data and write them in a background thread while training continues.
 
-Owns: the copies that training cannot change, the thread that writes them, the process group that this thread has for
-itself, and the handle. Refuses: what a save does (`saving.py`).
+Theory of operation
+===================
 
-The thread talks to the other ranks' threads through a gloo group of its own: in the training's group its collectives
-would meet the training's. A group lives as long as all ranks have it; where one has not (its process is new), all make
-a new one.
+The thread that calls `save` runs, on every rank: `join_previous`, which waits for the previous save and raises its
+error; `_meet`, in which the ranks meet in the saving group; and `_staged`, which copies the data to be written. Then it
+starts the thread `rankbook-checkpoint` and returns a `SaveHandle`. The thread plans, writes and commits
+(`saving.run_save`), and sets the result or the error in the handle.
 
-On a notebook's ranks an error in a cell breaks the training's groups off; the saving group is marked as `background`,
-and stays as it is. So that no rank leaves `save` while another may still fail in it, the ranks meet in the saving group
-once they have agreed to save: after that an error of one rank's cell finds all of them with a thread that saves.
+**Process group.** The threads of the ranks communicate over a gloo group of their own. In the default group their
+collectives would be mixed with those of training. The group is kept from one save to the next. If a rank lacks it,
+because its process is new or because it left the group after an error, all ranks create a new one; `join_previous`
+finds this out with an all-reduce over the default group.
 
-A rank that has begun to save comes to the plan whatever happens, for the others' threads wait there for it. One that
-cannot, or whose group breaks, lets go of it at once: that is what ends the waiting of the others.
+**Interrupts.** On the ranks of a notebook, an error in a cell aborts the process groups of training. The saving group
+is marked as `background` and stays intact. After all ranks have agreed to save, they meet once more in the saving group
+(an all-reduce), so that no rank returns from `save` while another one may still fail in it. An error in one rank's cell
+after that point finds every rank with a save thread.
+
+**No rank waits forever.** A rank that has begun to save always takes part in the plan, since the threads of the others
+wait there for it. If staging fails, the plan receives the error instead of a declaration (`FailedStaging`) and raises
+it on every rank. A rank that cannot take part, or whose group breaks, destroys its group at once (`_let_go`): the
+closed connections end the waiting of the others.
 """
 
 from __future__ import annotations
@@ -41,18 +50,21 @@ if TYPE_CHECKING:
     from rankbook.checkpoint.saving import Saved
 
 NICENESS = 8
-"""Of the thread that saves, above the process's own: a tenth of a processor that training wants all of."""
+"""Niceness of the save thread, added to that of the process: a tenth of a core that training wants all of."""
 
 MEETING = timedelta(seconds=60)
-"""How long a rank waits for the others to make the group: one that dies meanwhile is not noticed there."""
+"""Timeout for creating the group, in which a rank that dies is not noticed."""
 
 PATIENCE = timedelta(hours=6)
-"""How long a rank waits for the others: one may write for long. One that has died is noticed at once."""
+"""Timeout of collectives in the group: a rank may write for a long time. A dead rank is noticed at once."""
 
 
 @dataclass
 class _AsyncSaves:
-    """What this process keeps from one save to the next. `world`: the default group when `group` was made."""
+    """State that this process keeps from one save to the next.
+
+    `world` is the default group that existed when `group` was created; `pool` holds staging buffers for reuse.
+    """
 
     group: Any = None
     world: Any = None
@@ -64,7 +76,14 @@ _process = _AsyncSaves()
 
 
 class SaveHandle:
-    """A save that goes on in the background, on this rank. Every rank has one."""
+    """Handle of an asynchronous save on this rank. Every rank has one.
+
+    `save(..., async_=True)` returns it:
+
+        handle = save(state_dict, "checkpoints", step=100, async_=True)
+        ...
+        saved = handle.wait()
+    """
 
     def __init__(self, telling: SaveProgress) -> None:
         self._telling = telling
@@ -76,21 +95,24 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if the save has ended, with or without an error."""
         return self._ended.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with; None while it goes on, and where it did not."""
+        """Return the error of the save; None while it runs and after success."""
         return self._failure
 
     @property
     def progress(self) -> Any:  # noqa: ANN401 - a telemetry.CheckpointSave
-        """How far this rank is."""
+        """Return a snapshot of this rank's progress, a `CheckpointSave`."""
         return self._telling.now()
 
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait for the end. Raises what the save failed with, and TimeoutError after `timeout` seconds."""
+        """Wait for the save to end, and return the checkpoint.
+
+        Raises the error of the save, and TimeoutError after `timeout` seconds.
+        """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self._telling.folder} has not ended within {timeout:g} s")
         self.heard = True
@@ -110,23 +132,27 @@ class SaveHandle:
         _step_back()
         try:
             self._saved = work()
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits, or at the next save
+        except BaseException as error:  # noqa: BLE001 - raised in `wait`, or by the next save
             self._failure = error
         finally:
             self._ended.set()
 
 
 def _step_back() -> None:
-    """Let training have the processor first: Linux has a niceness for each thread, which those it starts inherit."""
+    """Lower the priority of this thread, so that training gets the CPU first.
+
+    Linux has a niceness per thread, which threads started by it inherit. Other systems do nothing.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def join_previous(*, refuse: bool) -> None:
-    """Have the save before this one be over: wait for it, or with `refuse` raise while it is not. A collective.
+    """Wait for the previous asynchronous save to end. A collective.
 
-    Raises `CheckpointingException` on every rank if it failed and somebody has not been told.
+    With `refuse`, raise instead if it is still running. Raises `CheckpointingException` on every rank if the previous
+    save failed and its error was not retrieved on some rank.
     """
     handle, busy, failed = _process.current, "", ""
     if handle is not None:
@@ -136,8 +162,9 @@ def join_previous(*, refuse: bool) -> None:
             handle._ended.wait()
             if handle.error is not None and not handle.heard:
                 failed = f"the save before this one failed in the background: {handle.error}"
+    # Every rank takes part in this collective before it raises, and all ranks then raise or none does.
     have_group, no_complaint = _least(_has_group(), not (busy or failed))
-    if not have_group and no_complaint:
+    if not have_group and no_complaint:  # some rank lacks the group: `_meet` creates a new one on all ranks
         _let_go()
     if not busy:
         if handle is not None:
@@ -148,7 +175,7 @@ def join_previous(*, refuse: bool) -> None:
 
 
 def _least(*values: bool) -> list[bool]:
-    """Which of these hold on all ranks."""
+    """Return the logical AND over all ranks of every value. A collective."""
     if not dist.is_initialized():
         return list(values)
     told = torch.tensor(values, dtype=torch.int32, device=control_device())
@@ -157,7 +184,7 @@ def _least(*values: bool) -> list[bool]:
 
 
 def _first(complaint: str) -> str:
-    """The first rank's complaint that there is, the same on all."""
+    """Return the complaint of the lowest rank that has one, on all ranks. A collective."""
     if not dist.is_initialized():
         return complaint
     told: list[str] = [""] * dist.get_world_size()
@@ -166,13 +193,16 @@ def _first(complaint: str) -> str:
 
 
 def current_save() -> SaveHandle | None:
-    """The save in the background that is under way, or that nobody has been told the end of; None without one."""
+    """Return the asynchronous save that is running, or whose error was not retrieved; None otherwise."""
     handle = _process.current
     return handle if handle is not None and not (handle.done and (handle.heard or handle.error is None)) else None
 
 
 def lost_saves() -> str:
-    """Return the words for a save that failed and of which nobody has heard; "" without one, and the second time."""
+    """Return a message about a failed save whose error was not retrieved; "" if there is none.
+
+    The message is returned only once per save.
+    """
     handle = _process.current
     if handle is None or handle.error is None or handle.heard or handle._announced:
         return ""
@@ -181,39 +211,40 @@ def lost_saves() -> str:
 
 
 def wait_for_saves(timeout: float | None = None) -> bool:
-    """Wait until nothing is being saved in the background. Whether that is so, after `timeout` seconds."""
+    """Wait until no asynchronous save is running. Return False if `timeout` seconds pass before."""
     return _process.current is None or _process.current._ended.wait(timeout)
 
 
 def start_save(
     contents: LocalState, telling: SaveProgress, perform: Callable[[LocalState, Any], Saved], *, everything: bool
 ) -> SaveHandle:
-    """Copy what this rank writes, and have `perform(copies, group)` run in a thread. A collective.
+    """Copy what this rank writes and run `perform(copies, group)` in a thread. A collective.
 
-    `everything`: replicas too may be chosen to be written. Where this rank cannot copy, all handles fail for it.
+    With `everything`, replicas are copied too, since the plan may choose any of them. If this rank cannot copy, the
+    save fails on all ranks.
     """
     handle = SaveHandle(telling)
     try:
         _meet()
     except BaseException as error:
         telling.failed(f"{type(error).__name__}: {error}")
-        telling.withdraw()  # it is raised here
+        telling.withdraw()  # the error is raised here, so telemetry need not show it
         raise
     taken: list[torch.Tensor] = []
     failure: BaseException | None = None
     try:
         telling.enter("staging")
         staged = _staged(contents, everything, taken)
-    except BaseException as error:  # noqa: BLE001 - raised in the plan, where every rank learns of it
+    except BaseException as error:  # noqa: BLE001 - raised in the plan, on every rank
         staged, failure = FailedStaging(error), error
 
     def work() -> Saved:
         try:
             return perform(staged, _process.group)
-        except (CheckpointingException, KeyboardInterrupt):  # told by a rank to all
+        except (CheckpointingException, KeyboardInterrupt):  # raised on all ranks; the group is intact
             raise
         except BaseException as error:
-            # the frames of the error hold the group, whose connections close with the last that holds it
+            # The connections close with the last reference to the group, and the frames of the traceback hold one.
             traceback.clear_frames(error.__traceback__)
             _let_go()
             raise
@@ -229,7 +260,7 @@ def start_save(
             _process.current = None
             _let_go()
         raise
-    if failure is not None and not isinstance(failure, Exception):  # an interrupt
+    if failure is not None and not isinstance(failure, Exception):  # an interrupt ends the user's cell at once
         raise failure
     return handle
 
@@ -239,14 +270,16 @@ def _has_group() -> bool:
 
 
 def _meet() -> None:
-    """Meet in the group of the saving threads, which is made where `settle` found that a rank has none. A collective.
+    """Wait for all ranks in the saving group, and create the group if this rank has none. A collective.
 
-    A rank that leaves it with an error ends the waiting of the others.
+    `join_previous` has made sure that either all ranks have the group or none has. A rank that fails here leaves the
+    group, which ends the waiting of the others.
     """
     if not dist.is_initialized():
         return
     try:
         if _process.group is None:
+            # the short timeout applies to the creation only: see MEETING and PATIENCE
             _process.group, _process.world = dist.new_group(backend="gloo", timeout=MEETING), dist.group.WORLD
             _set_pg_timeout(PATIENCE, _process.group)
             if hasattr(_process.group, "background"):  # a notebook's ranks
@@ -258,17 +291,20 @@ def _meet() -> None:
 
 
 def _let_go() -> None:
-    """Leave the group, so that nobody waits in it for this rank."""
+    """Destroy this rank's end of the group, so that no other rank waits in it."""
     group, _process.group, _process.world = _process.group, None, None
     if group is not None and dist.is_initialized():
-        if hasattr(group, "break_off"):  # on a notebook's ranks its connections do not end with the last reference
+        if hasattr(group, "break_off"):  # a notebook's ranks: dropping the reference would not close the connections
             group.break_off("a rank gave up the save")
-        with contextlib.suppress(ValueError):  # it went with the default group that it was made beside
+        with contextlib.suppress(ValueError):  # destroyed together with its default group
             dist.destroy_process_group(group)
 
 
 def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -> LocalState:
-    """The contents, of which the caller can change nothing. The buffers that they lie in come into `taken`."""
+    """Return a copy of the state that the caller cannot change.
+
+    The buffers that hold the copies are appended to `taken`. Tensors that this rank will not write are not copied.
+    """
     copies: list[LocalTensor] = []
     for each in contents.tensors:
         if not (each.is_main or everything) or not each.nbytes:
@@ -279,15 +315,16 @@ def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -
         copy = buffer[: each.nbytes].view(each.data.dtype).view(each.data.shape)
         copy.copy_(each.data.detach(), non_blocking=True)
         copies.append(replace(each, data=copy))
-    _process.pool.clear()  # of other sizes than are needed now
+    _process.pool.clear()  # the remaining buffers have sizes that are not needed now
     staged = contents.frozen(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
+    # the copies from a device are asynchronous: they must end before the caller changes the tensors
     if torch.cuda.is_available() and any(each.data.is_cuda for each in contents.tensors):
         torch.cuda.synchronize()
     return staged
 
 
 def _buffer(size: int) -> torch.Tensor:
-    """One from the pool that fits without waste, or a new one: pinned where a device copies into it."""
+    """Take a buffer of at least `size` bytes from the pool, or allocate one: pinned if CUDA is available."""
     for number, each in enumerate(_process.pool):
         if size <= each.numel() <= size + size // 4:
             return _process.pool.pop(number)
@@ -295,14 +332,17 @@ def _buffer(size: int) -> torch.Tensor:
 
 
 def _last_words() -> None:
-    """At the end of the process, when its threads have ended: say what nobody has asked for."""
+    """Write an error that was not retrieved to stderr. Called at exit, after the threads have ended."""
     handle = _process.current
     if handle is not None and handle.error is not None and not handle.heard:
         sys.stderr.write(f"rankbook: {handle!r}\n")
 
 
 def _in_child() -> None:
-    """A fork has the handle, and not the thread. It keeps the group: to end it would end the parent's."""
+    """Forget the running save in a forked child, which does not have the thread.
+
+    The child keeps the group: destroying it would close the parent's connections.
+    """
     _process.current = None
 
 

@@ -1,8 +1,9 @@
-"""Collectives that propagate errors: arguments are checked to agree, and a failure of one rank is raised on all.
+"""Run collectives that propagate errors, and check that all ranks were called with the same arguments.
 
-A rank that raises while the others wait in a collective would leave them there. So no rank raises between two
-collectives: `RankGroup` catches what its work raises, sends it in place of the result, and raises once every rank
-knows of it.
+If a rank raised an exception while the others wait in a collective, they would wait forever. Therefore no rank raises
+between two collectives. `RankGroup` catches the exception of a rank's work, sends it in place of the result, and raises
+after every rank has received it. `check_same_arguments` compares a digest of the arguments with one small all-reduce,
+and gathers the arguments themselves only if they differ.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ R = TypeVar("R")
 
 
 class Failure(NamedTuple):
-    """An error as the other ranks see it. It travels as text: an exception need not pickle, nor unpickle."""
+    """Error of a rank, in the form in which the other ranks receive it.
+
+    It is sent as text, because an exception may not support pickling or unpickling.
+    """
 
     text: str
-    expected: bool  # a CheckpointingException, whose message needs no type in front of it
+    expected: bool  # True for CheckpointingException, whose message is shown without the type name
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error."""
+        """Convert an exception."""
         expected = isinstance(error, CheckpointingException)
         return cls(str(error) if expected else f"{type(error).__name__}: {error}", expected)
 
 
 class RanksFailed(Exception):
-    """Raised on every rank when at least one has failed: the failure of each, and this rank's own error."""
+    """Raised on every rank if at least one rank has failed.
+
+    `failures` maps the failed ranks to their errors; `own` is this rank's exception, if it failed.
+    """
 
     def __init__(self, failures: Mapping[int, Failure], own: BaseException | None) -> None:
         super().__init__(failures)
@@ -45,7 +52,7 @@ class RanksFailed(Exception):
         self.own = own
 
     def message(self, operation: str) -> str:
-        """Name all ranks that failed with their reasons, in the same words on every rank."""
+        """Return a message that names all failed ranks with their reasons; it is the same on every rank."""
         ranks = group_ranks((rank, failure.text) for rank, failure in sorted(self.failures.items()))
         if len(ranks) == 1 and all(failure.expected for failure in self.failures.values()):
             return next(iter(ranks))
@@ -54,7 +61,10 @@ class RanksFailed(Exception):
         return f"the {operation} failed{unchanged}: {reasons}"
 
     def reraise(self, operation: str) -> NoReturn:
-        """Raise `CheckpointingException` with the message, from this rank's own error; an interrupt as itself."""
+        """Raise `CheckpointingException` with the message, chained to this rank's own exception.
+
+        If this rank was interrupted, raise its KeyboardInterrupt instead.
+        """
         message = self.message(operation)
         if isinstance(self.own, KeyboardInterrupt):
             if len(self.failures) > 1:
@@ -64,7 +74,11 @@ class RanksFailed(Exception):
 
 
 class RankGroup:
-    """The ranks of a process group that has all of them; this process alone with `alone`, or without a group."""
+    """Run work on all ranks of a process group and propagate errors.
+
+    With `alone`, or if torch.distributed is not initialized, the group consists of this process. `group` must contain
+    all ranks; None is the default group.
+    """
 
     def __init__(self, group: Any = None, *, alone: bool = False) -> None:  # noqa: ANN401 - a process group
         self._group = group
@@ -73,10 +87,13 @@ class RankGroup:
         self._size = 1 if self.alone else dist.get_world_size(group)
 
     def exchange(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """Run `work` on every rank and `combine` on rank 0, with all results by rank; return this rank's element of it.
+        """Run `work` on every rank, pass all results to `combine` on rank 0, and return this rank's reply.
 
-        A collective. Raises `RanksFailed` on every rank where `work` raised on one of them, or `combine` on rank 0.
+        `combine` gets the results in order of ranks and returns one reply per rank. A collective (gather, then
+        scatter). Raises `RanksFailed` on every rank if `work` raised on any rank, or `combine` on rank 0.
         """
+        # Rank 0 gets the failures from the gather, all other ranks from the scatter. `combine` runs only if no rank has
+        # failed, and its own exception is scattered in the same way.
         result, error = _attempt(work)
         results = self._gather(result if error is None else Failure.of(error))
         replies: list[tuple[dict[int, Failure], Any]] = []
@@ -94,7 +111,10 @@ class RankGroup:
         return reply  # type: ignore[no-any-return]
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run `work` on every rank. A collective; raises `RanksFailed` on every rank where it raised on one of them."""
+        """Run `work` on every rank.
+
+        A collective. Raises `RanksFailed` on every rank if `work` raised on any rank.
+        """
         _, error = _attempt(work)
         results: list[Any] = [None if error is None else Failure.of(error)] * self._size
         if not self.alone:
@@ -120,7 +140,7 @@ class RankGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # noqa: BLE001 - raised on all ranks, once they know of it
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks after the exchange
         return None, error
 
 
@@ -129,11 +149,11 @@ def _failures(results: Sequence[object]) -> dict[int, Failure]:
 
 
 def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> T:
-    """What `check()` returns, once all ranks have `given` the same and no rank's check has raised. A collective.
+    """Return the result of `check()`, after all ranks have passed the same `given` arguments.
 
-    `what` is the call, for the message. Where all is well it costs one small all-reduce. Raises, the same on every
-    rank, `BadRequest` where a rank's check did or where the ranks differ, `CheckpointingException` for any other error
-    of a check.
+    `what` names the call in messages. A collective; one small all-reduce if all ranks agree. Raises `BadRequest`, the
+    same on every rank, if the check raised it on a rank or if the arguments differ, and `CheckpointingException` for
+    any other error of a check.
     """
     error: Exception | None = None
     made: list[T] = []
@@ -145,7 +165,7 @@ def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> 
     complaint = "" if error is None else f"{type(error).__name__}: {error}"
     if not _all_alike(repr((complaint, sorted(own.items())))):
         _raise(what, gather_objects((complaint, isinstance(error, BadRequest), own)), error)
-    if error is not None:  # the same one everywhere
+    if error is not None:  # the same error on every rank
         raise error
     return made[0]
 
@@ -154,6 +174,7 @@ def _all_alike(text: str) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+    # One reduction gives the minimum of `number` and, negated, its maximum: equal if all ranks have the same digest.
     told = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
     dist.all_reduce(told, op=dist.ReduceOp.MIN)
     least, most = told.tolist()
@@ -175,5 +196,8 @@ def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Ex
 
 
 def folder_key(folder: Any) -> str:  # noqa: ANN401 - a path or a storage
-    """A folder for `agreed`: its path; of a storage, whose text may be of this process alone, its type."""
+    """Return the text by which the ranks compare their folders: the path, or the type name of a storage.
+
+    The text of a storage object may differ between processes.
+    """
     return str(folder) if isinstance(folder, str) or hasattr(folder, "__fspath__") else type(folder).__qualname__

@@ -1,14 +1,21 @@
-"""Loading: every rank calls it with the map of what it wants, however many ranks have saved.
+"""Load a checkpoint on any number of ranks: find it, plan the reads, verify checksums, fill the tensors.
 
-In three phases, between which no rank raises alone (`agreement.RankGroup`). Plan: every rank plans its reads, and
-rank 0 decides about keys that do not match. Verify: every rank reads its objects and compares the bytes of its tensors
-with their checksums, and writes nothing. Fill: every rank reads into its tensors.
+`load` is a collective, and the number of ranks may differ from the number that saved. Every rank passes a sharded state
+dict that describes what it wants. A load has four phases, and no rank raises alone between their collectives
+(`consistency.RankGroup`):
 
-Which checkpoint it is, rank 0 decides first (`find`); which bytes go where, `reading.py` and `transfer.py`.
+1. Find: rank 0 chooses the checkpoint, reads its manifest and broadcasts it (`find_checkpoint`).
 
-What a load does about keys that only one side knows: the ranks that ask, or the checkpoint.
+2. Plan: every rank plans its reads (`planning/load_plan.py`), and rank 0 decides about keys that do not match
+   (`decide_keys`).
 
-What a rank has planned to read, read: tensors in place, objects, the common part.
+3. Verify: every rank reads its objects and the common part, and compares the bytes of its tensors with their checksums.
+   It writes to no tensor, so a damaged checkpoint leaves the model as it was.
+
+4. Fill: every rank reads into its tensors, in place (`format/tensor_io.py`).
+
+`Loader` is one rank's part in a load, `CheckpointRead` does its reads, and `CheckpointRef` is a checkpoint with its
+manifest. `load_plain` and `load_metadata` read a checkpoint in one process, without collectives.
 """
 
 from __future__ import annotations
@@ -49,26 +56,29 @@ from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.ranks import group_ranks
 
 MOST_KEYS_SAID = 8
-"""Keys of one kind that a message names."""
+"""Maximum number of keys of one kind that an error message lists."""
 
 
 class StrictHandling(Enum):
-    """What becomes of unexpected and of missing keys; all that are not raised about are left as they are."""
+    """Modes for unexpected keys (requested, not stored) and missing keys (stored, requested by no rank).
+
+    Keys that a mode does not raise an error about keep the values that they have.
+    """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """The default: nobody looks for missing keys; an unexpected one is found as it is to be read, and raised about."""
+    """Default. Missing keys are not looked for; an unexpected key is an error when it is to be read."""
     LOG_UNEXPECTED = "log_unexpected"
     LOG_ALL = "log_all"
     RAISE_UNEXPECTED = "raise_unexpected"
     RAISE_ALL = "raise_all"
     RETURN_UNEXPECTED = "return_unexpected"
-    """`load` returns (state dict, missing keys, unexpected keys), the missing ones empty."""
+    """`load` returns (state dict, missing keys, unexpected keys); the set of missing keys is empty."""
     RETURN_ALL = "return_all"
     IGNORE_ALL = "ignore_all"
 
     @classmethod
     def of(cls, mode: str | StrictHandling) -> StrictHandling:
-        """The mode, or the mode of this name. Raises `BadRequest` for another name."""
+        """Return the mode with this name; return a mode unchanged. Raises `BadRequest` for an unknown name."""
         if isinstance(mode, str) and mode.lower() in cls._value2member_map_:
             return cls(mode.lower())
         if not isinstance(mode, cls):
@@ -77,20 +87,20 @@ class StrictHandling(Enum):
 
     @property
     def asks_all_ranks(self) -> bool:
-        """Whether it needs to know what the other ranks ask for."""
+        """Return True if the mode depends on the keys that the other ranks request."""
         return self in {StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL}
 
     @property
     def returns_keys(self) -> bool:
-        """Whether `load` returns the keys beside the state dict."""
+        """Return True if `load` returns the mismatched keys beside the state dict."""
         return self in {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
 
 
 class Decision(NamedTuple):
-    """What is to be done, the same on every rank.
+    """Result of comparing requested keys with stored keys; the same on every rank.
 
-    `error` and `warning` are sentences, "" for none. `skipped` are asked for and are not to be read. `missing` and
-    `unexpected` are what `load` returns in a mode that `returns_keys`, and empty in the others.
+    `error` and `warning` are sentences, "" for none. `skipped` holds the requested keys that are not to be read.
+    `missing` and `unexpected` are what `load` returns in a mode with `returns_keys`, and empty in the other modes.
     """
 
     error: str
@@ -103,7 +113,11 @@ class Decision(NamedTuple):
 def decide_keys(
     asked: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str
 ) -> Decision:
-    """What to do about the keys that each rank asks for, rank by rank, of those that the checkpoint `where` has."""
+    """Decide about the keys that do not match between the ranks' requests and the checkpoint.
+
+    `asked` holds the keys that the ranks request, in order of ranks, `stored` the keys of the checkpoint, and `where`
+    its name for messages.
+    """
     known = set(stored)
     ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - known)
     unexpected = dict(sorted(ranks.items()))
@@ -154,21 +168,27 @@ def load(
     cast: bool = False,
     allow: Sequence[type | str] = (),
 ) -> Any:  # noqa: ANN401 - nested as the given one
-    """What this rank asks for, from `step` of `folder` or from `folder` itself. Every rank calls it.
+    """Load this rank's part of a checkpoint. A collective: every rank calls it.
 
-    The state dict says what is wanted, as for `save`, in any layout: tensors are read into the memory that its entries
-    have, or into new memory on the CPU where a ShardedTensor has no data. Returned is a state dict of the same nesting
-    with plain values in the place of sharded entries, and the common part beside them. In a strict mode that returns
-    keys, (state dict, missing keys, unexpected keys).
+    `folder` is a folder of steps, from which `step` is loaded, or the folder of a checkpoint itself. The state dict
+    says what is wanted, as for `save`, in any layout. Tensors are read in place, into the memory of its entries; a
+    ShardedTensor without data gets new memory on the CPU. Returns a state dict with the same nesting, with plain values
+    in place of sharded entries, and the stored common part. In a strict mode that returns keys, returns (state dict,
+    missing keys, unexpected keys).
 
-    What is read is verified unless `verify` is False. Another dtype than the stored one is an error unless `cast`.
-    Stored objects may have `allow`ed classes, given as such or by name, beside those that torch takes for safe.
+    With `verify`, checksums are compared. A dtype that differs from the stored one is an error unless `cast` is set.
+    `allow` lists classes, or their names, that stored objects may have in addition to those that torch considers safe.
 
-    Raises `CheckpointingException`, the same on every rank: where there is no such checkpoint, where keys, shapes or
-    dtypes do not match, and where something is damaged, with file, key and the rank that wrote it. All that is wanted
-    is verified on all ranks before the first tensor of the state dict is written, so a checkpoint that is damaged
-    leaves them as they were. Where the machine's memory cannot hold the bytes until they are read again, from a remote
-    storage, and without `verify`, they are read once, and the error names the tensors that are neither old nor new.
+    Raises `BadRequest` if arguments are invalid or differ between ranks. Raises `CheckpointingException`, the same on
+    every rank, if the checkpoint does not exist, if keys, shapes or dtypes do not match, or if a part of it is damaged;
+    the message names the file, the key and the rank that wrote it.
+
+    All requested data is verified on all ranks before the first tensor of the state dict is written, so a damaged
+    checkpoint leaves all tensors unchanged. The exceptions are loads that read the bytes only once: without `verify`,
+    with more bytes than the machine's memory can hold until the second read, or with many bytes from remote storage. If
+    such a load fails, the error names the tensors that are partly overwritten.
+
+        state = load(sharded_state_dict(model, optimizer), "checkpoints", step=100)
     """
     prepared = prepare_load(sharded_state_dict, folder, step=step, strict=strict, verify=verify, cast=cast, allow=allow)
     state, decision = prepared.fill(), prepared.decision
@@ -187,7 +207,10 @@ def prepare_load(
     cast: bool = False,
     allow: Sequence[type | str] = (),
 ) -> Loader:
-    """Load up to the first tensor that is written; `fill` of the loader that is returned does the rest."""
+    """Perform all phases of `load` before the first write to a tensor, and return the loader.
+
+    `Loader.fill` does the rest.
+    """
     mode, storage, _ = check_same_arguments(
         "load",
         lambda: (StrictHandling.of(strict), storage_of(folder), steps.requested_step(step)),
@@ -211,14 +234,20 @@ def prepare_load(
 
 
 class Request(NamedTuple):
-    """What rank 0 needs of a rank's plan. `keys`: all that the rank asks for, or those of them that are not stored."""
+    """Summary of a rank's read plan for rank 0.
+
+    `keys` holds all keys that the rank requests if the mode `asks_all_ranks`, otherwise only those that are not stored.
+    """
 
     keys: set[str]
     mismatches: list[str]
 
 
 class Loader:
-    """One rank's part in a load. Called in this order: `plan`, `decide` on rank 0, `verify`, `read`, `assemble`."""
+    """Load one rank's part of a checkpoint.
+
+    The methods are called in this order: `plan`, `decide` on rank 0, `verify`, `read`, `assemble`.
+    """
 
     def __init__(
         self,
@@ -240,7 +269,7 @@ class Loader:
         self._ranks = ranks
 
     def prepare(self) -> Self:
-        """Plan and verify, on all ranks, and write nothing. A collective; raises as `load`."""
+        """Plan and verify on all ranks, without writing to a tensor. A collective; raises as `load`."""
         try:
             self.decision = self._ranks.exchange(self.plan, self.decide)
             self._ranks.run(self.verify)
@@ -251,7 +280,7 @@ class Loader:
         return self
 
     def fill(self) -> Any:  # noqa: ANN401 - nested as the given one
-        """Read the tensors, and return the state dict that the wishes make. A collective; raises as `load`."""
+        """Read the tensors and return the assembled state dict. A collective; raises as `load`."""
         try:
             self._ranks.run(self.read)
         except RanksFailed as failure:
@@ -259,7 +288,7 @@ class Loader:
         return self.assemble()
 
     def plan(self) -> Request:
-        """Plan this rank's reads."""
+        """Plan this rank's reads and return the summary for rank 0."""
         self._wishes = self._make_wishes()
         stored = self._found.manifest
         self._read_plan = plan_read([tensor.wanted() for tensor in self._wishes.tensors], stored, cast=self._cast)
@@ -269,7 +298,10 @@ class Loader:
         return Request(keys, [mismatch.what for mismatch in self._read_plan.mismatches])
 
     def decide(self, requests: list[Request]) -> list[Decision]:
-        """Raise `CheckpointingException` about mismatches and, as the mode says, about keys. Return one for all."""
+        """Decide on rank 0 about mismatches and unmatched keys, and return the same decision for every rank.
+
+        Raises `CheckpointingException` for mismatched shapes or dtypes, and for keys if the mode says so.
+        """
         mismatches = group_ranks(
             (rank, mismatch) for rank, request in enumerate(requests) for mismatch in request.mismatches
         )
@@ -297,17 +329,17 @@ class Loader:
         fetch.conclude()
 
     def read(self) -> None:
-        """Read into the tensors."""
+        """Read the stored data into the tensors."""
         self._fetch.tensors(self._read_plan, self._wishes.tensors, self._wishes.fresh)
         self._fetch.conclude()
 
     def assemble(self) -> Any:  # noqa: ANN401 - nested as the given one
-        """Return the state dict that the wishes make."""
+        """Return the state dict, with loaded values in place of the sharded entries."""
         return self._wishes.assembled(self._objects, self._common, self.decision.skipped)
 
 
 def _ranks_of_this_machine() -> int:
-    """Return how many ranks of this machine load at the same time."""
+    """Return the number of ranks on this machine, which load at the same time."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() and int(count) else dist.get_world_size()
 
@@ -315,12 +347,14 @@ def _ranks_of_this_machine() -> int:
 def load_plain(
     folder: Folder, *, step: Step | None = "latest", verify: bool = True, allow: Sequence[type | str] = ()
 ) -> Any:  # noqa: ANN401 - nested dicts and lists
-    """Everything there is, without a map, on this process alone: whole tensors and objects by key, the common part.
+    """Load a whole checkpoint in this process alone: full tensors and objects by key, and the common part.
 
-    Raises `CheckpointingException` as `load` does.
+    No sharded state dict and no process group are needed. Raises `CheckpointingException` as `load` does.
+
+        state = load_plain("checkpoints", step=100)
     """
     found = find_checkpoint(storage_of(folder), step, together=False)
-    found.check_sizes()  # before memory is taken for what the manifest says
+    found.check_sizes()  # before memory is allocated according to the manifest
     loader = Loader(
         found,
         lambda: LoadRequest(request_everything(found.manifest), found.manifest, all_values=True),
@@ -333,28 +367,31 @@ def load_plain(
 
 
 def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
-    """What the checkpoint says about itself: step, time, world size, the person's metadata, each tensor's chunks.
+    """Read the manifest of a checkpoint: step, time, world size, user metadata, and the chunks of every tensor.
 
-    Raises `CheckpointingException` where there is none, or where that is damaged.
+    Raises `CheckpointingException` if there is no checkpoint, or if its manifest is damaged.
     """
     return find_checkpoint(storage_of(folder), step, together=False).manifest
 
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint that can be read: its `folder` within the storage ("" for the storage's own), and its manifest."""
+    """Readable checkpoint: its folder within a storage, and its manifest.
+
+    `folder` is "" if the root of the storage is itself the checkpoint.
+    """
 
     storage: Storage
     folder: str
     manifest: Manifest
 
     def path(self, file: int | str) -> str:
-        """Return the path, within the storage, of a file by its number in the manifest or its name."""
+        """Return the path within the storage of a file, given by its number in the manifest or its name."""
         name = self.manifest.files[file].name if isinstance(file, int) else file
         return f"{self.folder}/{name}" if self.folder else name
 
     def check_sizes(self) -> None:
-        """Raise `CheckpointingException` where a file has fewer bytes than the manifest says."""
+        """Raise `CheckpointingException` if a file is smaller than the manifest says."""
         sizes_match(self.manifest, self.storage.list(self.folder), str(self))
 
     def __str__(self) -> str:
@@ -362,9 +399,10 @@ class CheckpointRef:
 
 
 def find_checkpoint(storage: Storage, step: Step | None, *, together: bool = True) -> CheckpointRef:
-    """Return the checkpoint that `step` means in `storage`. A collective with `together`: rank 0 chooses.
+    """Return the checkpoint that `step` selects in `storage`.
 
-    Raises `CheckpointingException`, the same on every rank, where there is none or its manifest is damaged.
+    With `together` this is a collective: rank 0 chooses and broadcasts. Raises `CheckpointingException`, the same on
+    every rank, if there is no checkpoint or if its manifest is damaged.
     """
     if not (together and dist.is_initialized()):
         try:
@@ -379,7 +417,7 @@ def find_checkpoint(storage: Storage, step: Step | None, *, together: bool = Tru
             told = [(found.folder, found.manifest, None)]
         except CheckpointingException as error:
             told = [("", None, f"{error}")]
-        except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait to be told
+        except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait in the broadcast
             told = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
     dist.broadcast_object_list(told, src=0)
     folder, manifest, complaint = told[0]
@@ -396,7 +434,7 @@ def _choose(storage: Storage, step: Step | None) -> CheckpointRef:
         except (CheckpointingException, FileNotFoundError):
             if steps.requested_step(step) is not None or steps.locate(storage, step) == folder:
                 raise
-            # another process has saved the next step meanwhile, and removed this one
+            # `latest` has changed: another process has saved the next step and removed this one, so try again
 
 
 def _read(storage: Storage, folder: str) -> CheckpointRef:
@@ -416,13 +454,13 @@ def _read(storage: Storage, folder: str) -> CheckpointRef:
 COMMON = "common.pt"
 MOST_SAID = 8
 _LITTLE = 64 * PIECE
-"""Bytes that are read twice also from afar."""
+"""Limit in bytes up to which data is read twice even from remote storage."""
 _SCRATCH = 2 * PIECE
-"""Bytes that a thread verifies at a time: they stay in the processor's cache from the read to the checksum."""
+"""Bytes that a thread verifies at a time: few enough to stay in the CPU cache between read and checksum."""
 
 
 class Refused(ChunkDamage):
-    """Bytes that are those that were written, and that may name code."""
+    """Intact bytes that are not unpickled, because they may run code."""
 
 
 def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its name
@@ -435,26 +473,27 @@ def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its
 
 
 class CheckpointRead:
-    """One rank's reading of one checkpoint.
+    """Read the tensors, objects and common part of one checkpoint on one rank, and collect the damage.
 
-    `allow` are classes, or their names, that its objects may have, beside those that torch takes for safe.
+    `allow` lists classes, or their names, that objects may have in addition to those that torch considers safe.
     """
 
     def __init__(self, found: CheckpointRef, *, verify: bool, allow: Sequence[Any] = ()) -> None:
         self._found = found
         self._verify = verify
         self._allow = [_named(each) for each in allow]
-        if np.dtype in self._allow:  # each of its values is of a class of its own
+        if np.dtype in self._allow:  # a dtype object is an instance of a subclass such as `Float64DType`
             self._allow += [each for each in vars(np.dtypes).values() if isinstance(each, type)]
         self.damages: list[str] = []
         self._refused = 0
         self._torn: dict[str, None] = {}
 
     def verify(self, plan: ReadPlan, fresh: Collection[int], *, ranks: int = 1) -> None:
-        """Compare the bytes for all targets but the `fresh` ones with their checksums, and write nothing.
+        """Compare the bytes of all targets except the `fresh` ones with their checksums, without writing.
 
-        `ranks`: how many processes of this machine do so at the same time.
+        `ranks` is the number of processes on this machine that verify at the same time.
         """
+        # A chunk that is read only into fresh memory is not read twice: its checksum is compared during the read.
         chunks = [chunk for chunk in plan.chunks if not all(part.wanted in fresh for part in chunk.reads)]
         nbytes = sum(last - first for chunk in chunks for first, last in map(chunk.span, chunk.reads))
         if not self._verify or not _may_be_read_twice(self._found, nbytes * ranks):
@@ -472,11 +511,14 @@ class CheckpointRead:
             with self._naming(_where(chunk)):
                 verify_chunk(chunk, self._reader(chunk), scratch)
 
-    def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a transfer.ReadRange
+    def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a tensor_io.ReadRange
         return partial(self._found.storage.read, self._found.path(chunk.file))
 
     def tensors(self, plan: ReadPlan, targets: Sequence[LocalTensor], fresh: Collection[int] = ()) -> None:
-        """Fill the targets' data. The memory of the `fresh` ones is of no use to anybody if that fails."""
+        """Read stored data into the targets.
+
+        If that fails, the memory of `fresh` targets is discarded; other targets are reported as partly overwritten.
+        """
         views = [each.data.detach().view(each.local_shape) for each in targets]
         for number in plan.zeros:
             views[number].zero_() if views[number].element_size() > 1 else views[number].view(torch.uint8).zero_()
@@ -492,7 +534,7 @@ class CheckpointRead:
         check, stored = self._verify, chunk.chunk
         if check and not envelope_matches(stored, read):
             raise ChunkDamage("has other bytes around its data than were written")
-        if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
+        if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # of another program: one checksum
             if not data_matches(stored, read):
                 raise ChunkDamage("has other data than was written")
             check = False
@@ -503,12 +545,12 @@ class CheckpointRead:
             read_into(target, chunk, part, read, check)
 
     def objects(self, keys: Collection[str]) -> dict[str, Any]:
-        """The objects of these unique keys that the checkpoint has."""
+        """Return the objects with these unique keys, as far as the checkpoint has them."""
+        # every object is stored in a list of one element, as Megatron-Core does
         found = self._objects(keys)
         return {key: each[0] if isinstance(each, list) and len(each) == 1 else each for key, each in found.items()}
 
     def _objects(self, keys: Collection[str]) -> dict[str, Any]:
-        """Their blobs, unpickled."""
         loaded: dict[str, Any] = {}
         for key in keys:
             stored = self._found.manifest.objects.get(key)
@@ -530,7 +572,10 @@ class CheckpointRead:
         return self._unpickled(blob)
 
     def common(self, wishes: LoadRequest) -> Any:  # noqa: ANN401 - nested dicts and lists
-        """The common part, {} where there is none; where each of its values is an object of its own, those wished."""
+        """Return the common part, {} if there is none.
+
+        If every value of it is stored as an object of its own, return those that `wishes` asks for.
+        """
         known = {each.name: each for each in self._found.manifest.files}
         stored = known.get(COMMON)
         if stored is None:
@@ -547,7 +592,7 @@ class CheckpointRead:
         return {}
 
     def small_files(self) -> None:
-        """Check the files that nothing is loaded from, but that other programs read."""
+        """Verify the files that only other programs read, and the sizes of all files."""
         for each in self._found.manifest.files:
             if self._verify and each.crc is not None and each.name != COMMON:
                 with self._naming(f"{each.name}, written by rank {each.rank}"):
@@ -568,9 +613,10 @@ class CheckpointRead:
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
-                kind = Refused if self._verify else ChunkDamage  # verified bytes are those that were written
+                kind = Refused if self._verify else ChunkDamage  # verified bytes are intact
+                # torch names the first unsafe global; `unsafe_globals` finds all of them
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
-                    short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # within half a page of advice
+                    short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # omit torch's page of advice
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
                 names = torch_zip.unsafe_globals(data) or [named[1]]
                 raise kind(
@@ -592,11 +638,11 @@ class CheckpointRead:
                 f"The load of {self._found} was broken off at {where}: what it has loaded so far is changed."
             )
             raise
-        except Exception as error:  # noqa: BLE001 - told like a damage: a device without room, a tensor that cannot be written
+        except Exception as error:  # noqa: BLE001 - reported like damage: out of device memory, a read-only tensor
             self.damages.append(f"{where}: {type(error).__name__}: {error}")
 
     def conclude(self) -> None:
-        """Raises `CheckpointingException` where something was damaged."""
+        """Raise `CheckpointingException` if damage was found."""
         if self.damages:
             more = len(self.damages) - MOST_SAID
             said = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
@@ -605,7 +651,7 @@ class CheckpointRead:
             raise CheckpointingException(f"the checkpoint {self._found} {what}:\n  {said}{self._state()}")
 
     def _state(self) -> str:
-        """Say which tensors of the state dict have been written to, and not to their end."""
+        """Return a sentence about the tensors that were overwritten only in part, or ""."""
         if not self._torn:
             return ""
         keys = [repr(key) for key in self._torn]
@@ -621,7 +667,10 @@ def _where(chunk: ChunkRead) -> str:
 
 
 def _may_be_read_twice(found: CheckpointRef, nbytes: int) -> bool:
-    """Whether a second read of so many bytes costs little: it comes from memory, and not from a disk or a network."""
+    """Return True if reading these bytes a second time is cheap.
+
+    The second read of a local file comes from the page cache, if memory has room for it; a remote one uses the network.
+    """
     if getattr(found.storage, "remote", False):
         return nbytes <= _LITTLE
     try:

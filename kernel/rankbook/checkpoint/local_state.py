@@ -1,7 +1,8 @@
-"""What one rank holds of a checkpoint, ready to be planned and written.
+"""Represent one rank's part of a state dict for planning, writing and loading.
 
-Owns: the rank's chunks, objects and common part, their digests, and copies of them that training cannot change.
-Refuses: the other ranks, and files.
+`LocalState` holds the tensors, objects and common part that a save writes, with their digests; `frozen` makes a copy
+that training cannot change. `LoadRequest` holds what a load asks for. Neither communicates with other ranks or accesses
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from rankbook.checkpoint.state_dict.state_dicts import nest, normalize_path, par
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A `ShardedTensor` as the plan sees it: with the axes of the global tensor."""
+    """`ShardedTensor` in the form that planning uses.
+
+    Shapes and offsets have all axes of the global tensor, including the prepended ones, which have extent 1 locally.
+    """
 
     key: str
     data: torch.Tensor
@@ -41,7 +45,10 @@ class LocalTensor:
 
     @classmethod
     def of(cls, tensor: ShardedTensor) -> LocalTensor:
-        """The part of `tensor` that is here; its data may be missing where nothing is written."""
+        """Convert a `ShardedTensor`.
+
+        If it has no data, as on a rank that writes nothing, the data is a meta tensor.
+        """
         shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
         return cls(
             tensor.key,
@@ -57,7 +64,7 @@ class LocalTensor:
         )
 
     def wanted(self) -> WantedChunk:
-        """What is to be read into the data."""
+        """Return the read request for this tensor."""
         return WantedChunk(
             key=self.key,
             dtype=self.dtype_name,
@@ -69,13 +76,16 @@ class LocalTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the data."""
+        """Return the size of the data in bytes."""
         return prod(self.local_shape) * self.data.element_size()
 
 
 @dataclass(frozen=True)
 class LocalObject:
-    """A `ShardedObject` as the plan sees it."""
+    """`ShardedObject` in the form that planning uses.
+
+    `pickled` is the serialized data, if the object is `frozen`.
+    """
 
     key: str
     unique_key: str
@@ -86,23 +96,27 @@ class LocalObject:
     pickled: bytes | None = None
 
     def blob(self) -> bytes:
-        """As it is stored."""
+        """Return the bytes that are stored for the object."""
         return object_blob(self.data) if self.pickled is None else self.pickled
 
     def frozen(self) -> LocalObject:
-        """The same, as it is now."""
+        """Return a copy with the data already serialized."""
         return replace(self, data=None, pickled=self.blob())
 
     @classmethod
     def of(cls, each: ShardedObject) -> LocalObject:
-        """The element of the grid that is here."""
+        """Convert a `ShardedObject`."""
         shape, offset = tuple(each.global_shape), tuple(each.global_offset)
         return cls(each.key, each.unique_key, each.data, shape, offset, is_main_replica(each.replica_id))
 
 
 @dataclass
 class LocalState:
-    """`common` is what is neither a sharded tensor nor an object: nested, with plain values as leaves."""
+    """State dict of one rank, taken apart for planning and writing.
+
+    `common` is everything that is neither a sharded tensor nor a sharded object: nested, with plain values as leaves.
+    `common_pickled` is its serialized form, if the state is `frozen`.
+    """
 
     tensors: Sequence[LocalTensor]
     objects: Sequence[LocalObject]
@@ -121,11 +135,11 @@ class LocalState:
         )
 
     def declared(self) -> LocalPlan:
-        """What rank 0 is told."""
+        """Return the declaration that this rank sends to rank 0."""
         return self._declared
 
     def common_file(self) -> bytes:
-        """The common part, as `torch.save` writes it."""
+        """Return the common part in the format of `torch.save`."""
         if self.common_pickled is not None:
             return self.common_pickled
         stream = io.BytesIO()
@@ -133,7 +147,10 @@ class LocalState:
         return stream.getvalue()
 
     def frozen(self, tensors: Sequence[LocalTensor], *, is_coordinator: bool) -> LocalState:
-        """The same with these copies of its tensors, and all else as it is now, whatever the caller does to it."""
+        """Return a copy of the state with the given tensors, which the caller cannot change.
+
+        Objects are serialized now, and so is the common part on the coordinator, which is the rank that writes it.
+        """
         objects = [each.frozen() for each in self.objects]
         made = LocalState(tensors, objects, {}, self.common_file() if is_coordinator else b"")
         made._declared = self._declared
@@ -141,19 +158,22 @@ class LocalState:
 
 
 class FailedStaging(LocalState):
-    """What could not be copied: whoever asks for it gets the error."""
+    """State that could not be copied.
+
+    `declared` raises the error of the copy. It is called in the plan, so the error is raised on every rank.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__((), ())
         self._error = error
 
     def declared(self) -> LocalPlan:
-        """Raises it."""
+        """Raise the error of the copy."""
         raise self._error
 
 
 def state_digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict
-    """The path of each leaf with a digest of it, for the ranks to compare."""
+    """Yield the path and a digest of every leaf, so that ranks can compare their common parts."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from state_digests(each, f"{path}.{key}" if path else str(key))
@@ -175,21 +195,27 @@ def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
 
 
 def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
-    """What this rank holds of a sharded state dict. A collective; raises `CheckpointingException`."""
+    """Return this rank's part of a sharded state dict.
+
+    A collective. Raises `CheckpointingException`.
+    """
     made = partition(sharded_state_dict)
     tensors = [LocalTensor.of(each.shard) for each in made.tensors]
     return LocalState(tensors, [LocalObject.of(each) for _, each in made.objects], made.common)
 
 
 class LoadRequest:
-    """What this rank asks for: the memory to fill, and where it comes in the state dict."""
+    """Request of one rank to a load: the memory to fill, and its places in the state dict.
+
+    With `all_values`, all stored plain values are requested too.
+    """
 
     def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
         stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
         self._split = partition(sharded_state_dict, stored=stored, gather=None)
         self._all_values = all_values
+        # positions of the tensors whose memory is allocated here, and may be overwritten in part by a failed load
         self.fresh: set[int] = set()
-        """The positions of the tensors whose memory is made here: nobody has anything to lose in them."""
         for position, entry in enumerate(self._split.tensors):
             if entry.shard.data is None:
                 entry.shard.init_data("cpu")
@@ -198,19 +224,20 @@ class LoadRequest:
         self.objects = [LocalObject.of(each) for _, each in self._split.objects]
 
     def values(self, paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Which of the plain values that are stored by these keys are wanted, with their paths in the state dict.
+        """Return the requested plain values: their keys with their paths in the state dict.
 
-        Those are all of each of its parts, or all that there are.
+        Checkpoints of other programs may store plain values as objects of their own; `paths` maps their keys to their
+        paths. A value is requested if the state dict has the top-level container of its path, or with `all_values`.
         """
         asked = self._split.containers
         return {key: normalize_path(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
 
     def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
-        """Values at paths as a part of the state dict."""
+        """Build a part of the state dict from leaves, given as (path, value)."""
         return nest(leaves, self._split.containers)
 
     def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
-        """The state dict with what was loaded in its places, but for keys that were skipped."""
+        """Return the state dict with the loaded tensors, objects and common part; skipped keys are left out."""
         made = self._split
         values: dict[tuple[Any, ...], Any] = {
             entry.path: entry.restored(entry.shard.data)
@@ -222,7 +249,7 @@ class LoadRequest:
 
 
 def request_everything(manifest: Manifest) -> dict[str, Any]:
-    """A map that asks for all of a checkpoint, whole."""
+    """Return a sharded state dict that asks for all tensors and objects of a checkpoint, unsharded."""
     wanted: dict[str, Any] = {}
     for key, each in manifest.tensors.items():
         nothing = (0,) * len(each.shape)

@@ -1,6 +1,6 @@
-"""How far a save is, for whoever looks: the person's callback, and telemetry.
+"""Report the progress of a save to the user's callback and to telemetry.
 
-Owns: the phases, and that a listener hears of each and of bytes in between, not too often. Refuses: to know who looks.
+A report is made at the start of every phase, and while bytes are written at most once per `OFTEN` seconds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from rankbook.protocol.telemetry import CheckpointSave
 logger = logging.getLogger(__name__)
 
 OFTEN = 0.1
-"""Seconds between two reports of bytes."""
+"""Minimum time in seconds between two reports of written bytes."""
 
 _numbers = iter(range(1, 1 << 62))
 
 
 class SaveProgress:
-    """One save of this rank. Written by the thread that saves, read by any."""
+    """Track and report the progress of one save on this rank.
+
+    The thread that saves changes it; any thread may read it. `on_progress` is called in the thread that saves. If it
+    raises an Exception, the error is logged and the callback is not called again.
+    """
 
     def __init__(
         self, folder: str, *, background: bool = False, on_progress: Callable[[CheckpointSave], None] | None = None
@@ -40,12 +44,15 @@ class SaveProgress:
         self._tell()
 
     def check(self) -> None:
-        """Raises the interrupt that hit the listener. Called where an error of one rank reaches all of them."""
+        """Raise the interrupt that occurred in the callback, if any.
+
+        Called where an error of one rank is propagated to all ranks.
+        """
         if self._raised is not None:
             raise self._raised
 
     def now(self) -> CheckpointSave:
-        """A snapshot."""
+        """Return a snapshot of the progress, with durations in seconds and the rate in bytes per second."""
         seconds = time.monotonic() - self._began
         writing = time.monotonic() - self._writing_began if self._writing_began else 0.0
         return CheckpointSave(
@@ -62,7 +69,7 @@ class SaveProgress:
         )
 
     def enter(self, phase: str) -> None:
-        """A phase begins: planning, staging, writing, committing, done."""
+        """Begin a phase: planning, staging, writing, committing, done or failed."""
         self.phase = phase
         if phase == "writing":
             self._writing_began = time.monotonic()
@@ -71,18 +78,18 @@ class SaveProgress:
         self._tell()
 
     def wrote(self, count: int) -> None:
-        """More bytes are written."""
+        """Count `count` more written bytes."""
         self.written += count
         if time.monotonic() - self._told > OFTEN:
             self._tell()
 
     def failed(self, error: str) -> None:
-        """The save has ended without a checkpoint."""
+        """End the save without a checkpoint."""
         self.error = error
         self.enter("failed")
 
     def withdraw(self) -> None:
-        """Show a save that failed in the background no longer: the person has been told."""
+        """Stop showing a failed asynchronous save in telemetry, because its error was reported."""
         telemetry.withdraw_source(self._source)
 
     def _tell(self) -> None:
@@ -92,8 +99,8 @@ class SaveProgress:
         if self._on_progress is not None:
             try:
                 self._on_progress(said)
-            except Exception:  # the other ranks go on, and so does this one's save
+            except Exception:  # a failing callback must not fail the save on all ranks
                 logger.exception("on_progress= has failed and is not called again for this save to %s", self.folder)
                 self._on_progress = None
-            except BaseException as error:  # noqa: BLE001 - `check` raises it: here other ranks might be left waiting
+            except BaseException as error:  # noqa: BLE001 - `check` raises it: raised here, it could leave other ranks waiting
                 self._raised, self._on_progress = error, None

@@ -1,68 +1,76 @@
-"""Saving, and the checkpoint's commit: either the whole of a step becomes visible, or what was there before stays.
+"""Save a checkpoint: plan, write and commit one step on all ranks.
+
+`save` is the public function. A `Writer` is one rank's part in one save: its declaration, its file, and on rank 0 the
+plan and the manifest. `run_save` calls the writer's methods in turn on every rank. An asynchronous save runs the same
+code in a thread (`async_save.py`).
 
 Theory of operation: the commit
 ===============================
 
-A step is written into `step-N.partial` and becomes visible by one rename to `step-N`. Readers look at `step-N` alone,
-so until that rename a save can stop anywhere without anybody loading half a checkpoint. What a process leaves behind
-when it is killed depends on how far it came; nothing of it is cleaned up by the process that dies, only by the next
-save into the same folder.
+A commit is atomic: either a whole step becomes visible, or the folder stays as it was. A step is written into
+`step-N.partial` and becomes visible by one rename to `step-N`. Readers open `step-N` only, so a save can stop at any
+moment before the rename and no reader loads half a checkpoint (for `step-N.old` see 5). A killed process cleans up
+nothing; the next save into the same folder removes its files.
 
-1. All ranks agree on the arguments (`agreed`), and the asynchronous save before this one has ended. On disk: nothing.
+**Threads and ranks.** Every rank calls `save`. A synchronous save does everything in the calling thread. In an
+asynchronous save the calling thread does step 1, copies the data to be written, and starts the thread
+`rankbook-checkpoint`, which does steps 2 to 6 over a gloo process group of its own. Steps 2 to 6 are two calls of
+`RankGroup.exchange`: every rank computes a value, rank 0 gathers all values, computes a reply per rank, and scatters
+the replies. Step 2 is the first exchange, steps 3 to 6 are the second. Only rank 0 changes anything outside the partial
+folder, and only in steps 2, 5 and 6.
 
-2. **Plan.** Every rank declares which chunks it holds (`Writer.declare`); rank 0 gathers the declarations, checks that
-   they make up every tensor exactly once, decides who writes what, and scatters a task to every rank (`Writer.plan`).
-   A rank whose declaration is that of the save before sends its digests alone; if rank 0 does not know them (it is a
-   new process), it answers None and all declare once more. Before rank 0 answers, it takes the folder's lock, sweeps
-   what killed saves have left (see below), chooses the step, and claims it: the file `step-N.partial.owner` names this
-   process and is created only where there is none, so of two jobs that save the same step one gets an error. Then it
-   removes the rest of an earlier attempt.
-   *A crash here leaves* the owner file.
+**Order of events.**
 
-3. **Write.** Every rank writes its one file, `step-N.partial/__R_0.distcp`, and syncs the file and its folder.
-   *A crash here leaves* the owner file and a partial folder, with files cut off anywhere.
+1. **Agree.** All ranks compare their arguments (`check_same_arguments`), take the state dict apart, and wait for the
+   previous asynchronous save. *A kill here leaves* nothing on disk.
 
-4. **Describe.** Rank 0 gathers what the ranks have written, and checks that it sees every file with its whole size.
-   It writes `common.pt`, `metadata.json` and `.metadata`, which other programs read, and last `manifest.json`, which
-   has every chunk's place and checksum. Each file is synced before the next one is begun, so a folder with a manifest
-   is complete.
-   *A crash here leaves* a partial folder; even with a manifest no step is loaded from it, since it has the wrong name.
+2. **Plan.** Every rank declares its chunks (`Writer.declare`). Rank 0 gathers the declarations, checks that they cover
+   every tensor exactly once, assigns the chunks to ranks, and scatters one task per rank (`Writer.plan`). A rank whose
+   declaration equals that of the previous save sends only its digests; if rank 0 does not know them (its process is
+   new), it replies None to all ranks and all of them declare in full. Before it sends the tasks, rank 0 takes the
+   folder's lock, sweeps the leftovers of killed saves (see below), chooses the step number, and claims it: it creates
+   the file `step-N.partial.owner`, which identifies this process, and which must not exist before. If two jobs save the
+   same step, one of them gets an error. Then rank 0 removes the partial folder of an earlier attempt. *A kill here
+   leaves* the owner file, or a draft of it.
 
-5. **Rename.** Under the folder's lock rank 0 checks that the claim is still its own, writes the next `latest` to
-   `step-N.latest` (the last operation that needs room on the disk), renames `step-N.partial` to `step-N`, and renames
-   `step-N.latest` to `latest`. Where step N was there before, Linux exchanges the two folders in one system call, and
-   the old one is removed afterwards. Where folders cannot be exchanged, the old one is put aside as `step-N.old`, which
-   readers take in the place of `step-N` while that is missing.
-   *A crash before the rename leaves* what it left in 4, and `step-N.latest`. *After it* step N is complete and can be
-   loaded by its number; `latest` names the step before until the second rename. The old folder may be left, under the
-   partial or the `.old` name, and the owner file.
+3. **Write.** Every rank writes one file, `step-N.partial/__R_0.distcp` (R is the rank), and syncs the file and its
+   folder. *A kill here leaves* the owner file, and a partial folder with truncated files.
 
-6. Rank 0 removes the owner file, then old steps as `keep` says, and tells every rank. A failure to remove old steps is
-   no failure of the save: the next one tries again. Where only `latest` cannot be replaced, the save fails and says
-   that the step is complete.
+4. **Describe.** Rank 0 gathers the positions and checksums of what the ranks have written, and checks that it sees
+   every file with its full size. It writes `common.pt`, then `metadata.json` and `.metadata`, which other programs
+   read, and `manifest.json` last, which holds the place and checksum of every chunk. Every file is synced before the
+   next one is begun, so a folder with a manifest is complete. *A kill here leaves* the owner file and a partial folder.
+   No step is loaded from it, even if it has a manifest, because it has the wrong name.
 
-**Who cleans up.** A save that fails while its processes live is cleaned up by rank 0 at once
-(`CheckpointLocation.abandon`): the partial folder, the next `latest` and the claim go, and every rank raises the same
-error. What a killed process has left is swept by the next save into the folder (`folders.sweep`, in step 2). The owner
-file tells the two apart: a partial folder is swept only if its owner is dead (its process is gone, or another one has
-its number now; on another machine, if its claim is a day old). A step that was put aside and has no successor gets its
-name back.
+5. **Rename.** Under the folder's lock, rank 0 checks that it still owns the claim, writes the next `latest` to
+   `step-N.latest` (the last operation that needs disk space), renames `step-N.partial` to `step-N`, and renames
+   `step-N.latest` to `latest`. If step N exists already, Linux exchanges the two folders in one system call, and the
+   old one is removed afterwards. Where folders cannot be exchanged, the old one is first renamed to `step-N.old`, which
+   readers use while `step-N` is missing. *A kill before the rename leaves* the files of 4, and `step-N.latest`. *A kill
+   after it leaves* a complete step N, which can be loaded by its number; `latest` names the previous step until the
+   second rename. The owner file may remain, and the old folder under the partial or the `.old` name.
 
-A checkpoint with a name of its own, as `Accelerator.save_state` makes them, goes the same way as `NAME.partial`,
-without `latest` and without a sweep: the next save of that name removes what is left, and so does the Accelerator for
-its numbered folders.
+6. **Finish.** Rank 0 removes the owner file, then old steps according to `keep` and `keep_every`, and scatters the end
+   of the save. A failure to remove old steps does not fail the save: the next save tries again. If only `latest` cannot
+   be replaced, the save fails, and the error says that the step is complete. *A kill here leaves* a complete step, and
+   possibly an old one without its manifest, which the next save sweeps. The other ranks then raise an error although
+   the step can be loaded.
 
-**Errors.** No rank raises between two collectives. What a rank's work raises travels in the place of its result
-(`agreement.RankGroup`), so all ranks end the phase together and raise one error that names every rank that failed with
-its reason. A rank that dies breaks the group's connections; the others get torch's error, with a note. Only rank 0
-changes anything outside of the partial folder, and only in steps 2, 5 and 6.
+**Cleanup.** If a save fails while its processes live, rank 0 cleans up at once (`CheckpointLocation.abandon`): it
+removes the partial folder, the next `latest` and the claim, and every rank raises the same error. The leftovers of a
+killed process are swept in step 2 of the next save into the folder (`storage.steps.sweep`). The owner file tells the
+two cases apart: a partial folder is swept only if its owner is dead, that is, its process has ended or its PID belongs
+to another process; an owner on another machine is considered dead if its claim is a day old. A step that was renamed to
+`step-N.old` and has no successor gets its name back.
 
-An asynchronous save copies the data first, and does all from step 2 in a thread, over a process group of its own
-(`async_save.py`).
+A checkpoint with a custom name, as `Accelerator.save_state` makes them, is committed in the same way through
+`NAME.partial`, but without `latest` and without a sweep: the next save of the same name removes the leftovers, and so
+does the Accelerator for its numbered folders.
 
-One rank's part in one save: what it declares, the file it writes, and on rank 0 the plan and the description.
-
-`saving.py` calls a `Writer`'s methods in turn on all ranks, and has the theory of how a checkpoint is committed.
+**Errors.** No rank raises between two collectives, since the others would wait for it. An exception in a rank's work is
+sent in place of its result (`consistency.RankGroup`), so all ranks end the exchange together and raise one error that
+names every failed rank with its reason. If a rank dies, the connections of the process group break; the other ranks
+raise torch's error, with a note.
 """
 
 from __future__ import annotations
@@ -122,10 +130,10 @@ MEGATRON = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron-Core reads first of a checkpoint, as its `metadata.json`."""
+"""Content of `metadata.json`, the file by which Megatron-Core recognizes a checkpoint format."""
 
 MOST_LOOKED_AT = 1 << 20
-"""Bytes of the largest pickle that is looked through while it is saved."""
+"""Size limit in bytes of a pickle that is scanned for unsafe globals while it is saved."""
 
 logger = logging.getLogger(__name__)
 _told_unsafe: set[str] = set()
@@ -135,11 +143,14 @@ OF_MEGATRON = "metadata.json"
 
 
 Signature = tuple[str, str]
-"""The two digests of a `LocalPlan`."""
+"""Two digests that identify a `LocalPlan`."""
 
 
 class WriteTask(NamedTuple):
-    """What rank 0 has planned for a rank: what it writes, in which partial folder, of which checkpoint and step."""
+    """Work that rank 0 has planned for one rank.
+
+    The `partial` folder is where the rank writes; `name` and `step` identify the finished checkpoint.
+    """
 
     assignment: Assignment
     partial: str
@@ -149,7 +160,7 @@ class WriteTask(NamedTuple):
 
 @dataclass
 class WrittenFile:
-    """What one rank has written: its file, and where in it each chunk and each object lies."""
+    """File of one rank, with the position of every chunk and object in it."""
 
     rank: int
     name: str
@@ -159,19 +170,25 @@ class WrittenFile:
 
 
 class PlanHistory:
-    """What this process keeps of the save before: rank 0 its plan, every rank the signature that it sent to rank 0."""
+    """Data that this process keeps from one save to the next, so that an equal save is not planned again.
+
+    Rank 0 keeps the plan in `cache`; every rank keeps in `sent` the signature that it last sent to rank 0.
+    """
 
     def __init__(self) -> None:
         self.cache = PlanCache()
         self.sent: Signature | None = None
 
     def clear(self) -> None:
-        """Forget all of it, after a save that failed."""
+        """Forget the plan and the signature, after a save that failed."""
         self.__init__()  # type: ignore[misc]
 
 
 class Writer:
-    """One rank's part in a save. Called in this order: `declare`, `plan` on rank 0, `write`, `commit` on rank 0."""
+    """Save one rank's part of a checkpoint.
+
+    The methods are called in this order: `declare`, `plan` on rank 0, `write`, `commit` on rank 0.
+    """
 
     def __init__(
         self,
@@ -195,9 +212,9 @@ class Writer:
         self._partial = ""
 
     def declare(self, *, whole: bool) -> Signature | bytes:
-        """Return what this rank holds, for rank 0 to plan; the signature alone where it is that of the save before.
+        """Return this rank's declaration for rank 0: its digests if it equals that of the previous save.
 
-        With `whole` all of it in any case.
+        With `whole`, return the full declaration in any case.
         """
         self._telling.check()
         declared = self._contents.declared()
@@ -207,10 +224,10 @@ class Writer:
         return signature if known else declared.packed()
 
     def plan(self, declarations: list[Signature | bytes]) -> list[WriteTask | None]:
-        """Plan the save, and make the partial folder. Returns a task for every rank.
+        """Plan the save, claim the partial folder, and return one task per rank.
 
-        None for every rank where one has sent a signature that this process does not know: all are to declare anew.
-        Raises `CheckpointingException` where the ranks' parts do not fit together.
+        Return None for every rank if one of them sent digests that this process does not know: all ranks must then
+        declare in full. Raises `CheckpointingException` if the declarations do not fit together.
         """
         parts = [LocalPlan.unpacked(part) if isinstance(part, bytes) else part for part in declarations]
         signatures = [part.signature() if isinstance(part, LocalPlan) else part for part in parts]
@@ -228,7 +245,7 @@ class Writer:
         return [WriteTask(plan.of_rank(rank), partial, name, step) for rank in range(len(parts))]
 
     def write(self, task: WriteTask) -> WrittenFile:
-        """Write this rank's file. Raises OSError."""
+        """Write this rank's file and return the positions and checksums in it. Raises OSError."""
         telling, assignment = self._telling, task.assignment
         self._partial, telling.name, telling.step = task.partial, task.name, task.step
         telling.total = sum(self._contents.tensors[number].nbytes for number in assignment.tensors)
@@ -248,6 +265,10 @@ class Writer:
         return file
 
     def _parts(self, file: WrittenFile, assignment: Assignment) -> Iterator[memoryview | bytes]:
+        # The file is a sequence of blobs without gaps. Every blob is a zip as `torch.save` writes it. The blob of a
+        # tensor consists of the beginning of this envelope, the raw data, and the ending. The data is written straight
+        # from the tensor's memory, in pieces of PIECE bytes, and the manifest has a CRC-32 per piece. The ending must
+        # contain the CRC-32 of the whole data; it is combined from those of the pieces, so the data is read only once.
         at = 0
         for number in assignment.tensors:
             tensor = self._contents.tensors[number]
@@ -298,10 +319,12 @@ class Writer:
                 )
 
     def commit(self, written: list[WrittenFile]) -> list[None]:
-        """Describe the files of all ranks, and make the checkpoint the newest one. Returns a None for every rank.
+        """Write the manifest for the files of all ranks and commit the checkpoint. Return one None per rank.
 
-        Raises `CheckpointingException` where this rank does not see what another one has written.
+        Raises `CheckpointingException` if this rank does not see the file of another rank, or sees it with another
+        size.
         """
+        # A rank does not know the number of its file: the manifest numbers the files with content, in order of ranks.
         assert self._plan is not None
         self._check_visible(written)
         nonempty = [file for file in written if file.size]
@@ -348,7 +371,10 @@ class Writer:
 
 
 def _tell_unsafe(what: str, blob: bytes) -> None:
-    """Warn, once, of an object that no load will take unasked: the person may not be asked then, or not know."""
+    """Log a warning, once per object name, if `load` will refuse the object without `allow=`.
+
+    The user can still change the object now; at load time it may be too late.
+    """
     if len(blob) > MOST_LOOKED_AT or what in _told_unsafe:
         return
     if names := torch_zip.unsafe_globals(blob):
@@ -366,7 +392,7 @@ def _tell_unsafe(what: str, blob: bytes) -> None:
 
 
 def for_torch(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject], files: list[str]) -> Metadata:
-    """The same, as `torch.distributed.checkpoint` describes a checkpoint to itself."""
+    """Return the metadata of the checkpoint in the format of `torch.distributed.checkpoint`."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():
@@ -387,7 +413,10 @@ Folder = str | os.PathLike[str] | Storage
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: its `step` and `name` in the `folder`, this rank's bytes, the seconds that it took."""
+    """Complete checkpoint, as `save` returns it.
+
+    `bytes` counts what this rank wrote, `seconds` is the duration of the save on this rank.
+    """
 
     folder: str
     name: str
@@ -398,7 +427,7 @@ class Saved:
 
 @dataclass
 class _SaveHistory:
-    """What this process keeps from one save to the next."""
+    """State that this process keeps from one save to the next."""
 
     history: PlanHistory = field(default_factory=PlanHistory)
     last: Saved | None = None
@@ -408,7 +437,7 @@ _process = _SaveHistory()
 
 
 def last_save() -> Saved | None:
-    """Return the last checkpoint that this process has saved with the others; None if there is none."""
+    """Return the last checkpoint that this process has saved together with the other ranks, or None."""
     return _process.last
 
 
@@ -425,22 +454,26 @@ def save(
     fully_parallel: bool = False,
     busy: Literal["wait", "refuse"] = "wait",
 ) -> Saved | SaveHandle:
-    """Save what all ranks hold as `step` of `folder`, the next step if None. Every rank calls it.
+    """Save the state of all ranks as one step of a checkpoint folder. A collective: every rank calls it.
 
-    The state dict may hold ShardedTensors, ShardedObjects, factories, DTensors, plain tensors (rank 0's are stored)
-    and values, which must be equal on all ranks. `metadata`, rank 0's, is kept beside it, as JSON; all other arguments
-    but `on_progress` must be the same on all ranks. `keep` and `keep_every` say which older steps stay: the newest, and
-    those that the second number divides; all by default.
-    With `fully_parallel` the replicas of a chunk share out who stores it, by bytes; else the main replica is stored.
-    `on_progress` is called with this rank's progress, in the thread that saves; where it fails it is logged,
-    and not called again.
+    The state dict may hold ShardedTensors, ShardedObjects, factories, DTensors, plain tensors (those of rank 0 are
+    stored) and plain values, which must be equal on all ranks. `folder` is a path, a URL such as "s3://bucket/run", or
+    a storage. `step` defaults to the highest finished step plus one. `metadata`, taken from rank 0, is stored with the
+    checkpoint as JSON. All other arguments except `on_progress` must be the same on all ranks.
 
-    With `async_` the data is copied, and a `SaveHandle` returned; a save that is still under way is waited for first,
-    or refused with `busy="refuse"`.
+    `keep` and `keep_every` say which older steps remain: the `keep` newest, and the multiples of `keep_every`. By
+    default all steps remain. With `fully_parallel` the ranks that hold replicas of a chunk share the writing, balanced
+    by bytes; otherwise the main replica is written. `on_progress` is called with this rank's progress, in the thread
+    that saves. If it raises, the error is logged and it is not called again.
 
-    Raises `BadRequest` for arguments that are wrong or not the same, and `CheckpointingException` when the parts do not
-    fit together, when one rank cannot write, and when a save in the background has failed of which nobody was told:
-    the same on every rank. What was saved before is untouched.
+    With `async_` the data is copied and a `SaveHandle` is returned; otherwise a `Saved`. If the previous asynchronous
+    save is still running, this call waits for it, or raises with `busy="refuse"`.
+
+    Raises `BadRequest` if arguments are invalid or differ between ranks. Raises `CheckpointingException` if the parts
+    of the ranks do not fit together, if a rank cannot write, or if an earlier asynchronous save failed and its error
+    was not retrieved. The error is the same on every rank, and existing checkpoints stay unchanged.
+
+        save(sharded_state_dict(model, optimizer), "checkpoints", step=100, keep=3)
     """
 
     def checked() -> tuple[dict[str, Any], CheckpointLocation]:
@@ -482,7 +515,7 @@ def save_contents(
     fully_parallel: bool = False,
     busy: str = "wait",
 ) -> Saved | SaveHandle:
-    """Save what has been taken apart, in a place of any name. See `save`."""
+    """Save a state dict that has been taken apart, to a step or to a folder of any name. See `save`."""
     async_save.join_previous(refuse=busy == "refuse")
     telling = SaveProgress(place.folder, background=async_, on_progress=on_progress)
 
@@ -503,9 +536,9 @@ def run_save(
     fully_parallel: bool = False,
     group: Any = None,  # noqa: ANN401 - a process group
 ) -> Saved:
-    """Save on the calling thread, with every rank of `group`: plan, write and commit, as described above.
+    """Save on the calling thread, together with every rank of `group`: plan, write and commit.
 
-    Raises `CheckpointingException`, the same on every rank.
+    The module docstring describes the order of events. Raises `CheckpointingException`, the same on every rank.
     """
     began = time.monotonic()
     ranks = RankGroup(group)
@@ -514,25 +547,27 @@ def run_save(
     )
     try:
         task = ranks.exchange(lambda: writer.declare(whole=False), writer.plan)
-        if task is None:
+        if task is None:  # rank 0 does not know the digests of some rank
             task = ranks.exchange(lambda: writer.declare(whole=True), writer.plan)
         assert task is not None
         own = task
         ranks.exchange(lambda: writer.write(own), writer.commit)
     except BaseException as error:
+        # `RanksFailed` is raised on all ranks together. Any other exception comes from the collectives themselves; this
+        # rank then raises alone, since it can no longer reach the others.
         _process.history.clear()
         if ranks.rank == 0:
             place.abandon()
         if isinstance(error, RanksFailed):
             telling.failed(error.message("save"))
             error.reraise("save")
-        telling.failed(f"{type(error).__name__}: {error}")  # the ranks have lost each other
+        telling.failed(f"{type(error).__name__}: {error}")  # the process group has broken
         error.add_note(f"The save to {place.folder} was broken off; what was saved before is untouched.")
         raise
     saved = Saved(place.folder, telling.name, telling.step, telling.written, time.monotonic() - began)
     _process.last = saved
     telling.enter("done")
-    telling.check()  # the checkpoint is complete; what the listener raised is raised all the same
+    telling.check()  # the checkpoint is complete, but an interrupt of the callback must still be raised
     return saved
 
 

@@ -1,1 +1,1 @@
-"""The command `rankbook`: `main` parses it, `notebook_runner` runs a notebook, `console` prints the run's output."""
+"""The `rankbook` command: `main` parses it, `notebook_runner` executes notebooks, `console` prints their output."""

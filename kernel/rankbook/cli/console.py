@@ -1,10 +1,11 @@
 """Print the output of a notebook's cells to a terminal or a log: headers, colours, labels of background cells.
 
-Two kinds of text replace themselves: a display that is updated under its `display_id`, and all output of a cell after
-`clear_output`. Both are *frames*. On a terminal a frame is rewritten in place. In a log it is printed at most every two
-seconds, and its last state always, so that a progress bar costs a few lines and not a few thousand.
+Two kinds of text are replaced by later text: a display that is updated under its `display_id`, and all output of a cell
+after `clear_output`. Both are *frames*. On a terminal a frame is rewritten in place. In a log it is printed at most
+every two seconds, and its last state always, so that a progress bar takes a few lines instead of thousands.
 
-The console has no clock and knows no messages: its caller passes both, and asks `due` when to call `tick`.
+The console does not know Jupyter messages: its caller passes it their contents and a clock, and asks `due` when to call
+`tick`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TextIO
 
 from rankbook.formatting import strip_ansi
 
-LOG_INTERVAL = 2.0  # seconds between two states of a frame in a log
+LOG_INTERVAL = 2.0  # seconds between two printed states of a frame in a log
 TERMINAL_INTERVAL = 0.1  # the same on a terminal, where the next state replaces the last
 _REMEMBERED = 65_536  # characters of a frame that are kept for rewriting it; no terminal shows more
 _HEADER_WIDTH = 100
@@ -26,7 +27,7 @@ _HEADER_WIDTH = 100
 
 @dataclass(eq=False)
 class _Frame:
-    """A text that replaces itself. `held` waits for the interval to pass; `shown` is on the terminal."""
+    """A text that later text replaces. `held` waits for the interval to pass; `shown` is on the terminal."""
 
     cell: int
     held: list[tuple[str, bool]] = field(default_factory=list)
@@ -37,10 +38,11 @@ class _Frame:
 
 
 class Console:
-    """Write the cells' output to `out` and `err` as it comes.
+    """Write the cells' output to `out` and `err` as it arrives.
 
-    A cell is named by its execution count. The foreground cell's text is written as it is; the text of any other cell
-    is written in whole lines, with the label `cell [3]: `. Colours are kept only where the stream is a terminal.
+    A cell is identified by its execution count. The text of the foreground cell is written unchanged; the text of any
+    other cell is written in whole lines, with the label `cell [3]: `. Colours are kept only if the stream is a
+    terminal.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, clock: Callable[[], float]) -> None:
@@ -56,16 +58,16 @@ class Console:
         self._waiting: list[_Frame] = []  # frames that hold text
         self._bottom: object = None  # the source of the last text on the terminal
 
-    # Output that arrives --------------------------------------------------------------------------------------------
+    # Incoming output --------------------------------------------------------------------------------------------
 
     def header(self, cell: int, source: str) -> None:
-        """Print the line that names a cell which starts, and make it the foreground cell."""
+        """Print the header line of a cell that starts, and make it the foreground cell."""
         self._foreground = cell
         line = f"[{cell}] {title(source)}"
         self._write("header", f"\x1b[1;34m{line}\x1b[0m\n", self._out)
 
     def text(self, cell: int, text: str, *, error: bool = False) -> None:
-        """Print a piece of stdout or stderr."""
+        """Print a part of stdout or stderr."""
         cleared = self._cleared.get(cell)
         if cleared is None:
             self._put(cell, "stream", text, error)
@@ -100,7 +102,7 @@ class Console:
         self._replace(self._cleared.setdefault(cell, _Frame(cell)))
 
     def note(self, message: str) -> None:
-        """Print a message of the run itself to stderr."""
+        """Print a message of `rankbook run` itself to stderr."""
         self._write("note", f"rankbook: {message}\n", self._err)
 
     # Frames ---------------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class Console:
             self._release([frame for frame in self._waiting if frame.turn <= late])
 
     def finish(self, cell: int | None = None) -> None:
-        """Print what is held of `cell`, or of all cells: the last state of frames, and unfinished lines."""
+        """Print the held output of `cell`, or of all cells: the last state of frames, and unfinished lines."""
         self._release([frame for frame in self._waiting if cell in (None, frame.cell)])
         for owner, error in list(self._halves):
             if cell in (None, owner):
@@ -152,7 +154,7 @@ class Console:
                 self._frame_text(frame, text, error)
 
     def _erase(self, frame: _Frame) -> None:
-        """Erase the frame's text from the terminal, if it is still the last and fits on the screen."""
+        """Erase the frame's text from the terminal, if it is still the last text and fits on the screen."""
         text, frame.shown = frame.shown, ""
         if not (self._rewrites and text and self._bottom is frame):
             return
@@ -200,7 +202,7 @@ class Console:
 
 
 def title(source: str) -> str:
-    """Return one line that names a cell: its first, and after a cell magic also the first line of the body."""
+    """Return a one-line title for a cell: its first line, and after a cell magic also the first line of the body."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     first, rest = (lines[0], lines[1:]) if lines else ("", [])
     body = next((line for line in rest if not line.startswith("#")), None)
@@ -213,7 +215,7 @@ def title(source: str) -> str:
 
 
 def last_state(line: str) -> str:
-    """Return the part of a line that carriage returns leave visible."""
+    """Return the part of a line that remains visible after its carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

@@ -1,7 +1,7 @@
-"""The command line of `rankbook`.
+"""Command line of `rankbook`.
 
-Exit codes: 0; 1 when a cell failed or a checkpoint is damaged; 2 when the arguments are wrong; 128 + the number of the
-signal that stopped the run. torch, IPython and nbclient are imported only by the commands that need them.
+Exit codes: 0; 1 when a cell failed or a checkpoint is damaged; 2 for invalid arguments; 128 + the number of the signal
+that stopped the run. torch, IPython and nbclient are imported only by the commands that need them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTEBOOK_PACKAGES = {"nbclient", "nbformat", "jupyter_client", "ipykernel"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit code."""
+    """Run the command line `argv` (default: `sys.argv`) and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.version:
@@ -145,7 +145,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
         return _ACTIONS[args.action](args)
     except (RankbookError, OSError) as error:
         return _usage_error(str(error))
-    except Exception as error:  # noqa: BLE001 - a corrupt file may raise anything: its reader wants one line
+    except Exception as error:  # noqa: BLE001 - a corrupt file may raise any exception: report it in one line
         return _usage_error(f"{args.path} cannot be read: {type(error).__name__}: {escape_unprintable(str(error))}")
 
 

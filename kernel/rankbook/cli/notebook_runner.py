@@ -1,9 +1,9 @@
 """Execute a notebook in a kernel of this interpreter, without a browser: `rankbook run`.
 
-nbclient keeps the executed document: outputs, displays that are updated later, and the state of widgets. It reads the
-kernel's IOPub channel only while a cell runs, and drops messages of any other cell. A background cell publishes output
-after it has ended, so here one task reads the channel for as long as the kernel lives, and the parent of each message
-says which cell it belongs to.
+nbclient maintains the executed document: outputs, displays that are updated later, and the state of widgets. It reads
+the kernel's IOPub channel only while a cell runs, and drops messages of any other cell. A background cell publishes
+output after it has ended, so here one task reads the channel for as long as the kernel lives, and the parent header of
+every message identifies its cell.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from rankbook.errors import BadRequest
 from rankbook.jupyter.spec import spec_for
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
-INTERRUPT_GRACE = 5.0  # seconds that a cell gets to end after the interrupt at its time limit
-LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, until the rest of its output counts as lost
-_QUIET = 0.1  # seconds without a message until a dead kernel's output counts as complete
+INTERRUPT_GRACE = 5.0  # grace period in seconds for a cell that was interrupted at its time limit
+LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, after which the rest of its output counts as lost
+_QUIET = 0.1  # seconds without a message after which a dead kernel's output is complete
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kernel's own stdout and stderr
 _SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
 
 
 class RunError(Exception):
-    """The run ended before its last cell did; `code` is the exit code of the command."""
+    """The run ended before its last cell; `code` is the exit code of the command."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class _CellRun:
 
 
 class _OneKernelSpec(KernelSpecManager):
-    """A manager that gives one spec for every name, whatever is installed for the user."""
+    """A kernel spec manager that returns one spec for every name, whatever the user has installed."""
 
     def __init__(self, spec: KernelSpec) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class _OneKernelSpec(KernelSpecManager):
 class NotebookRunner(NotebookClient):
     """Execute `notebook` with `folder` as the working directory, and print its output to `console`.
 
-    `ranks` is the number of ranks of a start that names none, `timeout` the seconds that one cell may take, `kernel`
-    the name of an installed kernel to use instead of this interpreter.
+    `ranks` is the default number of ranks for starts that specify none, `timeout` the time limit of a cell in seconds,
+    `kernel` the name of an installed kernel to use instead of this interpreter.
     """
 
     km: AsyncKernelManager
@@ -119,7 +119,7 @@ class NotebookRunner(NotebookClient):
         self._signalling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Execute every cell, up to the first that fails. The kernel has ended when this returns or raises.
+        """Execute the cells, up to the first that fails. The kernel has ended when this returns or raises.
 
         Raises `RunError` when a cell failed, the kernel died or a signal stopped the run.
         """
@@ -155,12 +155,12 @@ class NotebookRunner(NotebookClient):
             kernel_name=self._kernel, kernel_spec_manager=self._specs, connection_file=f"{folder}/kernel.json"
         )
         if len(os.fsencode(folder)) <= _SOCKET_FOLDER_MAX and isinstance(self._specs, _OneKernelSpec):
-            # Unix sockets in a folder of our own: no other user reaches them, and no port is taken.
+            # Unix sockets in a private folder: no other user can connect, and no TCP port is used.
             manager.transport, manager.ip = "ipc", f"{folder}/socket"
         return manager
 
     async def _start_kernel(self) -> None:
-        env = {"RANKBOOK_STRIP": "off", **os.environ}  # a log is not read while a cell runs
+        env = {"RANKBOOK_STRIP": "off", **os.environ}  # status lines are useless in a log
         if self._ranks is not None:
             env["RANKBOOK_RANKS"] = str(self._ranks)
         log, log_end = os.pipe()
@@ -179,9 +179,9 @@ class NotebookRunner(NotebookClient):
             raise RunError(1, f"the kernel did not start: {error}{self._log_tail()}") from error
 
     def _read_log(self, log: int) -> None:
-        """Keep the tail of what the kernel process writes to its own stdout and stderr.
+        """Keep the tail of the kernel process's own stdout and stderr.
 
-        Nearly all of it repeats what the kernel publishes; the last lines of a process that dies are seen nowhere else.
+        Nearly all of it repeats published messages, but the last lines of a dying process appear nowhere else.
         """
         data = os.read(log, 65_536)
         self._log = (self._log + data)[-_LOG_TAIL:]
@@ -208,7 +208,7 @@ class NotebookRunner(NotebookClient):
             await self.km.shutdown_kernel()
         else:
             await self.km.cleanup_resources()
-        if self.kc is not None:  # the start got as far as a client
+        if self.kc is not None:  # the start succeeded as far as creating a client
             await self._read_published(until_quiet=True)
             self.kc.stop_channels()
         self._console.finish()
@@ -242,7 +242,7 @@ class NotebookRunner(NotebookClient):
             self._stopped.set_result(RunError(128 + number, f"stopped by {number.name}{where}"))
 
     def _send_to_kernel(self, number: signal.Signals) -> None:
-        """Start to send a signal, without waiting for it."""
+        """Send a signal in a task, without waiting for it."""
         task = asyncio.ensure_future(self._signal_kernel(number))
         self._signalling.add(task)
         task.add_done_callback(self._signalling.discard)
@@ -251,7 +251,7 @@ class NotebookRunner(NotebookClient):
         if not self.km.has_kernel:
             return
         if number == signal.SIGINT:
-            await self.km.interrupt_kernel()  # some kernels expect a message and no signal
+            await self.km.interrupt_kernel()  # some kernels expect a message instead of a signal
         else:
             await self.km.signal_kernel(number)
 
@@ -292,7 +292,10 @@ class NotebookRunner(NotebookClient):
                 return content
 
     async def _wait_idle(self, run: _CellRun) -> None:
-        """Wait for the last message of a cell whose reply has come, or until that message must be lost."""
+        """Wait for the idle status of a cell whose reply has arrived.
+
+        Give up if no message arrives for `LOST_AFTER` seconds: the status must have been lost.
+        """
         while not run.idle.is_set():
             published = self._published
             with contextlib.suppress(TimeoutError):
@@ -302,7 +305,7 @@ class NotebookRunner(NotebookClient):
                 return
 
     async def _interrupt_late(self, request: str, run: _CellRun) -> None:
-        """Interrupt a cell at its time limit, so that its traceback shows where it was."""
+        """Interrupt a cell at its time limit, so that its traceback shows the line that it was executing."""
         await self.km.interrupt_kernel()
         try:
             async with asyncio.timeout(INTERRUPT_GRACE):
@@ -314,7 +317,10 @@ class NotebookRunner(NotebookClient):
     # Output ---------------------------------------------------------------------------------------------------------
 
     async def _read_published(self, *, until_quiet: bool = False) -> None:
-        """Print and store what the kernel publishes, for ever or until no more of it comes."""
+        """Print and store the messages that the kernel publishes.
+
+        `until_quiet`: return after `_QUIET` seconds without a message; otherwise run until cancelled.
+        """
         while True:
             try:
                 message = await self.kc.get_iopub_msg(timeout=_QUIET if until_quiet else self._console.due())
@@ -328,12 +334,12 @@ class NotebookRunner(NotebookClient):
                     self._print(run, message["msg_type"], message["content"])
                     self._store(run, message)
             self._console.tick()
-            await asyncio.sleep(0)  # a flood keeps the socket readable; signals and the reply need a turn as well
+            await asyncio.sleep(0)  # much output keeps the socket readable; let signal handlers and the reply run too
 
     def _print(self, run: _CellRun, kind: str, content: dict[str, Any]) -> None:
         console = self._console
         display_id = (content.get("transient") or {}).get("display_id")
-        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/display.py
+        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/live_view.py
         if kind == "execute_input" and not run.started:
             run.started, run.number = True, content["execution_count"]
             console.header(run.number, run.cell.source)
@@ -352,7 +358,7 @@ class NotebookRunner(NotebookClient):
             console.display(run.number, "\n".join(content["traceback"]), error=True)
 
     def _store(self, run: _CellRun, message: dict[str, Any]) -> None:
-        # nbclient has one flag for all cells, since it runs one at a time; with background cells, each has its own.
+        # nbclient has one flag, since it runs one cell at a time; with background cells every cell needs its own.
         self.clear_before_next_output = run.clear_before_next_output
         try:
             self.process_message(message, run.cell, run.index)
@@ -362,7 +368,7 @@ class NotebookRunner(NotebookClient):
 
 
 def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None) -> KernelSpecManager:
-    """Return where to find the kernel's command. Raises `BadRequest` when no kernel fits the notebook."""
+    """Return a manager with the kernel's spec. Raises `BadRequest` when no kernel fits the notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
         if spec.get("language", "python").lower() != "python":
@@ -382,7 +388,7 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
 
 
 def _plain(data: dict[str, Any]) -> str:
-    """Return a display's text, or the names of its MIME types where it has none."""
+    """Return a display's text, or the names of its MIME types if it has none."""
     text = data.get("text/plain")
     return text if isinstance(text, str) else f"<{', '.join(sorted(data)) or 'nothing to show'}>"
 
@@ -403,7 +409,7 @@ def read_notebook(path: Path) -> NotebookNode:
         raise BadRequest(f"{path} is not a notebook: it has no cells")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MissingIDFieldWarning)  # nbformat repairs both, and a run needs no ids
+            warnings.simplefilter("ignore", MissingIDFieldWarning)  # nbformat repairs both, and the run needs no ids
             warnings.simplefilter("ignore", DuplicateCellId)
             notebook: NotebookNode = nbformat.reads(text, as_version=4)
             nbformat.validate(notebook)

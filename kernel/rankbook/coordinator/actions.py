@@ -1,7 +1,4 @@
-"""What the state machine wants done.
-
-Owns: the actions that come out of it. Refuses: to do them.
-"""
+"""Actions of the state machine, which the driver performs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Step = Literal["nudge", "abort", "release"]
-"""What is done to a cell that does not end: interrupt its ranks, break off their collectives, let the person go."""
+"""Escalation for a cell that does not end: interrupt its ranks, abort their collectives, return control to the user."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Kill:
-    """Make this incarnation of the rank end: politely if it is `idle`, and with its children in any case."""
+    """Stop this incarnation of the rank and its children: ask it to exit if it is `idle`, otherwise kill it."""
 
     rank: int
     incarnation: int
@@ -55,7 +52,7 @@ class SendInterrupt:
 
 @dataclass(frozen=True)
 class StartTimer:
-    """Hand in `TimerFired(cell, step)` in `seconds`."""
+    """Post `TimerFired(cell, step)` in `seconds`."""
 
     cell: int
     seconds: float
@@ -64,23 +61,23 @@ class StartTimer:
 
 @dataclass(frozen=True)
 class ScheduleCheck:
-    """Hand in `CheckCollectives` in `seconds`, or earlier."""
+    """Post `CheckCollectives` in `seconds`, or earlier."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class RequestCollectives:
-    """Ask these ranks where they are in their process groups."""
+    """Request reports of these ranks' collectives."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SendAbort:
-    """Break off what these ranks wait for in `groups` (all, if none is named); the other ranks are told the `cause`.
+    """Abort these ranks' collectives in `groups` (all groups, if none is named); send all ranks the `cause`.
 
-    `lost`: a rank that is gone; only the groups that it is a member of are meant.
+    `lost`: a dead rank; only groups that have it as a member are affected.
     """
 
     ranks: tuple[int, ...]
@@ -91,7 +88,7 @@ class SendAbort:
 
 @dataclass(frozen=True)
 class NotifyUser:
-    """Say this in the cell, on stderr."""
+    """Show this text on stderr in the cell."""
 
     cell: int
     text: str
@@ -99,7 +96,7 @@ class NotifyUser:
 
 @dataclass(frozen=True)
 class NotifyQueued:
-    """The cell waits, because these of its ranks are not idle or are wanted by a cell before it."""
+    """Report that the cell is queued. `busy` are its ranks that run another cell or are not ready."""
 
     cell: int
     busy: tuple[int, ...]
@@ -107,7 +104,7 @@ class NotifyQueued:
 
 @dataclass(frozen=True)
 class NotifyRankLost:
-    """A rank's process is gone; it ran `cell`. `expected`: it was asked to go."""
+    """Report that a rank's process has ended; it was running `cell`. `expected`: it was asked to exit."""
 
     rank: int
     words: str
@@ -117,7 +114,7 @@ class NotifyRankLost:
 
 @dataclass(frozen=True)
 class EndCell:
-    """The cell is over for whoever waits for it; `stragglers` still run."""
+    """End the cell for its waiting thread. `stragglers` still run it."""
 
     cell: int
     stragglers: tuple[int, ...]

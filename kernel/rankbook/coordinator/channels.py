@@ -1,9 +1,8 @@
-"""Comms of widgets that live on ranks: which are open, and who passes them on.
+"""Comms of widgets and debugger messages, between ranks and a front end.
 
-Owns: that a comm is closed when its rank is gone. Refuses: to know what a front end is; without a listener nothing is
-passed on.
-
-Ranks under a debugger: who hears what theirs say, and which are paused.
+`CommChannels` forwards the comms of widgets that live on ranks, and closes them when their rank exits. `DapChannels`
+forwards the messages of the ranks' debuggers (Debug Adapter Protocol) and knows which ranks are paused. Both forward to
+a `listener`; without one, messages from ranks are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,11 @@ CommListener = Callable[[int, CommFromRank, Sequence[memoryview]], None]
 
 
 class CommChannels:
-    """Those of one cluster; `send` sends to a rank. `said` and `forget` are the driver's, the rest is any thread's."""
+    """Open comms of widgets on the ranks of one cluster.
+
+    `send` sends a message to a rank. `said` and `forget` are called on the driver thread, the other methods on any
+    thread.
+    """
 
     def __init__(self, send: Callable[..., bool]) -> None:
         self._send = send
@@ -25,7 +28,7 @@ class CommChannels:
         self.listener: CommListener | None = None
 
     def said(self, rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
-        """A rank has said something."""
+        """Record and forward a comm message from a rank."""
         if message.kind == "open":
             self._open[message.comm] = rank
         elif message.kind == "close":
@@ -34,47 +37,51 @@ class CommChannels:
             self.listener(rank, message, frames)
 
     def tell(self, message: CommToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Tell the rank whose comm it is; one that is gone hears nothing."""
+        """Send a comm message to the rank that opened the comm. Dropped if the rank has exited."""
         rank = self._open.get(message.comm) if message.kind == "msg" else self._open.pop(message.comm, None)
         if rank is not None:
             self._send(rank, message, frames)
 
     def forget(self, rank: int) -> None:
-        """The rank's process is gone, and its widgets with it."""
+        """Close the comms of a rank whose process has ended."""
         for name in [name for name, whose in self._open.items() if whose == rank]:
             self.said(rank, CommFromRank("close", name, "", "{}", "{}"), ())
 
 
 DapListener = Callable[[int, str | None], None]
-"""Called with a rank and what its debugger says; None when the rank's process is gone, and its debugger with it."""
+"""Called with a rank and its debugger's message; None when the rank's process has ended."""
 
 
 class DapChannels:
-    """Those of one cluster; `send` sends to a rank. `said` and `forget` are the driver's, the rest is any thread's."""
+    """Debugger messages of the ranks of one cluster.
+
+    `send` sends a message to a rank. `said` and `forget` are called on the driver thread, the other methods on any
+    thread.
+    """
 
     def __init__(self, send: Callable[..., bool]) -> None:
         self._send = send
         self.listener: DapListener | None = None
         self.paused: dict[int, str] = {}
-        """Where each rank that is paused is, in words; whoever listens keeps it."""
+        """Places where ranks are paused, in words, by rank. Maintained by the listener."""
 
     def said(self, rank: int, message: DapFromRank) -> None:
-        """A rank's debugger has said something."""
+        """Forward a message from a rank's debugger."""
         if self.listener is not None:
             self.listener(rank, message.content)
 
     def tell(self, rank: int, content: str) -> bool:
-        """Tell a rank's debugger. False where the rank is gone."""
+        """Send a message to a rank's debugger. Return False if the rank has exited."""
         return self._send(rank, DapToRank(content))
 
     def let_go(self, ranks: Iterable[int]) -> None:
-        """Whoever debugged these is gone: what is paused there goes on, freely."""
+        """Disconnect the debuggers of these ranks, whose client has left, so that paused cells continue."""
         content = json.dumps({"type": "request", "seq": 0, "command": "disconnect", "arguments": {}})
         for rank in ranks:
             self.tell(rank, content)
 
     def forget(self, rank: int) -> None:
-        """The rank's process is gone."""
+        """Report to the listener that a rank's process has ended."""
         self.paused.pop(rank, None)
         if self.listener is not None:
             self.listener(rank, None)

@@ -1,12 +1,9 @@
-"""The public face of a set of ranks.
+"""Public API of a set of ranks: `Cluster`.
 
-Owns: `Cluster` and what its methods promise. Refuses: decisions (state.py) and how they are performed (driver.py).
-
-What can be asked of the ranks whatever they run.
-
-Tasks for the ranks of one cluster, and what comes back.
-
-What is told of a rank.
+Three classes build on one another: `ClusterTasks` submits tasks to the ranks and collects their results,
+`ClusterQueries` answers questions about the ranks while they run, and `Cluster` adds the public methods that run, move
+and recover things. `RankStatus` is one row of `Cluster.status`. Decisions are made in state_machine.py and performed by
+driver.py.
 """
 
 from __future__ import annotations
@@ -56,12 +53,12 @@ from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.transport.serialization import Packed, pack, unpack
 
 _WHILE_PAUSED = 1.0
-"""Seconds between two looks whether a person has a cell paused, whose timeout is put off for that long."""
+"""Seconds between two checks whether a debugger has a cell paused; its timeout is extended by the time paused."""
 RankSelection = str | int | Sequence[int] | None
 
 
 class ClusterTasks:
-    """What `Cluster` works with: its crew and the crew's state. `_move_in` comes first."""
+    """Submit tasks to the ranks and collect their results. A subclass calls `_move_in` first."""
 
     key: str
 
@@ -77,16 +74,16 @@ class ClusterTasks:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self._place.devices)
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """Return True if `stop` was called."""
         return self._crew.stopped
 
     def select(self, ranks: RankSelection) -> tuple[int, ...]:
-        """The ranks that a selection means; None means all. Raises `BadRequest`."""
+        """Return the ranks of a selection; None selects all ranks. Raises `BadRequest`."""
         if ranks is None or ranks == self._everyone:
             return self._everyone
         text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
@@ -100,10 +97,10 @@ class ClusterTasks:
         patience: float | None = None,
         ask: Ask = ask_in_terminal,
     ) -> None:
-        """Wait until `cell` ends. An interrupt interrupts it on its ranks; `ask` answers what they ask.
+        """Wait until `cell` ends. SIGINT interrupts the cell on its ranks; `ask` answers their `input()`.
 
-        `timeout` seconds from now the cell is interrupted, or removed where it still waits for its ranks; after
-        `patience` seconds this returns, whatever the cell does.
+        After `timeout` seconds the cell is interrupted, or removed if it is still queued. After `patience` seconds this
+        method returns, whatever the state of the cell.
         """
         with deferred_interrupts() as held:
             if timeout is not None:
@@ -112,7 +109,12 @@ class ClusterTasks:
             held.take()
 
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
-        """Interrupt `cell` `seconds` from now, unless it has ended by then. Time in a debugger does not count."""
+        """Interrupt `cell` in `seconds`, unless it has ended by then.
+
+        Time that a running cell spends paused in a debugger does not count.
+        """
+        # A timer on the driver thread that polls: time between two calls in which the cell was paused is added to the
+        # deadline.
         driver, paused, was_held = self._crew.driver, 0.0, False
         began = before = time.monotonic()
 
@@ -146,7 +148,7 @@ class ClusterTasks:
     ) -> dict[int, Any]:
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         try:
-            make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - one line, used once
+            make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - used once
             tasks = dict.fromkeys(self.select(ranks), (make, packed.frames))
             return self._collect(tasks, timeout, label, sink=sink, ask=ask)
         finally:
@@ -168,6 +170,7 @@ class ClusterTasks:
         try:
             self._check(cell)
         except BaseException:
+            # The values of the other ranks will not be unpacked, which would have removed their shared memory.
             for payload, _ in cell.values.values():
                 for buffer in payload.buffers:
                     if buffer.segment is not None:
@@ -177,7 +180,7 @@ class ClusterTasks:
         return {rank: values.get(rank) for rank in cell.ranks}
 
     def take_values(self, cell: RunningCell) -> dict[int, Any]:
-        """What the ranks that have answered sent with their answers, once."""
+        """Return the values sent by the ranks that have answered. A second call returns only newer ones."""
         folder = self._segments.folder
         taken = {}
         for rank in sorted(cell.values):
@@ -186,7 +189,7 @@ class ClusterTasks:
         return taken
 
     def _check(self, cell: RunningCell) -> CellResult:
-        """The cell's result. Raises what went wrong."""
+        """Return the cell's result. Raises the error of a cell that failed."""
         __tracebackhide__ = True
         result = cell.result
         assert result is not None
@@ -242,57 +245,70 @@ class ClusterTasks:
 
 
 STACK_TIMEOUT = 1.0
-"""Seconds for the ranks' second threads to answer, which takes them a millisecond."""
+"""Seconds for the ranks' control threads to reply, which takes about a millisecond."""
 
 
 class ClusterQueries(ClusterTasks):
-    """Looks at the ranks of a cluster."""
+    """Query the ranks of a cluster, also while they run."""
 
     def watch(self, kind: str, callback: Callable[[Any], None]) -> Callable[[], None]:
-        """Call back with each new picture of the ranks until what this returns is called; the last one always comes.
+        """Call `callback` with every new state of the ranks, until the returned function is called.
 
-        `kind`: "placement" gives `Placement`, "status" the same without what lives on the ranks, "saves" gives `Saves`.
-        At most ten times a second, on a thread of its own. Raises `BadRequest`.
+        `kind` is "placement" for `Placement`, "status" for `Placement` without models, optimizers and loaders, or
+        "saves" for `Saves`. The callback runs on a thread of its own, at most ten times a second. A slow callback
+        misses intermediate states but always gets the last one. Raises `BadRequest`.
         """
         return self._lookout.watch(kind, callback)
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
-        """What every rank does and holds now, also while it runs; who does not answer in time is unresponsive."""
+        """Return the current state of all ranks, with their models, optimizers and loaders, also while they run.
+
+        Ranks that do not reply within `timeout` seconds are reported as unresponsive.
+        """
         return self._lookout.placement(timeout=timeout)
 
     @property
     def comms(self) -> CommChannels:
-        """Those of widgets that live on the ranks, for whoever passes them on to a front end."""
+        """Return the comms of widgets that live on the ranks, for forwarding to a front end."""
         return self._crew.driver.presence.comms
 
     @property
     def debugs(self) -> DapChannels:
-        """Those of the ranks, for whoever passes them on to a front end."""
+        """Return the channels to the ranks' debuggers, for forwarding to a front end."""
         return self._crew.driver.presence.debugs
 
     def glance(self) -> NonBlockingMonitor:
-        """For a cell's `head`: looks at the ranks without waiting for them."""
+        """Return a non-blocking monitor, for the status header of a cell (`head`)."""
         return self._lookout.glance()
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
-        """The stack, the last output and the variables of `rank`, also while it runs. Raises `LostRank`."""
+        """Return the stack, recent output and variables of `rank`, also while it runs.
+
+        Raises `LostRank` if the rank does not reply within `timeout` seconds.
+        """
         return self._lookout.detail(rank, timeout=timeout)
 
     def variables(
         self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
     ) -> dict[int, tuple[Variable, ...]]:
-        """What is stored of each variable of `ranks`, also while they run; without those that do not answer in time."""
+        """Return the variables of `ranks` and their storage, also while they run.
+
+        Ranks that do not reply within `timeout` seconds are missing from the result.
+        """
         return self._lookout.variables(self.select(ranks), timeout=timeout)
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
-        """Which part of which tensor of the variable `name` lies on which rank, also while they run.
+        """Return which shard of which tensor of the variable `name` lies on which rank, also while they run.
 
-        `name` is that of a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
+        `name` refers to a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
         """
         return self._lookout.shards(name, timeout=timeout)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
-        """Of what `rank` holds of the tensor `key` of `name`: minimum, mean, maximum, NaNs. Raises `BadRequest`."""
+        """Return minimum, mean, maximum and number of NaNs of `rank`'s part of the tensor `key` of `name`.
+
+        Raises `BadRequest`, and `LostRank` if the rank does not reply within `timeout` seconds.
+        """
         return self._lookout.statistic(name, key, rank, timeout=timeout)
 
     def complete(
@@ -304,10 +320,11 @@ class ClusterQueries(ClusterTasks):
         variables: bool = False,
         timeout: float = completion.SOON,
     ) -> tuple[int, tuple[Completion, ...]]:
-        """What may take the place of `text[start:cursor]` on the first of `ranks` that answers, and that `start`.
+        """Return completions for the name before the cursor, as `(start, completions)`.
 
-        From its live objects, also while it runs; no user code is run for it. `variables`: the cells' variables alone.
-        Nothing, where there is no answer within `timeout` seconds.
+        A completion replaces `text[start:cursor]`. Only one rank is asked: the first of `ranks` that can reply. It
+        looks at its live objects, also while it runs, and runs no user code. `variables` restricts the completions to
+        the variables of cells. Without a reply within `timeout` seconds there are no completions.
         """
         return self._hints.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
 
@@ -320,42 +337,55 @@ class ClusterQueries(ClusterTasks):
         source: bool = False,
         timeout: float = completion.SOON,
     ) -> str:
-        """What the name under the cursor is on the first of `ranks` that answers, for people; "" if nobody knows."""
+        """Return a description of the name under the cursor, as text for the user; "" if there is none.
+
+        Only one rank is asked: the first of `ranks` that can reply. `cursor` None is the end of `text`. `source` adds
+        the source code.
+        """
         at = len(text) if cursor is None else cursor
         return self._hints.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
 
     def peek(self, expression: str, *, ranks: RankSelection = None, timeout: float = ANSWER_TIMEOUT) -> list[Peeked]:
-        """What a Python expression gives on each of `ranks`, in rank order, also while they run.
+        """Evaluate a Python expression on `ranks`, in rank order, also while they run.
 
-        Evaluated beside the cell, within `timeout` seconds; local variables of the functions that run count too. What
-        goes wrong on a rank is in its `Peeked`. It may call functions, and what these change is changed, but it cannot
-        begin a collective. C code that keeps the interpreter keeps it from the cell too. Raises `BadRequest` for what
-        is no expression.
+        It is evaluated on a background thread of the rank, within `timeout` seconds, and may refer to local variables
+        of the functions that are running. An error on a rank is reported in its `Peeked`. The expression may call
+        functions with side effects, but cannot start a collective. C code that holds the GIL blocks the evaluation.
+        Raises `BadRequest` if it is not an expression.
         """
         return peek(self._crew.driver, self.select(ranks), expression, timeout=timeout)
 
     def stacks(self, *, timeout: float = STACK_TIMEOUT) -> dict[int, Stack | None]:
-        """Where each rank's main thread is; None for a rank that did not answer within `timeout` seconds."""
+        """Return the stack of every rank's main thread.
+
+        A rank that does not reply within `timeout` seconds maps to None.
+        """
         answers = self._crew.driver.wait_stacks(timeout=timeout)
         return {rank: answers.get(rank) for rank in self._state.ranks}
 
 
 START_TIMEOUT = 180.0
 _ANSWER_TIMEOUT = 1.0
-"""Seconds for the ranks' second threads to answer, which takes them a millisecond."""
+"""Seconds for the ranks' control threads to reply, which takes about a millisecond."""
 
 
 class Cluster(ClusterQueries):
-    """`n` ranks: processes that keep their variables from one call to the next.
+    """A set of `n` ranks: processes that keep their variables from one call to the next.
 
-    `n` None: one rank per CUDA device, or two on the CPU (environment variable RANKBOOK_RANKS overrides). `backend` is
-    torch.distributed's; by default nccl beside gloo when every rank has a CUDA device of its own, else gloo. `keep`:
-    the seconds that the ranks outlive this process, for another to attach. `grace`: how long ranks are given before
-    something is done about them. A context manager: leaving it stops them. Raises `StartError`, `BadRequest`.
+    `n` None: one rank per CUDA device, or two ranks on the CPU; the environment variable RANKBOOK_RANKS overrides this.
+    `backend` is a torch.distributed backend; the default is nccl plus gloo if every rank has a CUDA device of its own,
+    otherwise gloo. `timeout` is in seconds. `keep`: the seconds that the ranks outlive this process, for another one to
+    attach to them. `grace`: the grace periods. Raises `StartError`, `BadRequest`.
+
+    A cluster is a context manager that stops its ranks on exit:
+
+        with Cluster(2) as cluster:
+            cluster.run("x = torch.ones(3)")
+            tensors = cluster.pull("x")  # one per rank
     """
 
     missed: tuple[CellResult, ...] = ()
-    """Of a cluster that was attached: what became of the cells that ended while no notebook was there."""
+    """Results of the cells that ended while no notebook was attached. Empty for a new cluster."""
 
     def __init__(
         self,
@@ -370,7 +400,10 @@ class Cluster(ClusterQueries):
 
     @classmethod
     def adopt(cls, record: ClusterRecord, *, sink: Sink | None = None) -> Self:
-        """Take over a kept cluster; what nobody has seen is shown in `sink`. Raises `BadRequest`, `StartError`."""
+        """Attach to the detached cluster of `record` and show the missed output in `sink`.
+
+        Raises `BadRequest` while another notebook owns it, and `StartError` if it does not answer.
+        """
         self = cls.__new__(cls)
         crew = ReattachedProcesses(record, sink=sink)
         self._move_in(crew)
@@ -392,12 +425,12 @@ class Cluster(ClusterQueries):
 
     @property
     def backend(self) -> str:
-        """The process group's backend."""
+        """Return the process group's backend."""
         return self._place.backend
 
     @property
     def keep(self) -> float | None:
-        """The seconds that the ranks stay without a notebook; None: they end with it."""
+        """Return the seconds that the ranks stay without a notebook; None if they exit with it."""
         return self._crew.keep
 
     # Work
@@ -407,9 +440,9 @@ class Cluster(ClusterQueries):
     ) -> CellResult:
         """Run `code` as a cell on `ranks` and wait for it.
 
-        Returns what each rank printed and showed. Raises the first failed rank's error, as a `CellError` that also is
-        of that built-in type, with every rank's traceback in its text; `LostRank`; `CellTimeout` after `timeout` s, in
-        which waiting for ranks that are busy counts.
+        Returns the text and display output of the ranks. Raises the first failed rank's error, as a `CellError` that is
+        also an instance of that built-in type and has the tracebacks of all ranks in its text. Raises `LostRank` if a
+        rank died, and `CellTimeout` after `timeout` seconds, including the time in the queue.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         with deferred_interrupts():
@@ -421,15 +454,15 @@ class Cluster(ClusterQueries):
         self,
         function: Callable[..., Any],
         /,
-        *args: Any,  # noqa: ANN401 - whatever the function takes
+        *args: Any,  # noqa: ANN401 - any argument of the function
         ranks: RankSelection = None,
         timeout: float | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on each rank; the list of what each returned, in rank order.
+        """Call `function(*args, **kwargs)` on `ranks`; return the list of the results, in rank order.
 
-        Functions, lambdas, closures and classes travel by value (cloudpickle). Raises as `run`, and `TransferError`
-        for what cannot be pickled.
+        Functions, lambdas, closures and classes are pickled by value (cloudpickle). Raises the errors of `run`, and
+        `TransferError` for arguments that cannot be pickled.
         """
         __tracebackhide__ = True
         packed = pack((function, args, kwargs), store=self._segments)
@@ -444,21 +477,21 @@ class Cluster(ClusterQueries):
         ask: Ask = ask_in_terminal,
         label: str = "a call",
     ) -> list[Any]:
-        """As `apply` on all ranks; what they print goes to `sink`, and `ask` answers what they ask."""
+        """Call `function` as `apply` does, on all ranks; show output in `sink`, and let `ask` answer `input()`."""
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         packed = pack((function, tuple(args), {}), store=self._segments)
         return list(self._exchange(packed, CallFunction, None, None, label, sink=sink, ask=ask).values())
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
-        """Put the variables `values` on `ranks`. One copy in shared memory serves all ranks."""
+        """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""
         _check_names(values)
         packed = pack(dict(values), store=self._segments)
         self._exchange(packed, Assign, ranks, timeout, "a push")
 
     def pull(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
-        """The variable `name` (or `model.weight`) of each rank, in rank order. Tensors arrive on the CPU.
+        """Return the variable `name` (or `model.weight`) of `ranks`, in rank order. Tensors arrive on the CPU.
 
-        Raises `BadRequest`, with near matches, on a name that a rank does not have.
+        Raises `BadRequest`, which suggests similar names, if a rank does not have the name.
         """
         chosen = self.select(ranks)
         tasks = {rank: (lambda cell: FetchValue(cell=cell, name=name), ()) for rank in chosen}
@@ -467,7 +500,7 @@ class Cluster(ClusterQueries):
     def scatter(
         self, name: str, values: Sequence[object], *, ranks: RankSelection = None, timeout: float | None = None
     ) -> None:
-        """Put `values[i]` on the i-th of `ranks` as `name`. Raises `BadRequest` if their numbers differ."""
+        """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `BadRequest` if the lengths differ."""
         chosen = self.select(ranks)
         if len(values) != len(chosen):
             raise BadRequest(f"scatter: {len(values)} values for {len(chosen)} ranks ({format_ranks(chosen)})")
@@ -484,7 +517,7 @@ class Cluster(ClusterQueries):
             self._discard(*packed)
 
     def gather(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
-        """As `pull`, with lists and tuples on the ranks joined into one list in rank order."""
+        """Return the same as `pull`, but join lists and tuples of the ranks into one list, in rank order."""
         pulled = self.pull(name, ranks=ranks, timeout=timeout)
         if pulled and all(isinstance(each, (list, tuple)) for each in pulled):
             return [item for each in pulled for item in each]
@@ -504,10 +537,11 @@ class Cluster(ClusterQueries):
         measure: Measure | None = None,
         file: str = "",
     ) -> RunningCell:
-        """Send `code` on its way; `wait` waits for it. `number` is the notebook's, for tracebacks.
+        """Submit `code` as a cell and return at once; `wait` waits for it.
 
-        See `RunningCell` for `page` and `head`. With `measure`, `take_values` then has what each rank `Measured`. A
-        debugger knows the cell as `file`.
+        `number` is the notebook's execution count, for tracebacks. See `RunningCell` for `page` and `head`. With
+        `measure`, `take_values` then returns a `Measured` per rank. `file` is the file name under which a debugger
+        knows the cell.
         """
         chosen = self.select(ranks)
         make = lambda cell: RunCell(cell, code, number, measure, file)  # noqa: E731 - used once
@@ -515,11 +549,14 @@ class Cluster(ClusterQueries):
         return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
 
     def interrupt_cell(self, cell: RunningCell) -> None:
-        """Interrupt one cell on its ranks; where it still waits, it never begins."""
+        """Interrupt one cell on its ranks; remove it if it is still queued."""
         self._crew.driver.post(ev.InterruptCell(cell.cell))
 
     def interrupt(self, ranks: RankSelection = None) -> tuple[int, ...]:
-        """Interrupt what `ranks` run, and remove the cells that wait for them; the ranks that ran something."""
+        """Interrupt the cells that `ranks` run, and remove the cells that are queued for them.
+
+        Returns all ranks of the cells that were running.
+        """
         driver = self._crew.driver
         chosen = self.select(ranks)
         with driver.changed:
@@ -535,17 +572,17 @@ class Cluster(ClusterQueries):
         return hit
 
     def wake(self) -> None:
-        """Have the driver's thread look at what there is to do."""
+        """Wake the driver thread."""
         self._crew.driver.wake()
 
     def cells(self) -> list[RunningCell]:
-        """The cells that run or wait, oldest first."""
+        """Return the cells that are running or queued, oldest first."""
         return self._crew.driver.active_cells()
 
     # Ranks
 
     def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
-        """Every rank, as it is now; those that run are asked, and have `timeout` seconds to answer."""
+        """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply."""
         driver = self._crew.driver
         silent = driver.presence.wait_silent(driver.answering(), timeout=timeout)
         found = []
@@ -567,9 +604,10 @@ class Cluster(ClusterQueries):
         return self._crew.driver.presence.debugs.paused.get(rank, "running")
 
     def restart(self, ranks: RankSelection = None, *, timeout: float = START_TIMEOUT) -> tuple[int, ...]:
-        """Give `ranks` fresh processes with empty namespaces; the others keep everything. Returns who was restarted.
+        """Start new processes with empty namespaces for `ranks`; return the restarted ranks.
 
-        The process group is formed anew once every rank is there and idle. Raises `StartError`.
+        The other ranks keep their variables. The process group is formed anew once every rank has connected and is
+        idle. Raises `StartError`.
         """
         chosen = self.select(ranks)
         self._crew.launch(chosen, timeout=timeout)
@@ -578,12 +616,14 @@ class Cluster(ClusterQueries):
     def heal(
         self, ranks: RankSelection = None, *, empty: bool = False, timeout: float = START_TIMEOUT
     ) -> Healed | None:
-        """Put new ranks in the place of dead ones, with the variables of a healthy one; None if no rank is dead.
+        """Replace dead ranks by new ones with the variables of a healthy rank. None if no rank is dead.
 
-        The others keep everything, and the new ones make the groups that they share with them. `empty`: without the
-        variables. The rank whose state is the oldest gives it. Named in `ranks`, a rank that is empty since its restart
-        is healed too. Raises `StartError`, `LostRank` when no healthy rank is left to ask, `BadRequest` for a rank
-        that lives and is not empty. After an error the ranks are dead, as before.
+        The other ranks keep their variables, and process groups that they share with the new ranks are recreated. The
+        donor is the healthy rank whose variables are the oldest. With `empty`, no variables are copied. A rank that is
+        empty since its restart is healed too if `ranks` names it. After an error the ranks are dead, as before.
+
+        Raises `StartError`; `LostRank` if there is no healthy rank left; `BadRequest` for a rank that is alive and not
+        empty.
         """
         self._crew.wait_exits()
         ranks_now = self._state.ranks
@@ -606,7 +646,7 @@ class Cluster(ClusterQueries):
             raise
 
     def _restore(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
-        """Give the new `ranks` the state of `donor`."""
+        """Copy the variables of `donor` to the new `ranks`."""
         deadline = time.monotonic() + timeout
         listed = self._collect({donor: (lambda cell: ListState(cell=cell), ())}, timeout, "heal")[donor]
         adopted: dict[str, Any] = {}
@@ -620,8 +660,8 @@ class Cluster(ClusterQueries):
         self._crew.driver.post(ev.StateRestored(ranks, donor))
         return summarize_recovery(ranks, donor, adopted, {**listed["missing"], **refused})
 
-    def _try_restore(self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float) -> Any:  # noqa: ANN401 - rank.heal.Adopted
-        """Have `donor` export the variables `names` and the new `ranks` adopt them; return one of their answers."""
+    def _try_restore(self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float) -> Any:  # noqa: ANN401 - rank.recovery.AdoptedState
+        """Export the variables `names` from `donor` and adopt them on the new `ranks`; return one of the replies."""
         with deferred_interrupts():
             make_export = lambda cell: ExportState(cell=cell, names=names)  # noqa: E731 - used once
             export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
@@ -641,18 +681,18 @@ class Cluster(ClusterQueries):
         return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]])
 
     def stop(self) -> None:
-        """End all ranks and remove everything of theirs but the logs. A second time does nothing."""
+        """Stop all ranks and remove their files except the logs. A second call does nothing."""
         self._crew.stop()
 
     def describe(self) -> str:
-        """Devices, backend and threads, for people."""
+        """Describe devices, backend and threads, for the user."""
         devices = sorted(set(self._place.devices))
         shared = " (shared)" if len(devices) < self.world_size and devices[0] != "cpu" else ""
         threads = plural(self._place.threads, "thread")
         return f"{', '.join(devices)}{shared}, {self.backend}, {threads} each"
 
     def describe_group(self) -> str:
-        """Whether all ranks are in one process group."""
+        """Describe whether all ranks are in one process group, for the user."""
         if self._state.grouped:
             return "all ranks are in one process group"
         dead = [rank.rank for rank in self._state.ranks.values() if rank.state is RankState.DEAD]
@@ -668,13 +708,12 @@ def _check_names(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank at one moment. `state` is idle, running, starting, leaving, dead or absent; `loss` how it died.
+    """Status of one rank at one moment.
 
-    `empty`: it was restarted, or healed without a state, and nothing was run on it since with success. `heal` takes no
-    state from it.
-
-    That of a rank that lives and does not answer is `unresponsive for 12 s, process running, 3.1 s of CPU time`, that
-    of one under a debugger where it is paused.
+    `state` is idle, running, starting, leaving, dead or absent; for a live rank that does not reply, it is like
+    `unresponsive for 12 s, process running, 3.1 s of CPU time`; for a rank paused in a debugger, the place where it is
+    paused. `loss` says how the rank died. `empty`: it was restarted, or healed without variables, and has run nothing
+    successfully since, so `heal` does not copy from it.
     """
 
     rank: int

@@ -1,6 +1,9 @@
-"""The processes behind a cluster: made together, launched, and gone together.
+"""Processes and resources of one cluster: folders, sockets, launcher and driver, from start to stop.
 
-Owns: folders, links, launcher and driver of one cluster, from start to end. Refuses: cells and values.
+`ClusterProcesses` acquires the forkserver, makes the folders and the hub link, starts the driver thread and launches
+the ranks; `stop` undoes all of it. A kept cluster (`keep`) survives this process: its forkserver listens at a socket
+where a new owner can claim it, and a record on disk describes it. At interpreter exit, clusters are stopped, or
+detached if they are kept.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ _numbers = itertools.count(1)
 
 
 class ClusterProcesses:
-    """Starts `n` ranks (see `launch.environment.place`) and waits until they are in one process group.
+    """Start `n` ranks (see `launch.environment.assign_devices`) and wait until they form one process group.
 
-    `keep`: for how many seconds they stay when this process is gone, for another one to adopt them (`reattach.py`).
-    Raises `StartError`, `BadRequest`; then nothing is left.
+    `keep`: the seconds that the ranks survive this process, for another one to attach to them (reattach.py). Raises
+    `StartError`, `BadRequest`; then all processes and files have been removed.
     """
 
     placement: DeviceAssignment
@@ -69,7 +72,7 @@ class ClusterProcesses:
         self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
         with deferred_interrupts() as held:
             if n is not None:
-                assign_devices(n, 0, backend=None, cores=usable_cores())  # refuse nonsense before anything is started
+                assign_devices(n, 0, backend=None, cores=usable_cores())  # reject invalid values early
             self._launcher = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)
@@ -108,12 +111,12 @@ class ClusterProcesses:
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """Return True if `stop` was called."""
         return self._stopped.is_set()
 
     @property
     def driver(self) -> Driver:
-        """The driver. Raises `ClusterStopped`, and `RankbookError` when the driver itself has failed."""
+        """Return the driver. Raises `ClusterStopped`, and `RankbookError` if the driver itself has failed."""
         if self.stopped or self._driver is None:
             raise ClusterStopped("these ranks were stopped; rankbook.start() or %distributed start makes new ones")
         if self._driver.failure is not None:
@@ -121,7 +124,10 @@ class ClusterProcesses:
         return self._driver
 
     def launch(self, ranks: tuple[int, ...], *, timeout: float) -> None:
-        """Give `ranks` fresh processes and wait for them and their group. Raises `StartError`, KeyboardInterrupt."""
+        """Start new processes for `ranks`; wait until they are ready and the process group is formed.
+
+        Raises `StartError`, and KeyboardInterrupt if SIGINT arrives meanwhile.
+        """
         driver = self.driver
         if not self._launcher.alive:
             raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
@@ -146,12 +152,12 @@ class ClusterProcesses:
         errors = driver.start_errors
         dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
         told = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
-        if told or errors:  # what the others say is what became of them because of the dead
+        if told or errors:  # errors of live ranks are consequences of the deaths
             raise StartError("\n".join(told or dict.fromkeys(errors.values())))
         self._record()
 
     def discard(self, ranks: tuple[int, ...], words: str) -> None:
-        """Kill those of `ranks` that live. They count as dead at once; `words` tell why."""
+        """Kill those of `ranks` that live, and treat them as dead at once. `words` say why."""
         driver = self.driver
         with driver.changed:
             for rank in (self.state.ranks[number] for number in ranks):
@@ -160,9 +166,9 @@ class ClusterProcesses:
                     driver.post(ev.RankGone(rank.rank, rank.incarnation, words))
 
     def wait_exits(self, *, timeout: float = _ANSWER_TIMEOUT) -> None:
-        """Wait until the state knows of every rank that has ended by now.
+        """Wait until the state machine knows of every rank that has exited by now.
 
-        The forkserver tells of an end some milliseconds later.
+        The forkserver reports an exit some milliseconds later.
         """
         driver = self.driver
         deadline = time.monotonic() + timeout
@@ -174,6 +180,8 @@ class ClusterProcesses:
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
         if driver.failure is not None:
             return True
+        # Settled: no regroup cell is queued or running, all `ranks` have connected or died, and either the group is
+        # formed or an error explains why it never will be. `launch` tells which.
         settled = (RankState.IDLE, RankState.BUSY, RankState.DEAD)
         forming = any(cell.internal for cell in self.state.cells.values())
         if forming or any(self.state.ranks[rank].state not in settled for rank in ranks):
@@ -202,25 +210,23 @@ class ClusterProcesses:
             threads=threads,
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=str(Path.cwd()),
-            path=tuple(
-                filter(_is_text, sys.path)
-            ),  # user code may put anything there; Python leaves the others out too
+            path=tuple(filter(_is_text, sys.path)),  # user code may insert other objects, which Python ignores too
             uplink=self._hub.uplink,
             downlink=downlink,
             segments=str(self._folders.segments),
             logs=str(self._folders.logs),
             cluster=self.key,
             keep=self._token,
-            widgets="ipykernel.kernelapp" in sys.modules,  # every kernel's process has begun there
+            widgets="ipykernel.kernelapp" in sys.modules,  # imported in the process of every kernel
         )
 
     @property
     def _address(self) -> str:
-        """Where a new owner of a kept cluster claims it."""
+        """Return the socket path at which a new owner claims a detached cluster."""
         return str(self._folders.sockets / "owner")
 
     def _wait_kept(self, driver: Driver, *, timeout: float) -> None:
-        """Wait until the forkserver listens there: from then on the ranks stay, whatever becomes of this process."""
+        """Wait until the forkserver listens at `_address`: from then on the ranks survive this process."""
         deadline = time.monotonic() + timeout
         with driver.changed:
             while not Path(self._address).exists():
@@ -229,7 +235,7 @@ class ClusterProcesses:
                 driver.changed.wait(0.005)
 
     def _record(self, *, interrupted: str = "") -> None:
-        """Write down where a kept cluster is, what it is now, and what its next owner is to be told."""
+        """Write the registry record of a kept cluster, with a note for its next owner."""
         began = process_start_time(self._launcher.pid)
         if self.keep is None or self._hub is None or self._driver is None or began is None:
             return
@@ -258,13 +264,13 @@ class ClusterProcesses:
         write_record(record)
 
     def leave(self) -> None:
-        """Let go of a kept cluster, which goes on for its time. It counts as stopped here."""
+        """Detach from a kept cluster, whose ranks continue for `keep` seconds. It counts as stopped here."""
         with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
                 return
             self._stopped.set()
             if words := describe_interrupt():
-                with contextlib.suppress(StartError):  # the ranks stay whether or not it can be written down
+                with contextlib.suppress(StartError):  # the ranks stay even if the record cannot be written
                     self._record(interrupted=words)
             if self._driver is not None:
                 self._driver.close()
@@ -273,9 +279,9 @@ class ClusterProcesses:
                 self._hub.close()
 
     def stop(self, *, patience: float | None = None) -> None:
-        """End all ranks and remove everything of theirs but the logs. A second time does nothing.
+        """Stop all ranks and remove their files except the logs. A second call does nothing.
 
-        What idle ranks save in the background may go on for `patience` seconds, or as long as the grace period says.
+        Background saves of idle ranks may take `patience` seconds, by default the grace period `save`.
         """
         with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
@@ -314,7 +320,7 @@ _all: weakref.WeakSet[ClusterProcesses] = weakref.WeakSet()
 
 
 def register_for_exit(crew: ClusterProcesses) -> None:
-    """When this process ends, so shall `crew`, or it lets go of a kept one."""
+    """Stop `crew` when this process exits, or detach from it if it is kept."""
     _all.add(crew)
 
 
@@ -327,5 +333,5 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-if hasattr(os, "register_at_fork"):  # as in launch/local.py
-    os.register_at_fork(after_in_child=_all.clear)  # the ranks are not the child's to stop
+if hasattr(os, "register_at_fork"):  # not on Windows; see launch/local.py
+    os.register_at_fork(after_in_child=_all.clear)  # a forked child must not stop its parent's ranks

@@ -1,7 +1,4 @@
-"""What a rank knows of a name that a person is typing.
-
-Owns: which rank is asked, and for how long it is waited for. Refuses: to be late; what comes later is nothing.
-"""
+"""Tab completion and object inspection on a rank, with a strict timeout."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from rankbook.protocol.queries import (
 )
 
 SOON = 0.09
-"""Seconds: what a person has not seen by a tenth of one comes too late, and the front end needs some of that."""
+"""Seconds: the front end should show a completion within 0.1 s, and needs part of that itself."""
 
 
 class CompletionClient:
-    """Asks the ranks of `crew`. Any thread but the driver's own."""
+    """Request completions and inspections from the ranks of `crew`. Any thread but the driver's."""
 
     def __init__(self, crew: ClusterProcesses) -> None:
         self._crew = crew
@@ -42,10 +39,10 @@ class CompletionClient:
         return answer.text if isinstance(answer, InspectionReply) else ""
 
     def _ask(self, question: Hint, ranks: tuple[int, ...], timeout: float) -> Answer | None:
-        """The answer of the first of `ranks` that can give one; None where it does not, in time."""
+        """Return the reply of the first of `ranks` that can reply; None if it does not in time."""
         try:
             driver = self._crew.driver
-        except RankbookError:  # they are stopped
+        except RankbookError:  # the ranks are stopped
             return None
         there = driver.answering()
         asked = next((rank for rank in ranks if rank in there), None)

@@ -1,9 +1,14 @@
-"""Which waits cannot end any more, and where the ranks disagree.
+"""Deadlock and mismatch detection for collectives, from the ranks' reports.
 
-Owns: the verdicts on what ranks report of their collectives. Refuses: to do anything about them, and clocks: `now`
-comes in. A collective that is merely slow is never condemned: the verdict rests on how many each rank has begun.
+Pure functions and one class, without I/O or clocks (`now` is passed in). The ranks report, per process group, how many
+collectives they have started and which ones are still pending. From these counts follow three verdicts:
 
-Looks after the collectives of the cells that run.
+- `blocked_ranks`: ranks that wait for a peer that will never join, because it raised, died or finished its cell.
+- `find_mismatches`: ranks that started different operations as the same collective of a group.
+- `find_deadlock`: ranks that wait for one another in a cycle.
+
+A collective that is merely slow is never condemned: a wait is hopeless only if the missing peer cannot start the
+collective any more. `CollectiveMonitor` keeps the reports and decides on the actions.
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ _RANK = {"failed": 0, "dead": 0, "finished": 1}
 
 @dataclass(frozen=True)
 class InactiveRank:
-    """A rank that begins no collective any more in this cell.
+    """A rank that starts no more collectives in this cell.
 
-    `words` say what became of it, and it has been seen out `since` then.
+    `words` describe the reason, and `since` is the time at which it was first observed.
     """
 
     how: How
@@ -38,19 +43,22 @@ class InactiveRank:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """What a rank reported, and when it came in."""
+    """A rank's report of its collectives and the time of its arrival."""
 
     report: Collectives
     at: float
 
     def group(self, name: str) -> GroupReport | None:
-        """The rank's own view of a group."""
+        """Return the rank's report of the group `name`; None if it has none."""
         return next((each for each in self.report.groups if each.name == name), None)
 
 
 @dataclass(frozen=True)
 class BlockedRank:
-    """`rank` waits in `launch` of `group` for `missing`, which will not come. For `seconds` both have been true."""
+    """A rank that waits in `launch` of `group` for the rank `missing`, which will never join.
+
+    `how` and `words` describe what happened to `missing`; both conditions have held for `seconds`.
+    """
 
     rank: int
     group: str
@@ -64,7 +72,7 @@ class BlockedRank:
 
 @dataclass(frozen=True)
 class CollectiveMismatch:
-    """Ranks that began different things as the same collective of a group. `text` says what each of them did."""
+    """Ranks that started different operations as the same collective. `text` describes what they did."""
 
     group: str
     number: int
@@ -74,7 +82,11 @@ class CollectiveMismatch:
 def blocked_ranks(
     told: Mapping[int, CollectiveReport], out: Mapping[int, InactiveRank], now: float
 ) -> list[BlockedRank]:
-    """The ranks that wait for one of `out`, or for a rank that itself waits in vain. `told` has all that reported."""
+    """Return the ranks that wait for a rank in `out`, directly or through other blocked ranks.
+
+    `told` has the latest reports. A blocked rank will not start another collective either, so the ranks that wait for
+    it are blocked too: the search repeats with the blocked ranks added until it finds no more.
+    """
     found: dict[int, BlockedRank] = {}
     ended = dict(out)
     while True:
@@ -105,7 +117,7 @@ def _doom_of(
                 member for member in others if member in ended and not _has_begun(told.get(member), group.name, launch)
             ]
             if not launch.number and len(missing) < len(others):
-                continue  # a receive from anybody: there still is somebody
+                continue  # recv from any source: another sender may still exist
             if missing:
                 worst = min(missing, key=lambda each: (_RANK[ended[each].how], ended[each].since))
                 who = ended[worst]
@@ -115,7 +127,10 @@ def _doom_of(
 
 
 def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLaunch) -> bool:
-    """Whether a rank has begun that collective; then it may still end. A send or receive nobody can count."""
+    """Return True if the rank has started that collective, which therefore may still complete.
+
+    Sends and receives have no number (0) and cannot be counted.
+    """
     if other is None or not launch.number:
         return False
     view = other.group(group)
@@ -123,7 +138,10 @@ def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLau
 
 
 def find_mismatches(told: Mapping[int, CollectiveReport], *, patience: float) -> Iterator[CollectiveMismatch]:
-    """Where ranks have waited for `patience` seconds in what others take for something else."""
+    """Yield the collectives in which ranks have waited for `patience` seconds while others started another operation.
+
+    Operations match if their names are equal and, where all ranks must pass the same data, also dtype and shape.
+    """
     seen: set[tuple[str, int]] = set()
     for each in told.values():
         for group in each.report.groups:
@@ -137,9 +155,10 @@ def find_mismatches(told: Mapping[int, CollectiveReport], *, patience: float) ->
 
 
 def find_deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
-    """Ranks that have waited for `patience` seconds, each for another one of them, in words; None if there are none.
+    """Describe a cycle of ranks that have waited for one another for `patience` seconds; None if there is none.
 
-    They took part in the collectives of several groups in different orders, or receive from one another.
+    Such ranks started collectives of several groups in different orders, or receive from one another. The algorithm
+    starts with all waiting ranks and repeatedly removes those that wait for none of the remaining ones.
     """
     waiting = {
         rank: [(group, launch) for group in each.report.groups for launch in group.pending]
@@ -147,7 +166,7 @@ def find_deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> s
         if any(launch.seconds >= patience for group in each.report.groups for launch in group.pending)
     }
     while stuck := [rank for rank in waiting if not any(_waits_for(rank, other, waiting, told) for other in waiting)]:
-        for rank in stuck:  # it waits for somebody who is on the way, and so will go on
+        for rank in stuck:  # not deadlocked: the rank it waits for is still making progress
             del waiting[rank]
     if not waiting:
         return None
@@ -161,7 +180,7 @@ def _waits_for(
     waiting: Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]],
     told: Mapping[int, CollectiveReport],
 ) -> bool:
-    """Whether `other`, which waits itself, has not begun what `rank` waits in."""
+    """Return True if the waiting rank `other` has not started the operation that `rank` waits in."""
     for group, launch in waiting[rank]:
         if launch.peer is None:
             if (
@@ -218,7 +237,7 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, i
 
 
 def format_warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
-    """What the cell says of the wait of `ranks`, as in `doom`, for a rank that merely has finished."""
+    """Return the warning that `ranks` wait, as in `doom`, for a rank that has finished its cell."""
     who = tuple(ranks)
     where = f" at line {doom.line}" if doom.line is not None else ""
     number = f" #{doom.launch.number}" if doom.launch.number else ""
@@ -231,20 +250,24 @@ def format_warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
 
 
 LOOK_EVERY = 0.7
-"""Seconds between two looks at a cell that runs as it should."""
+"""Seconds between two checks of a running cell."""
 LOOK_AFTER_END = 0.1
-"""Seconds from a rank's end to the first look at those that still run."""
+"""Seconds from a rank's end of a cell to the first check of the ranks that still run it."""
 _LOOK_AGAIN = 0.2
-"""Seconds between two looks while some ranks of a cell have ended and others have not."""
+"""Seconds between two checks while some ranks of a cell have ended and others have not."""
 _DISAGREE_FOR = 0.5
-"""Seconds that ranks must have waited in different collectives before it is said: the slower one may be on its way."""
+"""Seconds of waiting in different collectives before a mismatch is reported: the slower rank may still catch up."""
 
 _DEADLOCKED_FOR = 2.0
-"""The same for ranks that wait for one another: one may compute beside what it has begun, and wait for it later."""
+"""The same for a deadlock: a rank may compute after an asynchronous launch and wait for it later."""
 
 
 class CollectiveMonitor:
-    """What is known of the ranks' collectives."""
+    """Latest reports of the ranks' collectives, and the actions that follow from them.
+
+    Waits for a rank that raised or died are aborted after the grace period `raised`. Waits for a rank that finished,
+    mismatches and deadlocks are only reported to the user, once per cell.
+    """
 
     def __init__(self, grace: GracePeriods) -> None:
         self._grace = grace
@@ -253,15 +276,15 @@ class CollectiveMonitor:
         self._said: set[tuple[object, ...]] = set()
 
     def hear(self, rank: int, told: CollectiveReport) -> None:
-        """A rank has told where it is."""
+        """Store a rank's report."""
         self._told[rank] = told
 
     def forget(self, rank: int) -> None:
-        """Its process is gone."""
+        """Drop the report of a rank whose process has ended."""
         self._told.pop(rank, None)
 
     def waiting_for(self, lost: Collection[int]) -> set[int]:
-        """The ranks that wait in a group that one of `lost` is a member of."""
+        """Return the ranks that wait in a group of which one of `lost` is a member."""
         return {
             rank
             for rank, told in self._told.items()
@@ -270,7 +293,7 @@ class CollectiveMonitor:
         }
 
     def look(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
-        """What is to be done about waits that cannot end; and when to look again."""
+        """Return the actions for waits that cannot end, new requests for reports, and the time of the next check."""
         running = [
             cell
             for cell in cells.values()
@@ -292,7 +315,11 @@ class CollectiveMonitor:
         return [*actions, act.RequestCollectives(alive), act.ScheduleCheck(_LOOK_AGAIN if ended else LOOK_EVERY)]
 
     def _out(self, now: float, ranks: Mapping[int, RankEntry], running: list[CellEntry]) -> dict[int, InactiveRank]:
-        """The ranks that begin no collective any more. One that runs another cell may."""
+        """Return the ranks that start no more collectives in the running cells, with the reason.
+
+        A rank that is busy, also with another cell, may still start some. `_since` remembers when a reason was first
+        observed.
+        """
         found: dict[int, InactiveRank] = {}
         for number, rank in ranks.items():
             if rank.state is RankState.BUSY:
@@ -329,7 +356,7 @@ class CollectiveMonitor:
                 what = (doom.rank, doom.group, doom.launch.number)
                 if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:
                     self._said.add((cell.cell, *what))
-                    same = format_warning(doom, [doom.missing])  # but for who waits
+                    same = format_warning(doom, [doom.missing])  # equal but for the waiting ranks
                     late.setdefault((cell.cell, same), []).append(doom)
             elif doom.seconds >= self._grace.raised:
                 cell.aborted = True

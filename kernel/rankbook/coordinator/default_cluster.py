@@ -1,7 +1,7 @@
-"""The notebook's one cluster.
+"""The notebook's default cluster, which `%%distributed` uses: start, prestart, attach, stop.
 
-Owns: which cluster `%%distributed` means, and one that is started before anybody has asked. Refuses: more than one at a
-time; `Cluster` itself makes as many as wanted.
+There is at most one. `Cluster` itself can be created any number of times. `prestart_ranks` starts the default cluster
+in the background before it is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 
 KEEP_SECONDS = 600.0
-"""How long kept ranks stay without a notebook, if nothing else is said."""
+"""Default number of seconds that kept ranks stay without a notebook."""
 
 _current: Cluster | None = None
 _starting = threading.Lock()
 
 
 class _Prestarted:
-    """A start on a thread of its own. It is nobody's until somebody asks for ranks."""
+    """A start in the background. The cluster is unused until the first call that needs ranks."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -34,11 +34,11 @@ class _Prestarted:
         self.cluster: Cluster | None = None
 
     def run(self) -> None:
-        """The thread."""
+        """Start the cluster. The thread's target."""
         try:
             self.cluster = _start(None, None, START_TIMEOUT, None)
         except RankbookError as error:
-            self.error = error  # told to the first who wants the ranks
+            self.error = error  # raised for the first caller that needs the ranks
         finally:
             self.ended.set()
 
@@ -47,9 +47,10 @@ _ahead: _Prestarted | None = None
 
 
 def prestart_ranks() -> None:
-    """Start the notebook's cluster in the background; who asks for it first waits for it, and hears its error.
+    """Start the notebook's cluster in the background. The first use waits for it and raises its error.
 
-    It gives way, unused, to a start with another number of ranks or backend, and to ranks that are attached.
+    A cluster that is still unused is stopped when another number of ranks or backend is requested, or ranks are
+    attached.
     """
     global _ahead
     _ahead = _Prestarted()
@@ -57,7 +58,7 @@ def prestart_ranks() -> None:
 
 
 def _refuse_on_a_rank() -> None:
-    """A plain cell of auto mode that looks after the ranks is in the wrong place, and would start ranks of a rank."""
+    """Raise `BadRequest` on a rank, where a plain cell of auto mode would otherwise start nested ranks."""
     if telemetry.this_rank is not None:
         raise BadRequest(
             f"this runs on rank {telemetry.this_rank}, and the ranks are looked after from the notebook's own process; "
@@ -66,27 +67,27 @@ def _refuse_on_a_rank() -> None:
 
 
 def is_starting() -> bool:
-    """Whether ranks are started in the background, and are not there yet."""
+    """Return True if a start in the background is under way."""
     return _ahead is not None and not _ahead.ended.is_set()
 
 
 def _wait_ahead() -> _Prestarted | None:
-    """What was started ahead and has been asked for by nobody before, once it is there."""
+    """Wait for the start in the background and return it, to the first caller only."""
     global _ahead
     ahead = _ahead
     if ahead is None:
         return None
     ahead.ended.wait()
-    if _ahead is not ahead:  # another thread has asked meanwhile
+    if _ahead is not ahead:  # another thread was first
         return None
     _ahead = None
     return ahead
 
 
 def wait_default() -> Cluster | None:
-    """The notebook's cluster; one that is being started ahead is waited for. None if there is none.
+    """Return the notebook's cluster, after waiting for a start in the background. None if there is none.
 
-    Raises what became of the start, `StartError` or `BadRequest`: once, the next one is another try.
+    Raises the error of that start, `StartError` or `BadRequest`, once; a later call starts again.
     """
     ahead = _wait_ahead()
     if ahead is not None and ahead.error is not None:
@@ -101,10 +102,10 @@ def start(
     timeout: float = START_TIMEOUT,
     keep: bool | float = False,
 ) -> Cluster:
-    """Start the notebook's cluster, or return the one that runs if it has `n` ranks. Raises as `Cluster`.
+    """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
-    `keep`: the ranks outlive this process, for ten minutes or so many seconds, and `attach` finds them again. Raises
-    `BadRequest` when a cluster of another size or backend runs, or one that is not kept as asked.
+    `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
+    again. Raises `BadRequest` if a cluster of another size, backend or `keep` is running.
     """
     _refuse_on_a_rank()
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
@@ -120,7 +121,7 @@ def start(
 
 def _start(n: int | None, backend: str | None, timeout: float, seconds: float | None) -> Cluster:
     global _current
-    with _starting:  # a second thread gets the first one's cluster, once it is there
+    with _starting:  # a second thread waits for the first one's cluster
         running = default_or_none()
         if running is None:
             _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
@@ -137,35 +138,35 @@ def _start(n: int | None, backend: str | None, timeout: float, seconds: float | 
 
 
 def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
-    """Take over the ranks that an earlier notebook process has left (`start(keep=True)`); `key` says which of several.
+    """Attach to the ranks of an earlier notebook process (`start(keep=True)`). `key` selects one of several clusters.
 
-    What they printed meanwhile is shown in `sink`; `Cluster.missed` has what became of cells that ended. Raises
-    `NoCluster`, `StartError`, and `BadRequest` when a cluster runs here, or another notebook still owns that one.
+    Missed output is shown in `sink`, and `Cluster.missed` has the results of the cells that ended. Raises `NoCluster`,
+    `StartError`, and `BadRequest` if a cluster is running here or another notebook still owns the other one.
     """
     global _current
     _refuse_on_a_rank()
     ahead = _wait_ahead()
     if ahead is not None and ahead.cluster is not None:
         ahead.cluster.stop()
-    with _starting, deferred_interrupts():  # a cluster that is taken over is the notebook's, whatever comes in between
+    with _starting, deferred_interrupts():  # SIGINT must not lose a cluster that was taken over
         if default_or_none() is not None:
             raise BadRequest("ranks are running here already; %distributed stop ends them first")
         found = find_detached()
         if sink is not None and found.records and found.notes:
             sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
         cluster = Cluster.adopt(select_detached(found, key), sink=sink)
-        local.shutdown_prestarted()  # it was kept warm for ranks that need not be started now
+        local.shutdown_prestarted()  # the forkserver that was prestarted for new ranks
         _current = cluster
         return cluster
 
 
 def default_or_none() -> Cluster | None:
-    """The notebook's cluster, if one runs."""
+    """Return the notebook's cluster, or None if none is running."""
     return None if _current is None or _current.stopped else _current
 
 
 def current() -> Cluster:
-    """The notebook's cluster. Raises `NoCluster`, and what became of a start in the background."""
+    """Return the notebook's cluster. Raises `NoCluster`, or the error of a start in the background."""
     _refuse_on_a_rank()
     running = wait_default()
     if running is None:
@@ -174,7 +175,7 @@ def current() -> Cluster:
 
 
 def stop() -> bool:
-    """Stop the notebook's cluster; whether there was one."""
+    """Stop the notebook's cluster. Return True if one was running."""
     _wait_ahead()
     running = default_or_none()
     if running is None:

@@ -1,7 +1,7 @@
-"""Interrupts of the notebook's main thread, held until it is safe to act on them.
+"""SIGINT handling: interrupts of the main thread, deferred while Rankbook waits or decides.
 
-Owns: the SIGINT handler while Rankbook waits. Refuses: to lose one. Without this, KeyboardInterrupt could be raised in
-the middle of a decision and leave it half made.
+Without this, KeyboardInterrupt could be raised in the middle of a decision of the state machine and leave it half made.
+`wait_ending` tells an interrupt by the user from the one that jupyter_client sends before it restarts a kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from collections.abc import Callable, Iterator
 
 
 class DeferredInterrupts:
-    """Interrupts that came in. `take()` gives and forgets them; what nobody took is raised at the end."""
+    """Interrupts that have arrived.
+
+    `take` returns and resets them; those not taken are raised at the end of `deferred_interrupts`. The signal handler
+    calls `on_interrupt`.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.on_interrupt: Callable[[], None] = lambda: None
 
     def take(self) -> bool:
-        """Whether there was one."""
+        """Return True if an interrupt has arrived since the last call."""
         count, self.count = self.count, 0
         return count > 0
 
@@ -31,7 +35,7 @@ _holding: DeferredInterrupts | None = None
 
 
 RESTART_GRACE = 0.1
-"""Seconds in which a request to shut down follows the interrupt that jupyter_client sends before it: 3 ms measured."""
+"""Seconds to wait for the shutdown request that jupyter_client sends after its interrupt (measured: 3 ms)."""
 
 JUST_BEFORE = 5.0
 """Seconds before the end of a kernel in which an interrupt may have been part of a restart."""
@@ -40,13 +44,16 @@ _is_ending: Callable[[], bool] | None = None
 
 
 def set_ending_check(is_ending: Callable[[], bool]) -> None:
-    """Set the function that tells whether this process was asked to end, as a kernel that restarts is."""
+    """Set the function that returns True if this process was asked to exit, as by a kernel restart."""
     global _is_ending
     _is_ending = is_ending
 
 
 def wait_ending(*, timeout: float = RESTART_GRACE) -> bool:
-    """Wait until this process is asked to end; return whether it was, at once where nothing could tell."""
+    """Wait up to `timeout` seconds until this process is asked to exit; return True if it was.
+
+    Returns False at once if `set_ending_check` was not called.
+    """
     deadline = time.monotonic() + timeout
     while _is_ending is not None and not _is_ending():
         left = deadline - time.monotonic()
@@ -60,13 +67,13 @@ _last: tuple[str, float] | None = None
 
 
 def note_interrupt(label: str) -> None:
-    """Remember that the cell `label`, of ranks that are kept, is interrupted now."""
+    """Remember that the cell `label`, of a kept cluster, is interrupted now."""
     global _last
     _last = label, time.monotonic()
 
 
 def describe_interrupt() -> str:
-    """Return which cell was interrupted just before this process ends; empty if none was."""
+    """Return which cell was interrupted just before the end of this process; empty if none was."""
     if _last is None or (seconds := time.monotonic() - _last[1]) > JUST_BEFORE:
         return ""
     return f"{_last[0]} was interrupted {seconds:.1f} s before the kernel ended"
@@ -74,9 +81,10 @@ def describe_interrupt() -> str:
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[DeferredInterrupts]:
-    """Within it, SIGINT only counts; what nobody took is raised as KeyboardInterrupt at the end of the outermost one.
+    """Defer SIGINT inside the `with` block; raise KeyboardInterrupt at the end if one was not taken.
 
-    On any but the main thread it does nothing: signals do not come there.
+    Nested blocks share the interrupts of the outermost one, which raises. On threads other than the main thread this
+    does nothing, because signals arrive only there.
     """
     global _holding
     if threading.current_thread() is not threading.main_thread():
@@ -110,7 +118,7 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
 
 @contextlib.contextmanager
 def immediate_interrupts() -> Iterator[None]:
-    """Within it, SIGINT raises KeyboardInterrupt again: for prompts, which have their own way with it."""
+    """Let SIGINT raise KeyboardInterrupt inside the `with` block, for prompts that handle it themselves."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

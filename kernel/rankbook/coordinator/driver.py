@@ -1,50 +1,50 @@
-"""The driver of a cluster: performs the actions of the state machine, and receives what the ranks send.
+"""Driver thread of a cluster: performs the actions of the state machine and receives the ranks' messages.
 
-Threads. Each cluster has one driver thread. It alone receives: messages of the ranks on the hub link, news of their
-processes from the launcher, and expired timers. It alone merges and shows what the ranks print, and ends cells. Every
-other thread (the notebook's main thread, a thread of a view or of the user) acts on the cluster through `post`, which
-takes the lock `changed`, lets the state machine decide, and performs the resulting actions before it returns. Decisions
-are therefore made one at a time, whichever thread brings the event, and a task leaves on the thread that submits it,
-without a thread switch on its way out. Two actions `post` leaves to the driver thread, because they show something:
-notes to the user, and the end of a cell. After an event from another thread the driver thread is woken, for the event
-may have set a deadline that is earlier than the one it sleeps until.
+This page is the theory of operation of the coordinator. `Driver` runs the thread. Its helpers are `TimerQueue`
+(callbacks that are due later), `MessageReceiver` (receives messages, and handles those that are unreadable or make a
+handler raise) and `ShutdownManager` (asks a rank to exit and kills it after a grace period).
 
-Messages. A rank is sent tasks (`RunCell`, `CallFunction`, `Assign`, `FetchValue`, `Regroup`, ...), of which it runs one
-at a time, and besides `Interrupt`, `Abort`, `InputReply`, `Shutdown` and the questions of the live views, which its
-control thread handles at once. A rank sends `RankReady` when its process is ready, `Text`, `Display` and `Clear` while
-a task runs, `InputRequest` where the task calls `input()`, one `Done` for each task, and answers to questions. The
-forkserver reports each process that it has forked, and each one that has ended.
+Threads. A cluster has one driver thread. Only this thread receives: the ranks' messages on the hub link, process events
+from the launcher, and expired timers. Only this thread merges and shows the ranks' output and ends cells. Every other
+thread (the notebook's main thread, a view's thread, a user's thread) acts on the cluster through `post`, which takes
+the lock `changed`, lets the state machine decide, and performs the resulting actions before it returns. Decisions are
+therefore serialized, whichever thread brings the event, and a task is sent by the thread that submits it, without a
+thread switch. `post` leaves two actions to the driver thread because they show output: notes to the user, and the end
+of a cell. After an event from another thread the driver thread is woken, because the event may have set a deadline
+earlier than the one it sleeps until.
 
-A cell, from its submission to its end:
+Messages. The notebook sends a rank tasks (`RunCell`, `CallFunction`, `Assign`, `FetchValue`, `Regroup`, ...), which the
+rank runs one at a time. It also sends `Interrupt`, `Abort`, `InputReply`, `Shutdown` and the queries of the live views,
+which the rank's control thread handles at once. A rank sends `RankReady` when its process is ready; `Text`, `Display`
+and `Clear` while a task runs; `InputRequest` when the task calls `input()`; one `Done` per task; and replies to
+queries. The forkserver reports every process that it has forked and every process that has ended.
 
-1. The main thread makes a `RunningCell` and calls `submit`. If the cell's ranks are idle the state machine answers with
-   `SendTask`, and the tasks are on their way when `submit` returns. If not, the cell is queued until the `CellDone` of
-   other cells frees its ranks.
+A cell, from submission to end:
+
+1. The main thread makes a `RunningCell` and calls `submit`. If the cell's ranks are idle, the state machine answers
+   with `SendTask`, and the tasks have been sent when `submit` returns. Otherwise the cell is queued until the
+   `CellDone` of other cells frees its ranks.
 2. The main thread calls `wait.wait_for_cell` and sleeps on the queue `cell.inbox`. Three things wake it: a question for
-   the user, the end of the cell, and SIGINT, whose handler puts an empty notice into the queue.
-3. Output arrives. The driver thread merges it (`RunningCell.feed`) and emits what is due (`OutputFlusher.flush`), every
-   50 ms at most.
-4. An `InputRequest` becomes an `InputQuestion` in the queue. The main thread asks the user, and sends the answer by
+   the user, the end of the cell, and SIGINT, whose handler puts None into the queue.
+3. Output arrives. The driver thread merges it (`RunningCell.feed`) and emits what is due (`OutputFlusher.flush`), at
+   most every 50 ms.
+4. An `InputRequest` becomes an `InputQuestion` in the queue. The main thread asks the user and sends the answer with
    `reply`.
-5. `Done` of a rank becomes the event `CellDone`. After the last rank's, the state machine decides on `EndCell`. That
-   action is deferred until the driver thread has handled all that has arrived: another thread's event, such as a
-   second interrupt, must not end a cell while the driver thread is in the middle of merging its output.
-6. The driver thread ends the cell: it shows the rest of the output, builds the `CellResult`, calls the cell's listeners
-   (`on_change`), and puts `CellEnded` into the queue. The main thread returns from `wait_for_cell`; by then all of the
-   output has been shown. Ranks that still run (stragglers) may send more, which is shown in the same cell.
+5. A rank's `Done` becomes the event `CellDone`. After the last rank's, the state machine decides on `EndCell`. This
+   action is deferred until the driver thread has handled everything that has arrived: an event from another thread,
+   such as a second interrupt, must not end a cell while the driver thread is merging its output.
+6. The driver thread ends the cell: it shows the rest of the output, builds the `CellResult`, calls the cell's callbacks
+   (`on_change`), and puts `CellEnded` into the queue. The main thread returns from `wait_for_cell`; all of the output
+   has been shown by then. Ranks that are still running (stragglers) may send more output, which is shown in the same
+   cell.
 
-Failures. After an interrupt (`InterruptCell`) grace periods (`StartTimer`) determine when the cell's collectives are
-aborted, and when the cell ends without its stragglers. The end of a process is handled 20 ms after the forkserver has
-reported it, because the rank's last messages may still be on the link; `RankGone` then settles what waited for the
-rank. While a cell runs, the event `CheckCollectives` compares what the ranks report of their collectives, and finds
-those that wait for a peer that will never come. A message that cannot be handled costs the rank that sent it
-(inbox.py). Any other exception on the driver thread ends all cells (`_fail`), so that no thread waits forever.
-
-What is to be done later.
-
-Receives what the ranks send, and decides what a message that cannot be read or handled costs.
-
-Ranks that are to leave: asked first, killed when their time is over.
+Failures. After an interrupt (`InterruptCell`), grace periods (`StartTimer`) determine when the cell's collectives are
+aborted and when the cell ends without its stragglers. The end of a process is handled 20 ms after the forkserver has
+reported it, because the rank's last messages may still be on the link; `RankGone` then settles everything that waited
+for the rank. While a cell runs, the event `CheckCollectives` compares the ranks' reports of their collectives and finds
+ranks that wait for a peer that will never join. If a message cannot be handled, only its sender is affected
+(`MessageReceiver`). Any other exception on the driver thread ends all cells (`Driver._fail`), so that no thread waits
+forever.
 """
 
 from __future__ import annotations
@@ -96,15 +96,18 @@ from rankbook.protocol.reattach import ReplayStart
 from rankbook.transport.link import HubLink, Sender
 
 _LAST_WORDS_SECONDS = 0.02
-"""How long after a rank's end its last messages may still be on the link."""
+"""Seconds after a rank's exit during which its last messages may still be on the link."""
 _RECENT_CELLS = 64
-"""How many ended cells still get what their background threads print."""
+"""Number of ended cells that still receive the output of their background threads."""
 
 
 class Driver:
-    """Runs one cluster until `close`. `request(rank, incarnation, downlink)` makes what the launcher needs."""
+    """Run one cluster until `close`.
 
-    kept = False  # whether its ranks outlive this process
+    `request(rank, incarnation, downlink)` returns the `ForkRank` message that the launcher needs to fork that rank.
+    """
+
+    kept = False  # True if the ranks outlive this process
 
     def __init__(
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
@@ -129,27 +132,27 @@ class Driver:
         self._closing = False
         self._watched: tuple[int, ...] = (launcher.fileno(),)
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
-        vars(self._thread)["pydev_do_not_trace"] = True  # a debugger that pauses the notebook must not pause the ranks
+        vars(self._thread)["pydev_do_not_trace"] = True  # a debugger that pauses the notebook must not stop this thread
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the driver thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The ranks must be gone or be given up."""
+        """Stop the driver thread and join it. The ranks must have exited or been abandoned before."""
         self._closing = True
         self._hub.wake()
         if self._thread.is_alive():
             self._thread.join()
 
     def submit(self, cell: RunningCell) -> None:
-        """Run `cell` as soon as its ranks are free. Any thread."""
+        """Run `cell` as soon as its ranks are idle. Any thread."""
         with self.changed:
             self._cells[cell.cell] = cell
             self.post(ev.Submit(cell.cell, cell.ranks, cell.fills))
 
     def post(self, event: ev.Event) -> None:
-        """Hand in an event and perform what follows. Any thread."""
+        """Pass an event to the state machine and perform the resulting actions. Any thread."""
         with self.changed:
             for action in self.state.handle(event):
                 self._perform(action)
@@ -157,38 +160,38 @@ class Driver:
         self.wake()
 
     def wake(self) -> None:
-        """Have the driver thread look at its queue and its timers. Any thread."""
+        """Make the driver thread check its queue and its timers. Any thread."""
         if threading.get_ident() != self._thread.ident and not self._closing:
             self._hub.wake()
 
     def reply(self, rank: int, reply: InputReply) -> None:
-        """Send an answer to a rank's question. Any thread."""
+        """Send the user's answer to a rank that called `input()`. Any thread."""
         self._hub.send(rank, reply)
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call `callback` on the driver thread, in `seconds`. Any thread."""
+        """Call `callback` on the driver thread in `seconds`. Any thread."""
         self._timers.add(seconds, callback)
         self.wake()
 
     def answering(self) -> tuple[int, ...]:
-        """The ranks that can be asked something."""
+        """Return the ranks that can answer a query: those that are idle or busy."""
         return tuple(each.rank for each in self.state.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
-        """Ask every rank where it is; what came back within `timeout` seconds. Any thread but the driver's."""
+        """Ask every rank for its stack; return the replies within `timeout` seconds. Not on the driver thread."""
         return self.presence.wait_stacks(self.answering(), timeout=timeout)
 
     def cell_of(self, rank: int) -> RunningCell | None:
-        """The cell that the rank runs."""
+        """Return the cell that the rank is running."""
         number = self.state.ranks[rank].cell
         return None if number is None else self._cells.get(number)
 
     def cells(self) -> list[RunningCell]:
-        """Those that run, wait, or have ended lately, oldest first."""
+        """Return the cells that run, are queued, or ended recently, oldest first."""
         return list(self._cells.values())
 
     def active_cells(self) -> list[RunningCell]:
-        """The cells that have not ended, oldest first."""
+        """Return the cells that have not ended, oldest first."""
         return [cell for cell in self.cells() if cell.result is None and cell.number >= 0]
 
     # Actions
@@ -233,12 +236,15 @@ class Driver:
             case act.StartTimer(ending, seconds, step):
                 self.after(seconds, lambda: self.post(ev.TimerFired(ending, step)))
             case act.ScheduleCheck(seconds):
+                # Keep the earlier of the two times, except one that has passed or was never set (0.0).
                 now, before = time.monotonic(), self._look_at or 0.0
                 self._look_at = before if now <= before <= now + seconds else now + seconds
             case act.RequestCollectives(ranks):
                 for rank in ranks:
                     self._hub.send(rank, GetCollectives(token=0))
             case act.SendAbort(ranks, groups, cause, lost):
+                # All ranks learn the cause; only `ranks` abort their collectives (`shut`). After a death, the message
+                # names the dead rank, and waits in its groups that break by themselves report the cause.
                 whose, gone = (ranks, False) if lost is None else ((lost,), True)
                 for rank in self.answering():
                     self._hub.send(rank, Abort(groups, cause, shut=rank in ranks, ranks=whose, lost=gone))
@@ -255,7 +261,7 @@ class Driver:
             request = self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation))
             self.infos[rank].segments = request.segments
             self._launcher.fork(request)
-        except (RankbookError, OSError) as error:  # the folder is full or gone, the forkserver has ended
+        except (RankbookError, OSError) as error:  # the folder is full or was deleted, or the forkserver has ended
             words = f"could not be started: {error}"
             self.start_errors[rank] = f"rank {rank} {words}"
             self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, words)))
@@ -268,7 +274,7 @@ class Driver:
                 received, files = self._hub.wait(self._pause(), self._watched)
                 if not self._closing:
                     self._handle(received, files)
-        except Exception as error:  # noqa: BLE001 - reported to all threads that wait, and to sys.excepthook
+        except Exception as error:  # noqa: BLE001 - reported to all waiting threads and to sys.excepthook
             self._fail(error)
 
     def _handle(self, received: bool, files: set[int]) -> None:
@@ -304,6 +310,8 @@ class Driver:
             cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.presence.straggler(rank)))
             for rank in ending.stragglers:
                 self._hub.send(rank, input_unavailable(ending.cell))
+            # Background threads of ended cells may still print. The oldest cells are dropped, but not while a straggler
+            # has yet to finish.
             self._recent.append(ending.cell)
             while len(self._recent) > _RECENT_CELLS:
                 oldest = self._recent.popleft()
@@ -339,7 +347,7 @@ class Driver:
                 else:
                     self._hub.send(rank, input_unavailable(message.cell))
             case ReplayStart():
-                pass  # an answer to a question of reunion.py that had been given up
+                pass  # a late reply to a handshake (reattach.py) that timed out
             case _:
                 if message.cell in self._cells:
                     self._cells[message.cell].feed(rank, message)
@@ -367,6 +375,8 @@ class Driver:
                 pass
 
     def _bury(self, message: RankExited) -> None:
+        # Order: show the output that did not arrive, then post the event, which may end the cell, and at last wake the
+        # threads that wait for replies of this rank. The files are removed also for an earlier incarnation.
         rank = self.state.ranks[message.rank]
         sent = read_remains(message, self.infos[message.rank].segments)
         if message.incarnation != rank.incarnation:
@@ -381,7 +391,7 @@ class Driver:
             said = message.stderr.decode(errors="replace").strip()[-2000:]
             self.start_errors.setdefault(message.rank, f"rank {message.rank} {words} {during}\n{said}".rstrip())
         self.post(ev.RankGone(message.rank, message.incarnation, words))
-        self.presence.forget(message.rank)  # last: who waits for an answer then finds it dead
+        self.presence.forget(message.rank)  # last: threads that wait for a reply then find the rank dead
 
     def _lose_launcher(self) -> None:
         for rank in self.state.ranks.values():
@@ -389,7 +399,7 @@ class Driver:
                 self.post(ev.RankGone(rank.rank, rank.incarnation, "was lost: the forkserver ended"))
 
     def _fail(self, error: BaseException) -> None:
-        """End all cells with `error`, which is a bug of ours or a broken link. The driver thread ends."""
+        """End all cells with `error`, a bug of the driver or a broken link. The driver thread ends."""
         with self.changed:
             self.failure = error
             for cell in self.active_cells():
@@ -401,7 +411,7 @@ class Driver:
 
 
 class TimerQueue:
-    """Callbacks and when they are due. Any thread may add one."""
+    """Callbacks ordered by the time they are due. Any thread may add one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -409,18 +419,18 @@ class TimerQueue:
         self._count = itertools.count()
 
     def add(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back in `seconds`."""
+        """Schedule `callback` in `seconds`."""
         with self._lock:
             heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._count), callback))
 
     @property
     def next(self) -> float | None:
-        """When the first is due, on the monotonic clock."""
+        """Return the time of the first callback, on the monotonic clock."""
         with self._lock:
             return self._heap[0][0] if self._heap else None
 
     def run_due(self) -> None:
-        """Call back everything that is due."""
+        """Run every callback that is due."""
         while (due := self.next) is not None and due <= time.monotonic():
             with self._lock:
                 callback = heapq.heappop(self._heap)[2]
@@ -440,13 +450,18 @@ _DISPENSABLE = (
     ShutdownDelayed,
 )
 _LONGEST = 500
-"""Characters of an error that stand in the reason; an `IllegalTransition` tells a long story."""
+"""Characters of an error quoted in a reason. An `IllegalTransition` has a long message: the recent events."""
 
 
 class MessageReceiver:
-    """The messages from `ranks` over `hub`, each passed to `handle(sender, message, frames)`.
+    """Receive the messages of `ranks` over `hub` and pass them to `handle(sender, message, frames)`.
 
-    `cell_of(rank)` is the cell that the rank runs, `kill(rank, incarnation)` ends the rank. The driver's thread.
+    `cell_of(rank)` returns the cell that the rank runs; `kill(rank, incarnation)` kills the rank. Driver thread only.
+
+    Every message names the incarnation of its sender, and messages of earlier processes of a rank are dropped. If a
+    message cannot be decoded, or its handler raises, the rank is killed, because a lost `Done` or `RankReady` would
+    block the cluster. If the message is one that nothing waits for (`_DISPENSABLE`), only that message is dropped, with
+    a note in the rank's cell.
     """
 
     def __init__(
@@ -485,11 +500,11 @@ class MessageReceiver:
             return
         try:
             self._handle(sender, message, frames)
-        except Exception as error:  # noqa: BLE001 - shown as a whole by `_report`, and costs nobody else
+        except Exception as error:  # noqa: BLE001 - shown in full by `_report`; other ranks are unaffected
             self._leave_out(sender, message, error)
 
     def reason(self, rank: int, incarnation: int) -> str | None:
-        """Return why this process was killed for a message, to stand behind `rank 2`; None if it was not."""
+        """Return why this process was killed for a message, worded to follow `rank 2`; None if it was not."""
         return self._reasons.get(Sender(rank, incarnation))
 
     def _is_current(self, sender: Sender) -> bool:
@@ -517,7 +532,7 @@ class MessageReceiver:
         self._kill(*sender)
 
     def _report(self, key: object, error: Exception) -> bool:
-        """Show the whole error, once for each `key`; return whether this was the first time."""
+        """Report the whole error once per `key`. Return True if this was the first time."""
         if key in self._reported:
             return False
         self._reported.add(key)
@@ -531,7 +546,10 @@ def _brief(error: Exception) -> str:
 
 
 class ShutdownManager:
-    """`after(seconds, callback)` calls back later, on the driver thread."""
+    """Graceful shutdown: ask a rank to exit, kill it after a grace period.
+
+    `after(seconds, callback)` schedules a callback on the driver thread.
+    """
 
     def __init__(
         self,
@@ -546,7 +564,7 @@ class ShutdownManager:
         self.patience = grace.save
 
     def part(self, rank: int, incarnation: int, *, politely: bool) -> None:
-        """Have the rank end: at once, or by itself where it can listen."""
+        """Make the rank exit: ask it to if `politely` and its link works, otherwise kill it at once."""
         if politely and self._hub.send(rank, Shutdown(patience=self.patience)):
             self._until[rank, incarnation] = time.monotonic() + self._leave
             self._after(self._leave, lambda: self._look(rank, incarnation))
@@ -554,13 +572,13 @@ class ShutdownManager:
             self._launcher.kill(rank, incarnation)
 
     def linger(self, rank: int, incarnation: int, seconds: float) -> None:
-        """The rank has asked for `seconds`."""
+        """Extend the rank's deadline by the `seconds` it asked for, at most `patience`."""
         if (rank, incarnation) in self._until:
             self._until[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + self._leave
 
     @property
     def deadline(self) -> float:
-        """When the last of them is killed, by `time.monotonic()`."""
+        """Return the latest time at which a rank will be killed, by `time.monotonic()`."""
         return max(self._until.values(), default=0.0)
 
     def _look(self, rank: int, incarnation: int) -> None:

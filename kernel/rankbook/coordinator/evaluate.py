@@ -1,7 +1,4 @@
-"""An expression, evaluated on the ranks while they run.
-
-Owns: what may be asked, and the words for a rank that does not answer. Refuses: statements, before anything is sent.
-"""
+"""Evaluate a Python expression on the ranks while they run."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from rankbook.errors import BadRequest
 from rankbook.protocol.queries import GetValue, QueryFailed, ValueReply
 
 _GRACE = 1.0
-"""Seconds that a rank has to tell that the time is over."""
+"""Seconds that a rank has to report a timeout."""
 
 
 @dataclass(frozen=True)
 class Peeked:
-    """What an expression gave on `rank`, as IPython shows it, or the `trouble` with it. `cell` ran there meanwhile."""
+    """Value of an expression on `rank` as IPython shows it, or the error `trouble`. `cell` was running there."""
 
     rank: int
     text: str
@@ -28,7 +25,7 @@ class Peeked:
 
 
 def check_expression(source: str) -> str:
-    """The expression, bare. Raises `BadRequest` for anything that is none, or that would give a name a value."""
+    """Return the stripped expression. Raises `BadRequest` for a statement, an assignment, `await` or `yield`."""
     source = source.strip()
     if not source:
         raise BadRequest("a peek needs an expression, as in loss.item()")
@@ -46,7 +43,7 @@ def check_expression(source: str) -> str:
 
 
 def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float) -> list[Peeked]:
-    """What the expression gives on each of `ranks`, after `timeout` seconds at most. Raises `BadRequest`."""
+    """Evaluate the expression on `ranks`, for at most `timeout` seconds. Raises `BadRequest`."""
     source = check_expression(source)
     answers = driver.presence.questions.wait_answers(
         [rank for rank in ranks if rank in driver.answering()],
@@ -54,7 +51,8 @@ def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float)
         timeout=timeout + _GRACE,
         there=driver.answering,
     )
-    labels = {each.cell: each.label if each.number >= 0 else "" for each in driver.cells()}  # below 0 it is our own
+    # A negative number is an internal task, which the user does not know.
+    labels = {each.cell: each.label if each.number >= 0 else "" for each in driver.cells()}
     found = []
     for rank in ranks:
         match answers.get(rank):

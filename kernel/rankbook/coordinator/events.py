@@ -1,7 +1,4 @@
-"""What can happen to a cluster, as far as its decisions go.
-
-Owns: the events that go into the state machine. Refuses: anything that does something.
-"""
+"""Events of the state machine: everything that can change the state of a cluster."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from rankbook.coordinator.deadlock import CollectiveReport
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """These ranks shall be there, anew where they are there already."""
+    """These ranks should run, with a new process if they already do."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RankConnected:
-    """A rank's process has dialled home."""
+    """A rank's process has connected."""
 
     rank: int
     incarnation: int
@@ -28,7 +25,7 @@ class RankConnected:
 
 @dataclass(frozen=True)
 class RankGone:
-    """A rank's process has ended; `words` tell how, for people."""
+    """A rank's process has ended. `words` describe how, for the user."""
 
     rank: int
     incarnation: int
@@ -37,7 +34,7 @@ class RankGone:
 
 @dataclass(frozen=True)
 class Submit:
-    """Somebody wants `cell` run on `ranks`. `fills`: it may give them variables, as a cell, a call and a push do."""
+    """A cell is submitted for `ranks`. `fills`: it may define variables there, as a cell, a call and a push do."""
 
     cell: int
     ranks: tuple[int, ...]
@@ -46,7 +43,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class CellDone:
-    """A rank has answered. `words` tell what it raised if it `failed`; it began `collectives` collectives there."""
+    """A rank has finished a cell. `words` say what it raised if it `failed`; it started `collectives` collectives."""
 
     rank: int
     incarnation: int
@@ -58,7 +55,7 @@ class CellDone:
 
 @dataclass(frozen=True)
 class StateRestored:
-    """The new `ranks` have the state of `donor`."""
+    """The new `ranks` have received the variables of `donor`."""
 
     ranks: tuple[int, ...]
     donor: int
@@ -66,7 +63,7 @@ class StateRestored:
 
 @dataclass(frozen=True)
 class CollectivesReceived:
-    """A rank has answered `RequestCollectives`."""
+    """A rank has replied to `RequestCollectives`."""
 
     rank: int
     incarnation: int
@@ -75,21 +72,21 @@ class CollectivesReceived:
 
 @dataclass(frozen=True)
 class CheckCollectives:
-    """It is time to see whether somebody waits in vain. `now` is in seconds, on any clock that only goes forward."""
+    """The ranks' waits are due for a check. `now` is in seconds, on any monotonic clock."""
 
     now: float
 
 
 @dataclass(frozen=True)
 class InterruptCell:
-    """The person, or a timeout, wants the cell to stop. A second time: control back, whoever still runs."""
+    """The user or a timeout interrupts a cell. The second interrupt ends it, even if ranks still run."""
 
     cell: int
 
 
 @dataclass(frozen=True)
 class TimerFired:
-    """The time that `StartTimer` set is over."""
+    """A timer set by `StartTimer` has expired."""
 
     cell: int
     step: Step
@@ -97,7 +94,7 @@ class TimerFired:
 
 @dataclass(frozen=True)
 class Stop:
-    """Everything shall end."""
+    """The cluster should stop."""
 
 
 _OfRanks = LaunchRanks | RankConnected | RankGone | StateRestored

@@ -1,6 +1,7 @@
-"""How a rank's process ended, and how a cell ended on a rank: in words, and its last output.
+"""Description of how a rank exited or a cell failed on it, and recovery of the rank's last output.
 
-Owns: the words, and what of the output was still on its way. Refuses: to decide what follows.
+The output of a crashed rank that never arrived is in three places: its output journal, the pipes of its process (read
+by the forkserver), and the stacks that Python's faulthandler wrote.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from rankbook.transport.cell_sources import cell_number
 from rankbook.transport.output_journal import JournalTail, journal_path, read_crash, read_journal
 
 _OF_A_CELL = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
-"""What the rank calls the file of a cell, and what ipykernel's debugger does."""
+"""File name of a cell, in a rank's tracebacks and in ipykernel's debugger."""
 
 
 @dataclass(frozen=True)
 class CrashRemains:
-    """What a rank has left behind in its files: what it took out of its pipes last, and the stacks of a crash."""
+    """Files left behind by a rank's process: the output journal's tails, and the stacks of a crash."""
 
     said: tuple[JournalTail, ...] = ()
     crash: str = ""
 
 
 def read_remains(message: RankExited, segments: str) -> CrashRemains:
-    """What the rank has left in its files, which are removed."""
+    """Read and remove the files left behind by the rank's process."""
     if not segments:
         return CrashRemains()
     path = journal_path(Path(segments), message.rank, message.incarnation)
@@ -40,7 +41,11 @@ def read_remains(message: RankExited, segments: str) -> CrashRemains:
 def replay_remains(
     message: RankExited, left: CrashRemains, cells: Mapping[int, RunningCell], running: RunningCell | None
 ) -> None:
-    """Give the cells what the rank sent and never came, then what it left in its pipes, then where it crashed."""
+    """Feed the cells the output that was sent but did not arrive, then the pipes' contents, then the crash stacks.
+
+    The journal counts the bytes of a cell's stream, and `RunningCell.heard` those that arrived; the difference is
+    missing.
+    """
     for said in left.said:
         cell = cells.get(said.cell)
         if cell is not None and (data := said.missing(cell.heard[message.rank, said.stream])):
@@ -53,9 +58,9 @@ def replay_remains(
 
 
 def describe_crash(text: str) -> str:
-    """What Python's faulthandler wrote, as far as it is about the cell; all threads where no line of a cell is in it.
+    """Return faulthandler's report reduced to the frames of the cell, or all threads if it contains none.
 
-    See https://docs.python.org/3/library/faulthandler.html: each thread's frames, the innermost first.
+    See https://docs.python.org/3/library/faulthandler.html: the frames of every thread, the innermost first.
     """
     if not text.strip():
         return ""
@@ -71,13 +76,13 @@ def describe_crash(text: str) -> str:
 
 
 def _name_cell(file: re.Match[str]) -> str:
-    """As tracebacks do; a cell of another notebook keeps its file."""
+    """Name a cell as tracebacks do. A cell of another notebook keeps its file name."""
     number = cell_number(file[1])
     return file[0] if number is None else f"Cell In[{number}]"
 
 
 def describe_exit(message: RankExited) -> str:
-    """How a rank ended, in plain words, to stand behind `rank 2`."""
+    """Describe how a rank's process exited, worded to follow `rank 2`."""
     if message.code >= 0:
         return f"exited with code {message.code}"
     number = -message.code
@@ -96,12 +101,12 @@ def describe_exit(message: RankExited) -> str:
 
 
 def describe_failure(done: Done, cell: RunningCell | None) -> str:
-    """How a cell went wrong on a rank, as in `raised ValueError at cell [5] line 3`; empty if it went well."""
+    """Describe an error, as in `raised ValueError at cell [5] line 3`; empty if the cell succeeded."""
     if done.status == "ok":
         return ""
     name, line, memory = ("", None, "") if done.error is None else (done.error.name, done.error.line, done.error.memory)
     raised = "was interrupted" if done.status == "interrupted" else f"raised {name}"
-    if memory and "MemoryError" not in name:  # torch has no name of its own for it on the CPU; the peers look for it
+    if memory and "MemoryError" not in name:  # torch has no error class for it on the CPU; peers look for these words
         raised += " (out of memory)"
     numbered = cell is not None and cell.number > 0
     places = [cell.label if cell is not None and numbered else "", f"line {line}" if line is not None else ""]

@@ -1,7 +1,4 @@
-"""The grace periods: how long ranks are given before something is done about them.
-
-Owns: the numbers. Refuses: to measure time.
-"""
+"""Grace periods: how long the coordinator waits for ranks before it interrupts, aborts or kills them."""
 
 from __future__ import annotations
 
@@ -10,28 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GracePeriods:
-    """The grace periods of a cluster, in seconds.
+    """Grace periods of a cluster, in seconds.
 
-    The defaults are what a person at a notebook needs. `Cluster(2, grace=GracePeriods(leave=3.0))` has another.
+    The defaults suit interactive work. `Cluster(2, grace=GracePeriods(leave=3.0))` changes one.
     """
 
     raised: float = 1.0
-    """A rank waits in a collective for one that raised, before the wait is broken off (`RANKBOOK_ABORT_GRACE`)."""
+    """From a rank's error until peers that wait for it in a collective are aborted (`RANKBOOK_ABORT_GRACE`)."""
     finished: float = 5.0
-    """A rank waits in a collective for one that has finished its cell, before the cell says so."""
+    """From a rank's end of a cell until the user is warned that a peer waits for it in a collective."""
     death_interrupt: float = 0.15
-    """The other ranks of a cell end by themselves after a death, before they are interrupted."""
+    """From a rank's death until the other ranks of its cell are interrupted."""
     death_abort: float = 0.4
-    """From a death until whatever still waits in a collective is broken off."""
+    """From a rank's death until collectives that still wait are aborted."""
     death_release: float = 0.8
-    """From a death until the notebook gets control back, also from ranks that still run."""
+    """From a rank's death until the cell ends in the notebook, even if ranks still run it."""
     interrupt_abort: float = 0.5
-    """From an interrupt until the collective that a rank may wait in is broken off."""
+    """From an interrupt until the collectives that ranks wait in are aborted."""
     interrupt_release: float = 5.0
-    """From an interrupt until the notebook gets control back, also from ranks that still run."""
+    """From an interrupt until the cell ends in the notebook, even if ranks still run it."""
     leave: float = 1.5
-    """An idle rank ends by itself after it was asked to."""
+    """From a shutdown request to an idle rank until it is killed."""
     save: float = 30.0
-    """A rank that ends finishes a save in the background and calls its exit functions."""
+    """Time for a rank that exits to finish background saves and to call its exit functions."""
     last_save: float = 2.0
-    """The same as the kernel ends. Jupyter's server kills a kernel after half of its `shutdown_wait_time` of 5 s."""
+    """Like `save`, at kernel exit. Jupyter Server kills a kernel after half of `shutdown_wait_time`, which is 5 s."""

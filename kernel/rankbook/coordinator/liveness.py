@@ -1,10 +1,8 @@
-"""Which ranks answer.
+"""Track which ranks reply to stack requests, and describe unresponsive ranks.
 
-Owns: what is known of the ranks' processes, what their control threads were asked, when, and what they answered.
-Refuses: a beat of its own: nobody is asked unless somebody wants to know. Silence is never taken for death, of which
-only the launcher tells.
-
-What a rank's silence means, in words.
+There is no heartbeat: ranks are asked only when something needs to know, and a rank's control thread replies while its
+main thread runs a cell. A rank that does not reply is unresponsive but never counts as dead; only the launcher reports
+an exit. For an unresponsive rank the operating system's view of its process (running, stopped, CPU time) is reported.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ from rankbook.protocol.messages import GetStack, Stack
 from rankbook.protocol.queries import Answer
 
 _LOOK_AFTER = 0.3
-"""Seconds after which a silent rank's process is looked at: one that is stopped will not answer, however long one
-waits. Any other may only be slow, and gets the whole time."""
+"""Seconds after which an unresponsive rank's process is checked: a stopped one will not reply, others may be slow."""
 
 _LOOK_EVERY = 0.05
-"""Seconds between two looks at the processes of ranks that may be ending."""
+"""Seconds between two checks of the processes of ranks that may be exiting."""
 
 
 @dataclass
 class RankProcess:
-    """What is known of a rank's process."""
+    """A rank's process: PID, last cell, and the folder of its shared memory."""
 
     pid: int | None = None
     last_cell: int | None = None
@@ -40,7 +37,11 @@ class RankProcess:
 
 
 class LivenessTracker:
-    """Asks through `send`, in which `pid_of` tells a rank's process. `changed` is told of every answer. Any thread."""
+    """Ask ranks for stacks and track which ones owe a reply.
+
+    `send` sends a message to a rank, and `pid_of` returns the PID of its process. The condition `changed` is notified
+    of every reply. Any thread.
+    """
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class LivenessTracker:
         self._heard: dict[int, float] = {}
 
     def forget(self, rank: int) -> None:
-        """The rank's process is gone or new."""
+        """Reset the state of a rank whose process is gone or new, and wake waiting threads."""
         self.comms.forget(rank)
         self.debugs.forget(rank)
         with self._changed:
@@ -69,7 +70,8 @@ class LivenessTracker:
             self._changed.notify_all()
 
     def hear(self, rank: int) -> None:
-        """A message of the rank's has arrived, whatever it says."""
+        """Record the arrival of any message from the rank."""
+        # Called for every message, on the driver thread: the lock is taken only if the rank owes a reply.
         self._heard[rank] = time.monotonic()
         if rank in self._asked:
             with self._changed:
@@ -79,7 +81,7 @@ class LivenessTracker:
     def answer(
         self, rank: int, stack: Stack | Answer | CommFromRank | DapFromRank, frames: Sequence[memoryview] = ()
     ) -> None:
-        """The rank has answered, or something on it speaks; an answer that nobody waits for any more is dropped."""
+        """Pass a reply, comm or debugger message to its receiver. Replies after their timeout are dropped."""
         if isinstance(stack, CommFromRank):
             self.comms.said(rank, stack, frames)
             return
@@ -95,17 +97,17 @@ class LivenessTracker:
                 self._changed.notify_all()
 
     def ask(self, ranks: Iterable[int]) -> None:
-        """Ask those of `ranks` that owe no answer yet, and wait for none."""
+        """Send a stack request to those of `ranks` that owe no reply. Does not wait."""
         for rank in ranks:
             if rank not in self._asked:
                 self._ask(rank, next(self._tokens))
 
     def heard_within(self, rank: int, seconds: float) -> bool:
-        """Whether anything came from the rank in the last `seconds`."""
+        """Return True if any message from the rank arrived in the last `seconds`."""
         return time.monotonic() - self._heard.get(rank, 0.0) <= seconds
 
     def wait_stacks(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Stack]:
-        """Ask `ranks` where they are; what came back within `timeout` seconds. Any thread but the driver's."""
+        """Ask `ranks` for their stacks; return the replies within `timeout` seconds. Not on the driver thread."""
         token = next(self._tokens)
         answers = self._stacks[token] = {}
         asked = {rank for rank in ranks if self._ask(rank, token)}
@@ -116,9 +118,9 @@ class LivenessTracker:
             return self._stacks.pop(token)
 
     def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
-        """Those of `ranks` that do not answer within `timeout` seconds; sooner where only stopped ones are left.
+        """Return the ranks that do not reply within `timeout` seconds; earlier if all of them are stopped.
 
-        With no time nobody is asked: these are the ones that owe an answer already.
+        With a `timeout` of 0 no request is sent, and the result is the ranks that owe a reply already.
         """
         asked = tuple(ranks)
         if timeout > 0:
@@ -132,10 +134,11 @@ class LivenessTracker:
         return silent
 
     def wait_ended(self, ranks: Iterable[int], *, timeout: float) -> set[int]:
-        """Those of `ranks` whose process has ended by now. Any thread but the driver's.
+        """Return the ranks whose process has ended by now. Any thread but the driver's.
 
-        Alive is who answers a question that is asked now: another message may have been on its way when the rank was
-        killed. Who neither answers nor ends within `timeout` seconds, sooner where it is stopped, counts as alive.
+        Only a reply to a request made now proves that a rank is alive, because other messages may have been sent before
+        it was killed. A rank that neither replies nor exits within `timeout` seconds (less if it is stopped) counts as
+        alive.
         """
         token = next(self._tokens)
         answers = self._stacks[token] = {}
@@ -153,7 +156,7 @@ class LivenessTracker:
         return ended
 
     def silent(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:
-        """Those of `ranks` that owe an answer, with a look at their processes."""
+        """Return the ranks that owe a reply, with information about their processes."""
         now = time.monotonic()
         found = {}
         for rank in ranks:
@@ -165,7 +168,7 @@ class LivenessTracker:
         return found
 
     def straggler(self, rank: int) -> UnresponsiveRank | None:
-        """The silence of a rank that should have ended its cell by now; None for one that may answer."""
+        """Return why a rank that should have ended its cell does not reply; None if it may reply."""
         silence = self.silent((rank,)).get(rank)
         if silence is not None:
             return silence
@@ -174,7 +177,7 @@ class LivenessTracker:
         return unasked if unasked.stopped else None
 
     def _ask(self, rank: int, token: int) -> bool:
-        with self._changed:  # before it is sent, for the answer may be quick
+        with self._changed:  # before sending, because the reply may arrive at once
             self._asked.setdefault(rank, time.monotonic())
         sent = self._send(rank, GetStack(token=token))
         if not sent:
@@ -189,7 +192,10 @@ class LivenessTracker:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that has not answered for `seconds` and was last heard `heard` seconds ago; `look` is at its process."""
+    """A rank that has owed a reply for `seconds`.
+
+    Its last message arrived `heard` seconds ago; `look` is the operating system's information about its process.
+    """
 
     rank: int
     pid: int | None
@@ -199,12 +205,12 @@ class UnresponsiveRank:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped, which is certain and needs no patience."""
+        """Return True if the process is stopped by a signal or a tracer, and so certain not to reply."""
         return self.look is not None and (self.look.stopped or self.look.traced)
 
 
 def describe_unresponsive(silence: UnresponsiveRank) -> str:
-    """The rank's state: `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
+    """Describe the rank's state, as in `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
     if silence.seconds >= 1:
         since = f"unresponsive for {silence.seconds:.0f} s"
     else:
@@ -213,7 +219,7 @@ def describe_unresponsive(silence: UnresponsiveRank) -> str:
 
 
 def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
-    """What is to be said of a rank that still runs a cell which the notebook waits for no more."""
+    """Describe a rank that still runs a cell that has ended in the notebook."""
     fresh = f"%distributed restart {rank} gives it a fresh process"
     if silence is None:
         return f"rank {rank} still runs; %distributed stacks shows where"

@@ -1,11 +1,10 @@
-"""Watches the ranks while somebody looks, and asks them on demand.
+"""Status monitoring of the ranks: periodic queries while a view is open, and single queries on demand.
 
-Owns: the thread that asks at most ten times a second, and one for each watcher that is told. Refuses: to exist while
-nobody looks, to hold up the driver, and to decide what a picture says (board.py, shards.py).
-
-What the ranks do and hold, folded into one picture.
-
-One map of a variable's shards, of what each rank has told.
+Three parts. `StatusMonitor` queries the ranks at most ten times a second while it has subscriptions; every
+`Subscription` calls its callback on a thread of its own, so a slow view does not delay the others or the driver.
+`NonBlockingMonitor` does the same for the driver thread, which must not wait. `StatusAggregator` turns the replies into
+`Placement` and `Saves`; it does no I/O and is given the time. `merge_shards` does the same for the map of a variable's
+shards.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ from rankbook.protocol.telemetry import (
 from rankbook.ranks import group_ranks, name_ranks
 
 EVERY = 0.1
-"""Seconds between two rounds of questions."""
+"""Seconds between two rounds of queries."""
 GATHER = 0.05
-"""Seconds that a round waits for the answers; what comes later is in the next picture."""
+"""Seconds that a round waits for replies. A later reply is used in the next round."""
 ANSWER_TIMEOUT = 2.0
-"""Seconds for one question."""
+"""Seconds that a single query waits for a reply."""
 KINDS = ("placement", "saves", "status")
 _LINES = 20
 
@@ -72,7 +71,7 @@ Callback = Callable[[Struct], None]
 
 
 class Subscription:
-    """Calls back on a thread of its own with the last picture; those that a slow callback has missed are left out."""
+    """Call `callback` on a thread of its own with the latest state. A slow callback misses intermediate states."""
 
     def __init__(self, kind: str, callback: Callback) -> None:
         self.kind = kind
@@ -86,11 +85,11 @@ class Subscription:
 
     @property
     def ended(self) -> bool:
-        """Whether nobody looks any more: `end` was called, or the callback raised."""
+        """Return True if `end` was called or the callback raised."""
         return self._ended
 
     def offer(self, picture: Placement | Saves) -> None:
-        """Tell it, unless it only is later by the clock."""
+        """Queue `picture` for the callback, unless it differs from the last one only in its time."""
         with self._changed:
             same = self._last is not None and msgspec.structs.replace(picture, at=0.0) == self._last
             if not same and not self._ended:
@@ -99,7 +98,7 @@ class Subscription:
                 self._changed.notify_all()
 
     def end(self, *, at_once: bool = True) -> None:
-        """Call back no more; or, if not `at_once`, only with what was offered already."""
+        """Stop calling back. Unless `at_once`, a state that is already queued is still delivered."""
         with self._changed:
             self._ended = True
             self._next = None if at_once else self._next
@@ -115,14 +114,19 @@ class Subscription:
                 return
             try:
                 self._callback(picture)
-            except Exception as error:  # noqa: BLE001 - the whole of it is shown, and nobody else suffers
+            except Exception as error:  # noqa: BLE001 - shown in full; other subscriptions are unaffected
                 self._ended = True
                 sys.excepthook(type(error), error, error.__traceback__)
                 return
 
 
 class StatusMonitor:
-    """Looks at the ranks of `crew`. Any thread but the driver's own."""
+    """Query the status of a cluster's ranks. Any thread but the driver's.
+
+    The monitor thread (`_run`) exists only while there are subscriptions. In every round it queries the ranks that have
+    replied to their last query, waits at most `GATHER` seconds for replies, and offers the result to the subscriptions.
+    The driver thread delivers the replies (`_deliver_to`) under the lock `_changed`.
+    """
 
     def __init__(self, crew: ClusterProcesses) -> None:
         self._crew = crew
@@ -134,10 +138,11 @@ class StatusMonitor:
     # Watching
 
     def watch(self, kind: str, callback: Callback) -> Callable[[], None]:
-        """Call back with each new `Placement` ("placement", or "status": without what lives on the ranks) or `Saves`.
+        """Call `callback` with every new state of the ranks, until the returned function is called.
 
-        At most ten times a second, on a thread of its own, until what this returns is called; the last state always
-        comes. Raises `BadRequest`.
+        `kind` is "placement" for `Placement`, "status" for `Placement` without models, optimizers and loaders, or
+        "saves" for `Saves`. The callback runs on a thread of its own, at most ten times a second, and always gets the
+        last state. Raises `BadRequest`.
         """
         if kind not in KINDS:
             raise BadRequest(f"{kind!r} cannot be watched; there are {', '.join(KINDS)}")
@@ -194,14 +199,14 @@ class StatusMonitor:
                     board.told(rank, answer)
                 elif isinstance(answer, QueryFailed):
                     board.refused(rank)
-                if not board.owed():  # each wake-up of the thread that looks costs who trains
+                if not board.owed():  # one wake-up per round: every wake-up takes time from the training ranks
                     self._changed.notify_all()
 
         return deliver
 
     @property
     def _driver(self) -> Driver | None:
-        """None once the ranks are stopped, or cannot be followed any more."""
+        """Return the driver; None once the ranks are stopped or the driver has failed."""
         try:
             return self._crew.driver
         except RankbookError:
@@ -217,7 +222,7 @@ class StatusMonitor:
         fresh: bool = False,
         timeout: float = GATHER,
     ) -> None:
-        """Ask whoever owes no answer, and wait a moment for what comes."""
+        """Query the ranks that owe no reply, and wait up to `timeout` seconds for replies."""
         questions = driver.presence.questions
         with self._changed:
             due = board.to_ask(self._views())
@@ -249,7 +254,7 @@ class StatusMonitor:
     # Asking
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
-        """All ranks, looked at now. A rank that does not answer in time is in it as unresponsive."""
+        """Query all ranks and return the result. A rank that does not reply in time is unresponsive."""
         board = StatusAggregator(_name_of(self._crew))
         driver = self._driver
         if driver is not None:
@@ -263,7 +268,10 @@ class StatusMonitor:
             return board.placement(self._views(), now=time.monotonic(), wall=time.time())
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
-        """What the rank is at. Of a dead one there is still its output. Raises `LostRank` where it does not answer."""
+        """Return stack, output and variables of the rank; only the output if it is dead.
+
+        Raises `LostRank` if the rank does not reply.
+        """
         output = self._last_lines(rank)
         if rank not in self._crew.driver.answering():
             return RankDetail(rank, (), output, ())
@@ -282,7 +290,11 @@ class StatusMonitor:
         return {rank: each.detail.variables for rank, each in told.items() if isinstance(each, DetailReply)}
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
-        """Where the tensors of the ranks' variable `name` lie. Raises `BadRequest` where no rank has such a one."""
+        """Return the layout of the tensors in the variable `name`. Raises `BadRequest` if no rank has such a variable.
+
+        The first rank also computes the regions that the other ranks hold, for ranks that do not reply. If the first
+        rank itself does not reply, another one is asked to do so.
+        """
         driver = self._crew.driver
         devices = dict(enumerate(self._crew.placement.devices))
         ranks = driver.answering()
@@ -304,7 +316,7 @@ class StatusMonitor:
         return merge_shards(name, answers, tuple(devices), devices)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
-        """The numbers of what `rank` holds of the tensor `key`. Raises `BadRequest`, `LostRank`."""
+        """Return statistics of `rank`'s part of the tensor `key`. Raises `BadRequest`, `LostRank`."""
         answer = self._ask_one(rank, lambda token: GetStatistic(token, name, key), timeout)
         assert isinstance(answer, StatisticReply)
         return answer.statistic
@@ -338,7 +350,10 @@ class StatusMonitor:
 
 
 class NonBlockingMonitor:
-    """Monitors the ranks without waiting, for the driver thread: asks, and reports what was answered until then."""
+    """Monitor the ranks without blocking, for the driver thread.
+
+    A call returns the replies that have arrived since the last one, and sends new queries.
+    """
 
     def __init__(self, crew: ClusterProcesses) -> None:
         self._crew, self._driver = crew, crew.driver
@@ -346,7 +361,10 @@ class NonBlockingMonitor:
         self._token = self._driver.presence.questions.open(self._deliver)
 
     def placement(self) -> Placement:
-        """All ranks without what lives on them, as they were at the last call; those that owe no answer are asked."""
+        """Return all ranks without models, optimizers and loaders, as of the previous call.
+
+        Ranks that owe no reply are queried for the next call.
+        """
         driver, now = self._driver, time.monotonic()
         views = rank_views(self._crew, driver)
         picture = self._board.placement(views, now=now, wall=time.time())
@@ -357,7 +375,7 @@ class NonBlockingMonitor:
         return picture
 
     def close(self) -> None:
-        """It looks no more."""
+        """Stop monitoring."""
         self._driver.presence.questions.close(self._token)
 
     def _deliver(self, rank: int, answer: Answer) -> None:
@@ -368,7 +386,7 @@ class NonBlockingMonitor:
 
 
 def rank_views(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
-    """The ranks as the cluster's state has them; `driver` None: they are stopped."""
+    """Return the ranks as the cluster's state knows them. `driver` None: they are stopped."""
     return [
         RankView(
             rank=rank,
@@ -385,30 +403,34 @@ def rank_views(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
 
 
 def _name_of(crew: ClusterProcesses) -> str:
-    """What ranks that are kept are attached by; others have no name that anybody needs."""
+    """Return the key by which a detached cluster is attached; other clusters need no name."""
     return "" if crew.keep is None else crew.key
 
 
 def _number_of(driver: Driver, rank: int) -> int | None:
-    """The notebook's number of what the rank runs: 0 for a call, None for nothing and for what is our own."""
+    """Return the execution count of the rank's cell: 0 for a call, None if idle or for an internal task."""
     cell = driver.cell_of(rank)
     return None if cell is None or cell.number < 0 else cell.number
 
 
 UNRESPONSIVE_AFTER = 1.5
-"""Seconds after a question that a rank has not answered."""
+"""Seconds without a reply after which a rank counts as unresponsive."""
 WAITING_AFTER = 0.25
-"""Seconds in a collective after which a rank counts as waiting: one that trains is in some collective all the time."""
+"""Seconds in a collective after which a rank counts as waiting: in training, ranks are always in some collective."""
 _RATE_OVER = 5.0
-"""Seconds over which the rate of steps is taken."""
+"""Seconds over which the rate of steps is averaged."""
 _BEHIND = 2
 _BEHIND_SECONDS = 0.5
-"""The ranks are not asked at the same moment: who is behind by less than this at the others' rate is not behind."""
+"""Tolerance in seconds, at the other ranks' rate: the ranks are not queried at the same moment."""
 
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank as the cluster's state has it. `cell` is the notebook's number, `task` the cluster's own."""
+    """A rank as the cluster's state knows it.
+
+    `cell` is the notebook's execution count, `task` the cluster's own number of the task. `returns`: the rank is being
+    restarted.
+    """
 
     rank: int
     incarnation: int
@@ -422,7 +444,7 @@ class RankView:
 
 @dataclass
 class _Known:
-    """What one process has told so far."""
+    """State of one process of a rank, from its replies so far."""
 
     incarnation: int
     asked: float | None = None
@@ -435,7 +457,10 @@ class _Known:
 
 
 class StatusAggregator:
-    """What is known of the ranks of the cluster `name`."""
+    """Combine the ranks' replies into one state of the cluster `name`.
+
+    It tracks which ranks owe a reply, and forgets what it knows of a rank when its incarnation changes.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -443,7 +468,7 @@ class StatusAggregator:
         self._due: tuple[int, ...] = ()
 
     def to_ask(self, views: Iterable[RankView]) -> dict[int, int]:
-        """The ranks that can answer and owe no answer, each with the version of its holdings that is known here."""
+        """Return the ranks that can reply and owe no reply, with the known version of their holdings."""
         asked = {}
         for view in views:
             known = self._of(view)
@@ -453,11 +478,11 @@ class StatusAggregator:
         return asked
 
     def asked(self, rank: int, now: float) -> None:
-        """It was sent a question."""
+        """Record that the rank was sent a query."""
         self._known[rank].asked = now
 
     def told(self, rank: int, looked: StatusReply) -> None:
-        """It has answered."""
+        """Record the rank's reply."""
         known = self._known.get(rank)
         if known is None:
             return
@@ -470,24 +495,24 @@ class StatusAggregator:
         _note_steps(known.steps, looked.sample)
 
     def refused(self, rank: int) -> None:
-        """It could not be asked, or cannot tell."""
+        """Record that the query failed, or could not be sent."""
         known = self._known.get(rank)
         if known is not None:
             known.asked = None
 
     def owed(self) -> bool:
-        """Whether one of the last ranks to ask has not answered yet."""
+        """Return True if one of the ranks queried last has not replied yet."""
         return any(self._known[rank].asked is not None for rank in self._due)
 
     def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
-        """All ranks, at `now` on the monotonic and `wall` on the wall clock."""
+        """Return the state of all ranks, at `now` on the monotonic and `wall` on the wall clock."""
         rows = [self._row(view, now) for view in views]
         behind = stragglers_of(rows)
         ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in behind else row for row in rows)
         return Placement(ranks, wall, self._name)
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
-        """The saves of all ranks."""
+        """Return the checkpoint saves of all ranks."""
         found = [
             RankSave(view.rank, save)
             for view in views
@@ -558,7 +583,10 @@ def _rate_of(history: deque[tuple[float, int]]) -> float | None:
 
 
 def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
-    """The ranks that hold up the others of their cell, or have taken clearly fewer steps than those."""
+    """Return the ranks that hold up the others of their cell.
+
+    A rank does so if it is the only one that does not wait in a collective, or if it has taken clearly fewer steps.
+    """
     groups: dict[int, list[RankPlacement]] = {}
     for row in rows:
         if row.cell is not None and row.state in {"running", "waiting", "unresponsive"}:
@@ -584,7 +612,11 @@ def _is_behind(row: RankPlacement, others: list[RankPlacement]) -> bool:
 def merge_shards(
     name: str, answers: Mapping[int, Answer], everyone: Collection[int], devices: Mapping[int, str]
 ) -> ShardMap:
-    """The map. What a rank says of its own part counts; what others have computed stands for ranks that are silent."""
+    """Merge the ranks' replies into one map of shards.
+
+    A rank's own description of its shards takes precedence; the regions computed by other ranks stand in for a rank
+    that did not reply.
+    """
     told = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, ShardsReply)}
     troubles = group_ranks(
         (rank, answer.trouble)
@@ -606,6 +638,8 @@ def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> lis
     tensors: dict[str, RankTensor] = {}
     boxes: dict[str, dict[tuple[int, Box | None], tuple[Box, RankTensor]]] = {}
     spoken: set[tuple[str, int]] = set()
+    # First the regions that ranks report of themselves, then, for ranks that have not replied, the regions that others
+    # computed for them. Several ranks may have computed the same one: the key None keeps one per rank and tensor.
     for rank, each in told.items():
         for tensor in each.tensors:
             tensors.setdefault(tensor.key, tensor)
@@ -628,6 +662,7 @@ def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> lis
 def _shards(
     kept: list[tuple[Box, RankTensor]], told: Mapping[int, ShardsReply], devices: Mapping[int, str]
 ) -> tuple[Shard, ...]:
+    # Replicas that are not numbered yet (-1) get the lowest free index among the copies of the same region.
     copies: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
     for box, _ in kept:
         if box.replica >= 0:

@@ -1,7 +1,4 @@
-"""Questions that the ranks answer whatever they run, and their answers.
-
-Owns: which answer belongs to whom. Refuses: to ask by itself, and to wait for a rank that is gone.
-"""
+"""Queries to ranks that they answer while running a cell, and matching of the replies by token."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from collections.abc import Callable, Collection
 from rankbook.protocol.queries import Answer, Question
 
 _LOOK_EVERY = 0.1
-"""Seconds between two looks at whether the ranks that owe an answer are still there."""
+"""Seconds between two checks whether the ranks that owe a reply are still running."""
 
 Deliver = Callable[[int, Answer], None]
 
 
 class QueryClient:
-    """Asks through `send`. Any thread."""
+    """Send queries to ranks and deliver the replies. Any thread."""
 
     def __init__(self, send: Callable[[int, Question], bool]) -> None:
         self._send = send
@@ -27,21 +24,24 @@ class QueryClient:
         self._open: dict[int, Deliver] = {}
 
     def open(self, deliver: Deliver) -> int:
-        """A token for questions; `deliver(rank, answer)` is called on the driver thread, and must be quick."""
+        """Return a token for queries. `deliver(rank, answer)` is called with their replies.
+
+        It runs on the driver thread and must be quick.
+        """
         token = next(self._tokens)
         self._open[token] = deliver
         return token
 
     def close(self, token: int) -> None:
-        """Nobody waits for the answers any more."""
+        """Drop all later replies to this token."""
         self._open.pop(token, None)
 
     def ask(self, rank: int, question: Question) -> bool:
-        """Send it. False where the rank is gone."""
+        """Send a query. Return False if the rank has exited."""
         return self._send(rank, question)
 
     def take(self, rank: int, answer: Answer) -> None:
-        """A rank has answered; what nobody waits for any more is dropped."""
+        """Deliver a reply. Replies to closed tokens are dropped."""
         deliver = self._open.get(answer.token)
         if deliver is not None:
             deliver(rank, answer)
@@ -54,9 +54,10 @@ class QueryClient:
         timeout: float,
         there: Callable[[], Collection[int]],
     ) -> dict[int, Answer]:
-        """Send `make(token, rank)` to each; what came back within `timeout` seconds. Any thread but the driver's.
+        """Send `make(token, rank)` to every rank; return the replies within `timeout` seconds.
 
-        `there` tells which ranks can answer at all: nobody waits for one that died meanwhile.
+        Any thread but the driver's. `there` returns the ranks that can reply at all, so that a rank that dies meanwhile
+        is not waited for.
         """
         changed = threading.Condition()
         answers: dict[int, Answer] = {}

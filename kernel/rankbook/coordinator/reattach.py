@@ -1,10 +1,18 @@
-"""The crew of a kept cluster, in the notebook that has attached to it.
+"""Reattach a notebook to a detached cluster: find it, replay missed output, take over its running cells.
 
-Owns: taking such a cluster over, and which of those that are kept is meant. Refuses: to start ranks.
+`select_detached` chooses among the detached clusters. `ReattachedProcesses` takes one over:
 
-What the ranks of a kept cluster tell their new owner.
+1. `ReattachedLauncher` claims the cluster from its forkserver, which reports the processes that live or have exited.
+2. `replay_handshake` sends `RequestReplay` with a new nonce to every living rank. A rank replies with `ReplayStart` and
+   that nonce, then repeats the messages that no notebook has acknowledged, then sends new ones. Messages before that
+   `ReplayStart` are dropped, because they are among the repeated ones. `ReattachHandshake` sorts the messages into one
+   `RankReport` per rank: `missed` holds the repeated messages, `later` those sent afterwards.
+3. `recovered_state` derives the initial state of the state machine from the reports: which ranks are dead, which cells
+   are still running, and whether the process group must be formed anew.
+4. `OutputReplay` shows the missed output and completes the cells that have ended.
+5. A `ReattachedDriver` acknowledges the ended cells, handles the `later` messages and continues as usual.
 
-A kept cluster as its new owner takes it over: which cells run, which ended unseen, what is said about them.
+Ranks are never started here. If a step fails, the cluster is left detached as before.
 """
 
 from __future__ import annotations
@@ -46,9 +54,9 @@ _REUNION_TIMEOUT = 10.0
 
 
 def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
-    """Return the cluster that is meant: `key`'s, else this notebook's, else the only one whose notebook is unknown.
+    """Return the cluster to attach to: that of `key`, else this notebook's, else the only one of unknown notebook.
 
-    Raises `NoCluster`, and `BadRequest` where none is or several are.
+    Raises `NoCluster` if there is none, and `BadRequest` if none matches or several do.
     """
     told = "".join(f"\n{note}" for note in found.notes)
     if not found.records:
@@ -73,9 +81,10 @@ def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
 
 
 class ReattachedProcesses(ClusterProcesses):
-    """Takes over what `record` says is there. What nobody has seen is shown in `sink`.
+    """Attach to the detached cluster of `record` and show its missed output in `sink`.
 
-    Raises `BadRequest` while another notebook owns it, `StartError` when it does not answer; then it is kept as before.
+    Raises `BadRequest` while another notebook owns the cluster, and `StartError` if it does not answer; then it stays
+    detached.
     """
 
     missed: list[CellResult]
@@ -100,6 +109,7 @@ class ReattachedProcesses(ClusterProcesses):
                 sink.emit([Stream("stderr", f"{record.interrupted}, perhaps by its restart\n")])
 
     def _take_over(self, launcher: ReattachedLauncher, record: ClusterRecord, hub: ZmqHub, sink: Sink | None) -> None:
+        # No driver thread runs until the end of this method, so this thread receives from the hub itself.
         incarnations = {rank: told.incarnation for rank, told in launcher.forked.items()}
         pids = {rank: told.pid for rank, told in launcher.forked.items()}
         for rank, incarnation in incarnations.items():
@@ -114,7 +124,7 @@ class ReattachedProcesses(ClusterProcesses):
         self.missed = adoption.tell()
         self._discard_answers([*adoption.cells, *adoption.ended])
         if not any(account.here.running for account in accounts.values()):
-            self.segments.clear()  # who was to read them is gone, or has them mapped
+            self.segments.clear()  # their readers are gone, or have mapped them already
         self._driver = driver = ReattachedDriver(state, hub, launcher, self._request)
         for rank, info in driver.infos.items():
             info.pid = pids.get(rank)
@@ -123,7 +133,7 @@ class ReattachedProcesses(ClusterProcesses):
         self._record()
 
     def _discard_answers(self, cells: Sequence[RunningCell]) -> None:
-        """What calls and pulls have returned, to a notebook that is gone."""
+        """Discard the results of calls and pulls, whose callers ended with the previous notebook."""
         for cell in cells:
             for payload, _ in cell.values.values():
                 for buffer in payload.buffers:
@@ -142,7 +152,7 @@ def _later(
 
 @dataclass
 class RankReport:
-    """What one rank says: its last task, and what of it nobody has seen. `later` came after that."""
+    """Replies of one rank: its last task, the messages that were never acknowledged, and those sent `later`."""
 
     here: ReplayStart
     missed: list[FromRank] = field(default_factory=list)
@@ -150,12 +160,12 @@ class RankReport:
 
     @property
     def complete(self) -> bool:
-        """Whether all that the rank repeats is there."""
+        """Return True if all repeated messages have arrived."""
         return len(self.missed) >= self.here.entries
 
 
 class ReattachHandshake:
-    """Sorts what arrives from these incarnations of the ranks, once they were asked with `nonce`."""
+    """Sort the messages of these incarnations of the ranks that arrive after a request with `nonce`."""
 
     def __init__(self, incarnations: Mapping[int, int], nonce: str) -> None:
         self.accounts: dict[int, RankReport] = {}
@@ -164,12 +174,12 @@ class ReattachHandshake:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not told all yet."""
+        """Return the ranks whose repeated messages have not all arrived."""
         told = {rank for rank, account in self.accounts.items() if account.complete}
         return sorted(set(self._incarnations) - told)
 
     def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
-        """A message has come."""
+        """Record a message; drop it if it precedes the rank's `ReplayStart` or is of another incarnation."""
         if self._incarnations.get(sender.rank) != sender.incarnation:
             return
         account = self.accounts.get(sender.rank)
@@ -182,7 +192,7 @@ class ReattachHandshake:
             account.missed.append(message)
 
     def leave_out(self, sender: Sender, error: UnreadableMessage) -> None:
-        """Take a line on stderr in the place of a message that cannot be read."""
+        """Record a line on stderr in place of a message that cannot be decoded."""
         account = self.accounts.get(sender.rank)
         told = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
         cell = 0 if account is None else account.here.cell
@@ -192,7 +202,12 @@ class ReattachHandshake:
 def replay_handshake(
     hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
 ) -> dict[int, RankReport]:
-    """Ask the ranks and wait for what all of them tell. Raises `StartError` that names those which do not answer."""
+    """Ask the ranks to repeat missed messages; return the complete reports of all ranks.
+
+    `token` is the cluster's secret. `since` is the time on the monotonic clock at which the previous owner was lost:
+    messages sent after it are repeated even if their cell was acknowledged. Raises `StartError` with the ranks that do
+    not answer within `timeout` seconds.
+    """
     reunion = ReattachHandshake(incarnations, secrets.token_hex(8))
     deadline = time.monotonic() + timeout
     for rank in incarnations:
@@ -211,7 +226,7 @@ def replay_handshake(
 
 
 def _take_next(hub: HubLink, reunion: ReattachHandshake) -> bool:
-    """Take the next message; return whether there was one. One that cannot be read is told in its place."""
+    """Take the next message; return True if there was one. An unreadable message is replaced by a note."""
     try:
         parcel = hub.receive()
     except UnreadableMessage as error:
@@ -228,9 +243,9 @@ _INTERNAL = -1
 
 @dataclass(frozen=True)
 class RecoveredTask:
-    """A task that some of the ranks had when the owner went, or had finished without the owner having seen it.
+    """A task that ranks were running when the owner left, or whose end the owner has not seen.
 
-    `answers`: how it went wrong on each rank that has answered, in words; empty where it went well.
+    `answers` maps the ranks that have finished to their error, in words; empty if they succeeded.
     """
 
     cell: int
@@ -243,12 +258,12 @@ class RecoveredTask:
 
     @property
     def internal(self) -> bool:
-        """Whether it forms the group."""
+        """Return True if the task forms the process group."""
         return self.number == _INTERNAL
 
 
 def recovered_tasks(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
-    """The tasks of which something is to be told, oldest first."""
+    """Return the tasks that are running or whose end was not seen, oldest first."""
     by_cell = group_ranks(
         (rank, account.here.cell)
         for rank, account in accounts.items()
@@ -276,7 +291,7 @@ def recovered_state(
     exits: Mapping[int, RankExited],
     accounts: Mapping[int, RankReport],
 ) -> RecoveredState:
-    """What the state begins with."""
+    """Return the initial state for the state machine."""
     ranks = []
     for rank in range(world_size):
         account, gone = accounts.get(rank), exits.get(rank)
@@ -299,12 +314,12 @@ def recovered_state(
     forming = any(cell.internal and not any(cell.answers.values()) for cell in running)
     grouped = len(accounts) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
     last_cell = max((account.here.cell for account in accounts.values()), default=0)
-    # A group that was being formed may have a number that no rank tells yet; a number may be left out.
+    # The group being formed may have a generation that no rank reports yet. Skipping a number does no harm.
     return RecoveredState(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
 
 
 class OutputReplay:
-    """Feeds what was missed into cells, which show it in `sink` below a heading each."""
+    """Feed missed messages into cells, which show them in `sink`, every cell below a heading."""
 
     def __init__(
         self,
@@ -322,7 +337,7 @@ class OutputReplay:
         self._sink = sink
 
     def tell(self) -> list[CellResult]:
-        """Show what was missed; the results of the cells that ended."""
+        """Show the missed output and return the results of the cells that ended."""
         self._tell_stray()
         self._tell_exits()
         results = []
@@ -349,7 +364,7 @@ class OutputReplay:
         return results
 
     def _tell_stray(self) -> None:
-        """What background threads printed after their cell had ended."""
+        """Show output of background threads that was printed after their cells had ended."""
         stray = {
             rank: [each for each in account.missed if getattr(each, "cell", None) != self._open_cell(account)]
             for rank, account in self._accounts.items()
@@ -368,7 +383,7 @@ class OutputReplay:
         cell.end(())
 
     def _tell_exits(self) -> None:
-        """What a rank that died meanwhile wrote last: all that is left of what it printed."""
+        """Show the last output of the ranks that died meanwhile; nothing else of their output is left."""
         for rank, gone in sorted(self._exits.items()):
             words = (gone.stdout + gone.stderr).decode(errors="replace").strip()
             if words:
@@ -389,7 +404,7 @@ class OutputReplay:
         for rank, message in told:
             if isinstance(message, Text | TextCut | Display | Clear):
                 cell.feed(rank, message)
-        for rank, message in told:  # once all output is there, so that what the ranks have alike is shown as one
+        for rank, message in told:  # after all output, so that output that is equal on several ranks is merged
             if isinstance(message, InputRequest):
                 cell.ask(rank, message)
             elif isinstance(message, Done):
@@ -401,7 +416,7 @@ class OutputReplay:
 
 
 _NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.0), ())
-"""In place of the task, which the ranks have had long since."""
+"""Placeholder for the task, which the ranks have already received."""
 
 
 def _heading(task: RecoveredTask) -> str:

@@ -1,8 +1,8 @@
-"""The state of a cluster that was kept, as its new owner finds it.
+"""State machine and driver of a cluster after reattachment.
 
-Owns: how it begins, and the `Acknowledge` that a driver of such a cluster sends. Refuses: to know how it was found out
-(reunion.py, adoption.py). From there on everything is state.py's, and what each rank went through to be where it is
-are the steps of its table.
+`RecoveredState` is the initial state as reattach.py finds it. `RecoveredClusterState` brings the ranks and cells into
+it by the regular steps of the transition tables, and is an ordinary `ClusterState` from then on. `ReattachedDriver`
+also acknowledges finished cells to the ranks, which keep their messages until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rankbook.transport.link import HubLink, Sender
 
 @dataclass(frozen=True)
 class RecoveredRank:
-    """A rank as it was found; `loss` says how it ended, if it has."""
+    """A rank as it was found. `loss` says how its process ended, if it has."""
 
     rank: int
     incarnation: int
@@ -37,7 +37,7 @@ class RecoveredRank:
 
 @dataclass(frozen=True)
 class RecoveredCell:
-    """A cell of `ranks` that `running` still run; `internal`: it forms the group. The rest is as in the state's."""
+    """A cell of `ranks` that `running` still run. `internal`: it forms the group. See `states.CellEntry`."""
 
     cell: int
     ranks: tuple[int, ...]
@@ -49,9 +49,10 @@ class RecoveredCell:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """All that is known of the cluster. `grouped`: all ranks are in one process group, or about to be.
+    """Initial state of a reattached cluster.
 
-    `stale`: a cell failed there meanwhile that may have left them at different collectives.
+    `grouped`: all ranks are in one process group or about to be. `stale`: a cell failed meanwhile that may have left
+    the ranks at different collectives.
     """
 
     ranks: tuple[RecoveredRank, ...]
@@ -63,7 +64,7 @@ class RecoveredState:
 
 
 class RecoveredClusterState(ClusterState):
-    """A `ClusterState` that begins in the middle."""
+    """A `ClusterState` that starts with live ranks and running cells."""
 
     def __init__(self, inventory: RecoveredState) -> None:
         super().__init__(len(inventory.ranks), grace=GracePeriods(raised=abort_grace()))
@@ -84,16 +85,20 @@ class RecoveredClusterState(ClusterState):
         self.grouped, self._stale = inventory.grouped, inventory.stale
 
     def resume(self) -> list[act.Action]:
-        """What is to be done first: the group is formed anew if the owner before had no time to.
+        """Return the first actions: form the group anew if needed, and check collectives soon.
 
-        Some of a cell's ranks may have failed while nobody was there, and others wait for them since.
+        While no notebook was attached, a rank of a cell may have failed, with others waiting for it since.
         """
         watched = [act.ScheduleCheck(LOOK_AFTER_END)] if any(not each.internal for each in self.cells.values()) else []
         return [*watched, *self._regroup_if_complete(), *self._dispatch()]
 
 
 class ReattachedDriver(Driver):
-    """A driver whose ranks keep what they send until they hear that it was seen."""
+    """Driver of a kept cluster, whose ranks keep messages until they are acknowledged.
+
+    A cell is acknowledged to its ranks once its end has been shown, and to stragglers once their late `Done` has
+    arrived.
+    """
 
     kept = True
 
@@ -110,7 +115,7 @@ class ReattachedDriver(Driver):
         ended: Iterable[RunningCell],
         later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
     ) -> None:
-        """Go on with `cells` and what came since. Before `start`."""
+        """Acknowledge the `ended` cells, continue `cells`, handle the `later` messages. Called before `start`."""
         for cell in ended:
             self._say_seen(cell.cell, cell.ranks)
         with self.changed:

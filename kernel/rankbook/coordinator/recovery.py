@@ -1,7 +1,6 @@
-"""Puts a new rank in the place of a dead one.
+"""Recovery of a dead rank: hand over the variables of a healthy rank to its replacement.
 
-Owns: who gives the new one its state, and what is said of it. Refuses: pickles; what a rank exports is passed on as it
-came.
+The exported payloads are passed on as they are, never unpickled here. `states.choose_donor` chooses the donor.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from rankbook.ranks import name_ranks
 
 @dataclass(frozen=True)
 class Healed:
-    """Who came back, and with what: the numbers are of the peer's names that travelled.
+    """Result of a heal: the replaced ranks, and the numbers of variables, functions and imports they received.
 
-    `missing` maps what could not be brought back to the reason; `donor` is None where nobody was asked for a state.
+    `missing` maps the names that could not be copied to the reasons. `donor` is None if the ranks start empty.
     """
 
     ranks: tuple[int, ...]
@@ -51,17 +50,17 @@ class Healed:
 def summarize_recovery(
     ranks: tuple[int, ...], donor: int, adopted: Mapping[str, Any], missing: Mapping[str, str]
 ) -> Healed:
-    """Return the result of a heal from what a new rank has `adopted`, and what was `missing` before."""
+    """Return the result of a heal from a new rank's reply `adopted` and the names `missing` before."""
     missing = {**missing, **adopted["missing"]}
     return Healed(ranks, donor, adopted["variables"], adopted["functions"], adopted["imports"], missing)
 
 
 def hand_over(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:
-    """Hand over the variables `names` at once, without those that cannot be; return the reasons for these, by name.
+    """Copy the variables `names` together, except those that cannot be copied; return their reasons, by name.
 
-    `attempt(names)` tries, and returns why that failed, or an empty string. Together the variables keep what they
-    share. Where they fail, halves are tried, then halves of those, until each one to blame is known. Raises
-    `TransferError` where variables fail together that do not fail in parts.
+    `attempt(names)` tries to copy and returns the reason of a failure, or an empty string. Variables are copied
+    together to preserve shared references. If that fails, both halves are tried, recursively, until every variable at
+    fault is known. Raises `TransferError` if variables fail together that succeed in parts.
     """
     if not attempt(names):
         return {}
@@ -81,5 +80,5 @@ def _find_refused(names: Sequence[str], attempt: Callable[[Sequence[str]], str])
 
 
 def payload_segments(payload: Payload) -> list[str]:
-    """The shared memory that a payload rests on."""
+    """Return the shared memory segments of a payload, without duplicates."""
     return list(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))

@@ -1,9 +1,9 @@
-"""One task on its way through the ranks.
+"""One cell (or call, push, pull) from submission to result: its tasks, output, input questions and result.
 
-Owns: what the task is, its output, its waiters and its result. Refuses: to decide when it starts or ends.
-
-Output is handled on the driver's thread only. Waiters are told through a queue, so that the notebook's main thread can
-wait for the end and for questions (`input()`) in one place.
+The state machine decides when a cell starts and ends; `RunningCell` holds everything else. Output is merged and shown
+on the driver thread only. The waiting thread is notified through the queue `RunningCell.inbox`, so that the notebook's
+main thread can wait for the end and for questions (`input()`) in one place. `OutputFlusher` tracks which cells have
+output to show.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from rankbook.protocol.messages import (
 Frames = Sequence[bytes | memoryview]
 
 SHOW_EVERY = 0.05
-"""Seconds between two messages of a cell's output: a front end drops what comes in more than 1,000 a second."""
+"""Seconds between two messages of a cell's output: Jupyter's front ends drop messages above 1,000 per second."""
 HEAD_AFTER, HEAD_EVERY, HEAD_AGAIN = 1.0, 1.0, 0.2
-"""Seconds that a cell runs until its head is shown, between two updates of it, and till the first, which knows more."""
+"""Seconds until a cell shows its status header, between updates, and from the first to the second one."""
 _TAIL = 4096
-"""Bytes of a rank's output that are kept for whoever asks what it printed last."""
+"""Bytes of a rank's most recent output that are kept for the detail view."""
 
 
 class Sink(Protocol):
-    """Where a cell's output goes. Called from the driver's thread."""
+    """Destination of a cell's output. Called on the driver thread."""
 
     def emit(self, items: Sequence[Emit]) -> None:
-        """Show these, in order."""
+        """Show the items, in order."""
 
 
 class StatusHeader(Protocol):
-    """What stands above the output of a cell that takes a while. Called from the driver's thread."""
+    """Status shown above the output of a long-running cell. Called on the driver thread."""
 
     def now(self) -> Mapping[str, str]:
-        """A mime bundle of what its ranks do."""
+        """Return a MIME bundle with the current status of the ranks."""
 
     def end(self, result: CellResult) -> Mapping[str, str]:
-        """What stays there."""
+        """Return the MIME bundle that remains after the cell's end."""
 
 
 @dataclass(frozen=True)
 class InputQuestion:
-    """A rank waits for a line from the person."""
+    """A rank is waiting for the user's answer to `input()`."""
 
     rank: int
     request: InputRequest
@@ -71,14 +71,15 @@ class InputQuestion:
 
 @dataclass(frozen=True)
 class CellEnded:
-    """The cell is over; its result is there."""
+    """The cell has ended and its result is available."""
 
 
 class RunningCell:
-    """One cell, call, push or pull. `tasks[rank]` is what that rank is sent.
+    """One cell, call, push or pull. `tasks[rank]` is the message for that rank.
 
-    `page` is what its output is shown on, by default one stream; `head` makes what stands above that, once it takes a
-    while.
+    `number` is the notebook's execution count, 0 for a call, negative for an internal task. `page` is the view in which
+    the output is shown, by default a single stream. `head` makes the status header, shown above the output once the
+    cell takes a while. Unless noted otherwise, the methods are called on the driver thread.
     """
 
     def __init__(
@@ -123,26 +124,29 @@ class RunningCell:
 
     @property
     def fills(self) -> bool:
-        """Whether it may give its ranks variables."""
+        """Return True if the cell may define variables on its ranks."""
         return any(isinstance(message, (RunCell, CallFunction, Assign)) for message, _ in self.tasks.values())
 
     @property
     def state(self) -> str:
-        """`queued`, `running` or `ended`, for people."""
+        """Return `queued`, `running` or `ended`."""
         return "ended" if self.result is not None else "queued" if self.started is None else "running"
 
     @property
     def closed(self) -> bool:
-        """Whether no rank has anything left to say to it."""
+        """Return True if the cell has ended and no rank will send more for it."""
         return self.result is not None and not self._open
 
     def tell(self) -> None:
-        """Tell whoever watches that the state changed."""
+        """Call the callbacks in `on_change`. Any thread."""
         for callback in tuple(self.on_change):
             callback()
 
     def start(self) -> bool:
-        """Its tasks have been sent, so that output may arrive meanwhile. Whether `flush` is due if none does."""
+        """Mark the cell as running; output may already arrive. Called on the thread that sends the tasks.
+
+        Returns True if `flush` is due even without output, because of the status header.
+        """
         self.started = time.monotonic()
         if self._make_head is not None:
             self._head_due = self.started + HEAD_AFTER
@@ -150,7 +154,7 @@ class RunningCell:
         return self._make_head is not None
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
-        """A rank has printed or shown something."""
+        """Merge text or display output of a rank."""
         if isinstance(message, Text):
             self.heard[rank, message.stream] += len(message.data)
             self._tails[rank] = (self._tails.get(rank, b"") + message.data[-_TAIL:])[-_TAIL:]
@@ -160,11 +164,11 @@ class RunningCell:
             self._merger.feed(rank, message, time.monotonic())
 
     def tail(self, rank: int) -> bytes:
-        """The last bytes that a rank has printed here, both streams as they came. Any thread."""
+        """Return the last bytes that a rank printed in this cell, both streams as they arrived. Any thread."""
         return self._tails.get(rank, b"")
 
     def done(self, rank: int, message: Done, frames: list[memoryview]) -> None:
-        """A rank has answered."""
+        """Record that a rank has finished, with its result."""
         self._open.discard(rank)
         if self.result is None:
             self._builder.done(rank, message)
@@ -173,7 +177,7 @@ class RunningCell:
         self._show(lambda now: self._merger.finish(rank, now))
 
     def lost(self, rank: int, words: str) -> None:
-        """A rank's process is gone; `words` is the whole sentence."""
+        """Record that a rank's process has ended. `words` is a whole sentence."""
         self._open.discard(rank)
         if self.result is None:
             self._builder.lost(rank, words)
@@ -181,12 +185,12 @@ class RunningCell:
         self._show(lambda now: self._merger.finish(rank, now))
 
     def ask(self, rank: int, request: InputRequest) -> None:
-        """A rank waits for a line: what it printed before is shown first."""
+        """Queue a rank's question, after showing what the rank printed before."""
         self._show(lambda now: self._merger.drain_rank(rank, now))
         self.inbox.put(InputQuestion(rank, request))
 
     def flush(self) -> None:
-        """Show what may be shown by now."""
+        """Show the output that is due, and the status header."""
         self._shown_at = now = time.monotonic()
         if self._head_due is None or now < self._head_due or self._make_head is None:
             self._show(self._merger.flush)
@@ -200,20 +204,23 @@ class RunningCell:
 
     @property
     def deadline(self) -> float | None:
-        """When `flush` is due, on the monotonic clock."""
+        """Return the time at which `flush` is due, on the monotonic clock."""
         due = None if self._quiet else self._merger.deadline
         if due is None:
             return self._head_due
-        due = max(due, self._shown_at + SHOW_EVERY)
+        due = max(due, self._shown_at + SHOW_EVERY)  # rate limit
         return due if self._head_due is None else min(due, self._head_due)
 
     def note(self, text: str) -> None:
-        """Say something of our own beside what the ranks print, while it runs. The driver thread."""
+        """Show a note on stderr between the ranks' output, unless the cell has ended."""
         if self.result is None:
             self._show(lambda _: [Stream("stderr", text)])
 
     def end(self, stragglers: tuple[int, ...], tell: Callable[[int], str] = "rank {} still runs".format) -> None:
-        """It is over. `stragglers` still run, of which `tell` tells; their output still comes here."""
+        """End the cell: show the remaining output, build the result, notify the waiting thread.
+
+        `stragglers` are ranks that still run, and `tell` describes them. Their output is still shown in this cell.
+        """
         now = time.monotonic()
         self._show(self._merger.flush if stragglers else self._merger.close)
         self.stragglers = stragglers
@@ -225,59 +232,62 @@ class RunningCell:
             bundle = self._head.end(self.result)
             self._show(lambda now: self._merger.head(bundle, now))
         self.tell()
-        self.ended = True  # last: a thread that waits for it returns, and nothing may be shown after that
+        self.ended = True  # last: the waiting thread returns on it, after which nothing may be shown
         self.inbox.put(CellEnded())
 
     def _show(self, merge: Callable[[float], Sequence[Emit] | None]) -> None:
-        """Show what `merge` gives for the present time. Output that cannot be shown is left out; the cell goes on."""
+        """Show the items that `merge` returns for the current time.
+
+        Items that cannot be shown are skipped with a report, and the cell continues.
+        """
         if self._quiet or self._sink is None:
             return
         try:
             items = merge(time.monotonic()) or ()
-        except Exception as error:  # noqa: BLE001 - shown as a whole by `_leave_out`; the merger is used no more
+        except Exception as error:  # noqa: BLE001 - shown in full by `_leave_out`; the merger is not used again
             self._quiet = True
             self._leave_out(error)
             return
         for item in items:
             try:
                 self._sink.emit((item,))
-            except Exception as error:  # noqa: BLE001 - shown as a whole by `_leave_out`
+            except Exception as error:  # noqa: BLE001 - shown in full by `_leave_out`
                 self._leave_out(error)
 
     def _leave_out(self, error: Exception) -> None:
-        """Report output that cannot be shown, once in this cell."""
+        """Report output that cannot be shown, once per cell."""
         if self._left_out or self._sink is None:
             return
         self._left_out = True
         sys.excepthook(type(error), error, error.__traceback__)
         text = f"output of {self.label} cannot be shown, so it is left out ({type(error).__name__}: {error})\n"
-        with contextlib.suppress(Exception):  # the front end is gone; the error itself was shown
+        with contextlib.suppress(Exception):  # the front end has disconnected; the error itself was reported
             self._sink.emit((Stream("stderr", text),))
 
 
 class OutputFlusher:
-    """The cells that have output to show, by their numbers in `cells`. The driver's thread."""
+    """Track which of `cells` have output to show. Driver thread only."""
 
     def __init__(self, cells: Mapping[int, RunningCell]) -> None:
         self._cells = cells
         self._numbers: set[int] = set()
 
     def add(self, number: int) -> None:
-        """It got some."""
+        """Mark the cell as having unflushed output."""
         self._numbers.add(number)
 
     def discard(self, number: int) -> None:
-        """It is gone."""
+        """Stop tracking the cell."""
         self._numbers.discard(number)
 
     @property
     def deadline(self) -> float | None:
-        """When `flush` is due, on the monotonic clock."""
+        """Return the time at which `flush` is due, on the monotonic clock."""
         due = [each for number in tuple(self._numbers) if (each := self._cells[number].deadline) is not None]
         return min(due, default=None)
 
     def flush(self, now: float) -> None:
-        """Show what is due."""
+        """Flush the cells that are due."""
         for number in tuple(self._numbers):
             cell = self._cells[number]
             deadline = cell.deadline
@@ -289,5 +299,5 @@ class OutputFlusher:
 
 
 def input_unavailable(cell: int) -> InputReply:
-    """The answer to a question of a cell that has ended."""
+    """Return the reply to a question from a cell that has ended."""
     return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")

@@ -1,14 +1,13 @@
-"""Decides what each rank and each cell may do next.
+"""State machine of a cluster: `ClusterState` turns events into actions.
 
-Owns: every change of a rank's or a cell's state. Refuses: sockets, processes, clocks, threads, torch. Events go in,
-actions come out; `driver.py` performs them. The two tables of tables.py are the whole of it: a pair that is not in them
-is an `IllegalTransition`, which tells the last events.
+It is pure: no sockets, processes, clocks or threads. `ClusterState.handle` takes an event (events.py), changes the
+states of ranks and cells, and returns the actions (actions.py) that driver.py performs. The transitions are in the two
+tables of states.py; a pair that is missing there raises `IllegalTransition`, whose message contains the recent events
+from the `Journal`.
 
-How a rank comes to be: Forking, then Hello; once every rank has said Hello, an internal *regroup* cell puts all of them
-into one process group, and only then run the cells that wait. The same cell gives the group fresh connections after an
-abort, and after any error that may have left the ranks at different collectives.
-
-The story of how the coordinator got where it is.
+A rank's process is forked, then connects. Once every rank has connected, an internal *regroup* cell puts all ranks into
+one process group, ahead of the queued cells. The same cell reconnects the group after an abort, and after any error
+that may have left the ranks at different collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +36,11 @@ _ANEW = "collectives were broken off: the process group is formed anew, and mode
 
 
 class ClusterState:
-    """The state of one cluster of `world_size` ranks."""
+    """State of one cluster of `world_size` ranks.
+
+    `grouped`: all ranks are in one process group, or a regroup cell for it is queued or running. `_stale`: the ranks
+    may be at different collectives, so the group is formed anew as soon as all ranks are idle.
+    """
 
     def __init__(self, world_size: int, *, grace: GracePeriods | None = None) -> None:
         self.grace = grace or GracePeriods()
@@ -53,19 +56,19 @@ class ClusterState:
         self._journal = Journal()
 
     def new_cell(self) -> int:
-        """A number for a cell, unique in this cluster."""
+        """Return a number for a cell, unique in this cluster."""
         self._last_cell += 1
         return self._last_cell
 
     def unavailable(self, ranks: Iterable[int]) -> dict[int, RankEntry]:
-        """Those of `ranks` that cannot take a cell and will not without help."""
+        """Return those of `ranks` that cannot run a cell and are not being restarted."""
         gone = (RankState.ABSENT, RankState.DEAD, RankState.LEAVING)
         return {
             rank: self.ranks[rank] for rank in ranks if self.ranks[rank].state in gone and not self.ranks[rank].refork
         }
 
     def handle(self, event: ev.Event) -> list[act.Action]:
-        """What is to be done now that `event` has happened. Raises `IllegalTransition`."""
+        """Apply `event` and return the actions to perform. Raises `IllegalTransition`."""
         self._journal.record(event)
         handler = _HANDLERS.get(type(event))
         if handler is None:
@@ -121,7 +124,8 @@ class ClusterState:
         states = {rank.state for rank in self.ranks.values()}
         if not states <= {RankState.IDLE, RankState.BUSY}:
             return []
-        if self.grouped and not (self._stale and states == {RankState.IDLE}):  # a rank that never ends holds up no cell
+        # A stale group waits until all ranks are idle. If one never is, the queued cells run in the stale group.
+        if self.grouped and not (self._stale and states == {RankState.IDLE}):
             return []
         self.generation += 1
         self.grouped, self._stale = True, False
@@ -142,6 +146,8 @@ class ClusterState:
         actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.words, cell, expected)]
         self._supervisor.forget(rank.rank)
         if not rank.refork and self._alive():
+            # The peers learn the cause at once: a wait that then breaks by itself reports it. The reports that are
+            # requested here tell `_nudge_apart` later which ranks wait for the dead one.
             cause = f"rank {rank.rank} {event.words}"
             actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(self._alive())]
         waiting = () if rank.refork else tuple(self._queue)
@@ -164,7 +170,7 @@ class ClusterState:
         return actions
 
     def _is_busy(self, rank: RankEntry) -> bool:
-        """Whether a person would say so: forming the group is nothing to wait for."""
+        """Return True if the rank is busy from the user's point of view, who does not see internal cells."""
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
 
@@ -172,7 +178,11 @@ class ClusterState:
         return tuple(each.rank for each in self.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
 
     def _dispatch(self) -> list[act.Action]:
-        """Start every queued cell whose ranks are idle and wanted by no cell before it."""
+        """Start every queued cell whose ranks are all idle and not needed by an earlier cell.
+
+        A cell that cannot start reserves its ranks, so that later cells do not overtake it. Cells on disjoint ranks run
+        at the same time.
+        """
         actions: list[act.Action] = []
         wanted: set[int] = set()
         for number in tuple(self._queue):
@@ -210,7 +220,7 @@ class ClusterState:
             actions += self._end_if_complete(cell)
             if cell.running and not cell.internal:
                 actions.append(act.ScheduleCheck(LOOK_AFTER_END))
-        elif event.collectives:  # it came after the cell's end, from where nobody knows
+        elif event.collectives:  # late reply: the rank may have diverged, so the group is stale
             self._stale = True
         if self._stale:
             actions += self._regroup_if_complete()
@@ -227,6 +237,8 @@ class ClusterState:
         ended = self._end_if_complete(cell)
         if ended or not first:
             return ended
+        # The first death in a running cell. The other ranks may end by themselves, for example with the error of a
+        # broken connection. Those that do not are interrupted, then aborted, then left behind as stragglers.
         return [
             act.StartTimer(cell.cell, self.grace.death_interrupt, "nudge"),
             act.StartTimer(cell.cell, self.grace.death_abort, "abort"),
@@ -235,7 +247,7 @@ class ClusterState:
 
     def _interrupt(self, event: ev.InterruptCell) -> list[act.Action]:
         cell = self.cells.get(event.cell)
-        if cell is None:  # released already: whoever still runs it hears it once more
+        if cell is None:  # released already: interrupt its stragglers once more
             stragglers = tuple(rank.rank for rank in self.ranks.values() if rank.cell == event.cell)
             return [act.SendInterrupt(event.cell, stragglers)] if stragglers else []
         if cell.internal:
@@ -267,7 +279,7 @@ class ClusterState:
                 return self._end(cell)
 
     def _nudge_apart(self, cell: CellEntry) -> list[act.Action]:
-        """One rank died: break off what waits for it, and interrupt the others."""
+        """After the death of a rank, abort the ranks that wait for it in a collective and interrupt the others."""
         lost = self._lost(cell)
         waiting = tuple(sorted(cell.running & self._supervisor.waiting_for(lost)))
         others = tuple(sorted(cell.running.difference(waiting)))
@@ -285,7 +297,7 @@ class ClusterState:
         return [act.SendAbort(ranks, (), words)]
 
     def _lost(self, cell: CellEntry) -> set[int]:
-        """Its ranks that are dead, and those whose processes ended in the midst of it, which may have new ones."""
+        """Return the cell's ranks that are dead, or whose process ended during the cell and may have been replaced."""
         dead = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
         return dead | set(cell.ranks).difference(cell.running, cell.answers)
 
@@ -308,6 +320,8 @@ class ClusterState:
 
     def _end(self, cell: CellEntry) -> list[act.Action]:
         del self.cells[cell.cell]
+        # If not all ranks have answered successfully, they may have started different numbers of collectives. A later
+        # collective would then hang or pair up wrongly, so the group is formed anew.
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
         broken = cell.aborted or any("CollectiveAborted" in words for words in cell.answers.values())
@@ -357,15 +371,15 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
 
 
 class Journal:
-    """Keeps the last `length` entries; `story()` prints the newest of them."""
+    """Ring buffer of the last `length` events and actions, for error messages."""
 
     def __init__(self, length: int = 200) -> None:
         self._entries: deque[object] = deque(maxlen=length)
 
     def record(self, entry: object) -> None:
-        """Remember one event or action. It is formatted only if somebody asks."""
+        """Store one event or action. It is formatted only when `story` is called."""
         self._entries.append(entry)
 
     def story(self, newest: int = 20) -> str:
-        """The newest entries, oldest first, one a line."""
+        """Return the newest entries, oldest first, one per line."""
         return "\n".join(f"  {entry!r}" for entry in list(self._entries)[-newest:])

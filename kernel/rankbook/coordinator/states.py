@@ -1,7 +1,7 @@
-"""The states of a rank and of a cell, and what may follow on what.
+"""States and transition tables of ranks and cells.
 
-Owns: the two tables, from which docs/states.md is drawn, and what is known of one rank and one cell. Refuses: to move
-anything; `state.py` does.
+The tables are drawn in docs/states.md. `RankEntry` and `CellEntry` hold the state of one rank and one cell;
+state_machine.py changes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 
 class RankState(Enum):
-    """What a rank's process is doing."""
+    """State of a rank's process."""
 
     ABSENT = auto()
     STARTING = auto()
@@ -23,7 +23,7 @@ class RankState(Enum):
 
 
 class RankStep(Enum):
-    """What can happen to a rank."""
+    """Steps of a rank, which move it to another state."""
 
     FORK = auto()
     HELLO = auto()
@@ -34,7 +34,7 @@ class RankStep(Enum):
 
 
 class CellState(Enum):
-    """Where a cell is. ENDING: its end is decided, some of its ranks still run."""
+    """State of a cell. ENDING: it has been interrupted or lost a rank, and some of its ranks still run."""
 
     QUEUED = auto()
     RUNNING = auto()
@@ -43,7 +43,7 @@ class CellState(Enum):
 
 
 class CellStep(Enum):
-    """What can happen to a cell."""
+    """Steps of a cell, which move it to another state."""
 
     DISPATCH = auto()
     LAST_DONE = auto()
@@ -101,10 +101,11 @@ CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
 
 @dataclass
 class RankEntry:
-    """One place in the world: its state outlives its processes, which `incarnation` counts.
+    """State of one rank, across restarts of its process, which `incarnation` counts.
 
-    `empty`: its process was started alone, and neither heal nor a cell has given it variables. `since` orders the ranks
-    by the age of their variables: the number of the launch that they are from.
+    `refork`: start a new process when the current one has ended. `empty`: the process was started alone, and neither
+    heal nor a cell has given it variables. `since` is the number of the launch that the rank's variables date from,
+    which orders ranks by age.
     """
 
     rank: int
@@ -118,9 +119,9 @@ class RankEntry:
 
 
 def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
-    """Return which of `ranks` heal takes the state from: the oldest state, rather of an idle rank; never an empty one.
+    """Return the rank to copy variables from: the oldest ones, preferably of an idle rank, never an empty one.
 
-    A rank that was restarted and has run a cell has less than one that has been there from the start.
+    A rank that was restarted and has run a cell has fewer variables than one that has run since the start.
     """
     healthy = [rank for rank in ranks if rank.state in (RankState.IDLE, RankState.BUSY) and not rank.empty]
     best = min(healthy, key=lambda rank: (rank.since, rank.state is not RankState.IDLE, rank.rank), default=None)
@@ -129,10 +130,10 @@ def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
 
 @dataclass
 class CellEntry:
-    """One task for some ranks. `running` are the ranks that have it and have not answered.
+    """State of one cell. `running` are the ranks that have not finished it.
 
-    `answers` tells what each other one raised, in words; empty if it went well. Together they began `collectives`
-    collectives, and `aborted` is whether some of those were broken off. `fills`: see `events.Submit`.
+    `answers` maps the other ranks to their errors, in words; empty if they succeeded. Together the ranks started
+    `collectives` collectives, and `aborted` says that some were aborted. `fills`: see `events.Submit`.
     """
 
     cell: int
@@ -148,5 +149,5 @@ class CellEntry:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has raised."""
+        """Return True if a rank has raised."""
         return any(self.answers.values())

@@ -1,8 +1,7 @@
-"""Waiting for a cell on the notebook's main thread.
+"""Wait for a cell on the notebook's main thread: input questions, interrupts, timeout, liveness warnings.
 
-Owns: what the thread does meanwhile: questions of the ranks, interrupts, the timeout. Refuses: everything else.
-
-Tells, beside a cell that runs long, of a rank that has fallen silent.
+`wait_for_cell` loops over the cell's queue. `_InputPrompter` asks the user the questions of the ranks, one at a time.
+`LivenessWarning` warns in a long-running cell when one of its ranks stops responding.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.protocol.messages import InputReply
 
 Ask = Callable[[str, bool], str]
-"""Asks the person: (prompt, password) to the answer. Raises EOFError where nobody can be asked."""
+"""Callback that asks the user: (prompt, password) to the answer. Raises EOFError if no input is possible."""
 
 _STEP = 0.05
-"""Seconds between two looks at what signals may have changed: one may arrive on another thread."""
+"""Seconds between two checks for SIGINT, which may have arrived on another thread."""
 _SAME_RANK_FIRST = 0.15
-"""Seconds that the rank which was answered last may take to ask again before another's turn: a debugger does."""
+"""Seconds in which the rank answered last may ask again (as a debugger does) before other ranks do."""
 
 
 def ask_in_terminal(prompt: str, password: bool) -> str:
-    """Ask with Python's own input."""
+    """Ask with Python's `input` or `getpass`."""
     return getpass.getpass(prompt) if password else input(prompt)
 
 
@@ -46,10 +45,11 @@ def wait_for_cell(
 ) -> None:
     """Wait until `cell` has ended, or for `patience` seconds.
 
-    An interrupt goes to its ranks; the second gives control back at once.
+    SIGINT interrupts the cell on its ranks; the second one ends the cell at once.
     """
     desk = _InputPrompter(driver, cell, ask)
-    held.on_interrupt = lambda: cell.inbox.put(None)  # reentrant: it may hit this very thread in `inbox.get`
+    # Called by the signal handler, possibly during `inbox.get` on this thread: SimpleQueue.put is reentrant.
+    held.on_interrupt = lambda: cell.inbox.put(None)
     give_up = None if patience is None else time.monotonic() + patience
     while not cell.ended and (give_up is None or time.monotonic() < give_up):
         desk.wait_notice()
@@ -61,7 +61,10 @@ def wait_for_cell(
 
 @contextlib.contextmanager
 def _interrupted_at_end(cell: RunningCell) -> Iterator[None]:
-    """Within it, the main thread is interrupted when `cell` ends: nobody is left to read the answer."""
+    """Interrupt the main thread when `cell` ends inside the `with` block, to leave the prompt.
+
+    The cell's answer would have no reader. The lock ensures that no signal is sent after the block.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,7 +87,7 @@ def _interrupted_at_end(cell: RunningCell) -> Iterator[None]:
 
 
 class _InputPrompter:
-    """The ranks' questions, one at a time; a rank that was just answered comes first."""
+    """Ask the user the ranks' questions, one at a time. A rank that was just answered comes first."""
 
     def __init__(self, driver: Driver, cell: RunningCell, ask: Ask) -> None:
         self.questions: list[InputQuestion] = []
@@ -106,15 +109,15 @@ class _InputPrompter:
 
     @property
     def due(self) -> bool:
-        """Whether a question is to be put to the person now."""
+        """Return True if a question should be asked now."""
         if self._last is None or any(question.rank == self._last for question in self.questions):
             return bool(self.questions)
         return bool(self.questions) and time.monotonic() - self._answered >= _SAME_RANK_FIRST
 
     def interrupt(self) -> None:
-        """Interrupt the cell; what its ranks asked so far they do not want to know any more.
+        """Interrupt the cell and drop the questions that its ranks have asked so far.
 
-        Raise KeyboardInterrupt instead, and let the cell go on, if its ranks are kept and the kernel restarts:
+        For kept ranks, raise KeyboardInterrupt instead and let the cell run on if the kernel is being restarted:
         jupyter_client interrupts a kernel just before it asks it to shut down.
         """
         if self._driver.kept:
@@ -150,13 +153,13 @@ class _InputPrompter:
 
 
 EVERY = 3.0
-"""Seconds between two looks; a rank that was heard since the last one is not asked."""
+"""Seconds between two checks. A rank heard since the last one is not asked."""
 _PATIENCE = 8.0
-"""Seconds of silence after which it is told. A long call into C is no news before; a stopped process always is."""
+"""Seconds without a reply before a warning: long calls into C are normal. A stopped process is reported at once."""
 
 
 class LivenessWarning:
-    """Watches over `cell` until it has ended; tells of each rank's silence once."""
+    """Warn, once per rank, about unresponsive ranks of `cell` until it has ended."""
 
     def __init__(self, driver: Driver, cell: RunningCell) -> None:
         self._driver = driver
@@ -165,7 +168,7 @@ class LivenessWarning:
         self._next = time.monotonic() + EVERY
 
     def look(self) -> None:
-        """Look after the ranks, if it is time to."""
+        """Check the ranks if a check is due, and request replies for the next one."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -178,7 +181,7 @@ class LivenessWarning:
         presence.ask(rank for rank in running if not presence.heard_within(rank, EVERY))
 
     def ask(self) -> None:
-        """Ask now: the cell was interrupted, and in the end it will be of interest who still answers."""
+        """Request replies now: after an interrupt, the cell's end reports which ranks still respond."""
         self._driver.presence.ask(self._running())
 
     def _running(self) -> list[int]:

@@ -1,9 +1,8 @@
-"""A Jupyter kernel whose plain cells run on the ranks: "Python 3 (Rankbook)".
+"""A Jupyter kernel that runs plain cells on the ranks: "Python 3 (Rankbook)".
 
-Owns: the kernel and what Jupyter knows about it. Refuses: what `%load_ext rankbook` gives to any kernel; this one has
-it loaded.
+It is IPython's kernel with the `rankbook` extension loaded and auto mode on.
 
-kernel.py    the kernel
-spec.py      what Jupyter is told about it, and where that is put
-__main__.py  runs it, or installs it
+kernel.py    the kernel class
+spec.py      the kernel spec, and its installation
+__main__.py  run the kernel, or install its spec
 """

@@ -1,7 +1,4 @@
-"""`python -m rankbook.jupyter`: the kernel's process, and `install`, which tells Jupyter about it.
-
-Owns: which of the two. Refuses: either's work.
-"""
+"""Run the kernel (`python -m rankbook.jupyter -f FILE`), or install its spec (`python -m rankbook.jupyter install`)."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The command line; Jupyter gives `-f FILE`."""
+    """Run the command line; Jupyter passes `-f FILE`."""
     if sys.argv[1:2] == ["install"]:
         from rankbook.jupyter.spec import main as install
 
         return install(sys.argv[2:])
-    if sys.path and sys.path[0] == str(Path.cwd()):  # `-m` has put it there; a notebook's folder comes in as ""
+    if sys.path and sys.path[0] == str(Path.cwd()):  # added by `-m`; ipykernel adds the notebook's folder as ""
         del sys.path[0]
     from ipykernel.kernelapp import IPKernelApp
 

@@ -1,6 +1,6 @@
-"""The kernel: IPython's, with the extension loaded, auto mode on and the ranks on their way.
+"""Kernel class: IPython's kernel with the extension loaded, auto mode on and the ranks started in the background.
 
-Owns: what is different from the start. Refuses: to wait for the ranks; the first cell does, where it needs them.
+The kernel does not wait for the ranks; the first cell that needs them does.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from rankbook.coordinator import default_cluster
 
 
 class RankbookKernel(IPythonKernel):
-    """Plain cells run on the ranks; `%%local` keeps one in the kernel's process, `%distributed auto off` all."""
+    """IPython kernel whose plain cells run on the ranks.
+
+    `%%local` keeps one cell in the kernel's process, `%distributed auto off` all following cells.
+    """
 
     implementation = "rankbook"
     implementation_version = __version__
     distributes_cells = True
-    """Read by the extension as it is loaded."""
+    """Read by the extension when it is loaded: turns auto mode on."""
 
     banner = f"Rankbook {__version__}: cells run on every rank; %%local keeps one in the kernel's own process\n"
 
     def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # noqa: ANN401 - ipykernel's
-        """As IPython's, but this session by its number in every kind of reply, and not as 0 in some."""
+        """Return IPython's reply, with the number of this session wherever IPython writes 0 for it."""
         reply: dict[str, Any] = super().do_history(*args, **kwargs)
         shell: Any = self.shell
         here = shell.history_manager.session_number
@@ -32,7 +35,7 @@ class RankbookKernel(IPythonKernel):
         return reply
 
     def start(self) -> None:
-        """Answer from here on; the ranks come in the background."""
+        """Start to handle requests, load the extension, and start the ranks in the background."""
         super().start()
         shell: Any = self.shell
         shell.extension_manager.load_extension("rankbook")

@@ -1,6 +1,6 @@
-"""What Jupyter is told about the kernel.
+"""Kernel specs: make, install and find the specs of Rankbook's kernel, by name and number of ranks.
 
-Owns: kernelspecs, by name, with their number of ranks. Refuses: to overwrite anybody else's.
+A kernel spec of another kernel is never overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULE = "rankbook.jupyter"
 
 
 def make_spec(python: str, ranks: int | None, display_name: str | None) -> dict[str, Any]:
-    """The text of kernel.json: `python` runs the kernel, with `ranks` ranks or as many as there are devices."""
+    """Return the contents of kernel.json: `python` runs the kernel, with `ranks` ranks (None: one per device)."""
     default = DISPLAY_NAME if ranks is None else f"{DISPLAY_NAME[:-1]}, {plural(ranks, 'rank')})"
     return {
         "argv": [python, "-m", _MODULE, "-f", "{connection_file}"],
@@ -46,11 +46,11 @@ def install(
     user: bool = False,
     prefix: str | None = None,
 ) -> Path:
-    """Put a kernelspec where Jupyter looks for them; its folder.
+    """Install a kernel spec where Jupyter finds it, and return its folder.
 
-    `ranks` None: one per device. `name` None: rankbook, or rankbook-4 for 4 ranks. Neither `user` nor `prefix`: for
-    everybody, which may need root. Raises `BadRequest` for a name that is another kernel's, OSError where the folder
-    cannot be written.
+    `ranks` None means one rank per device. `name` None means "rankbook", or "rankbook-4" for 4 ranks. With neither
+    `user` nor `prefix` the spec is installed for all users, which may need root. Raises `BadRequest` for a name that
+    another kernel has, and OSError if the folder cannot be written.
     """
     if ranks is not None and ranks < 1:
         raise BadRequest(f"-n {ranks} is no number of ranks")
@@ -69,9 +69,10 @@ def install(
 
 
 def spec_for(name: str) -> KernelSpec | None:
-    """This interpreter's kernel, for a notebook that was written with the kernel `name`; None if that is another one.
+    """Return a spec of this interpreter's kernel for a notebook whose metadata names the kernel `name`.
 
-    Of one that is installed the number of ranks is kept; one that is not is known by its name.
+    Returns None if `name` is another kernel. The number of ranks of an installed spec is kept; a spec that is not
+    installed is recognized by its name.
     """
     try:
         found = KernelSpecManager().get_kernel_spec(name)
@@ -85,14 +86,14 @@ def spec_for(name: str) -> KernelSpec | None:
 def _refuse_others(manager: KernelSpecManager, name: str) -> None:
     try:
         found = manager.get_kernel_spec(name)
-    except (NoSuchKernel, ValueError):  # a name that cannot be one is refused by the install
+    except (NoSuchKernel, ValueError):  # the installation rejects an invalid name
         return
     if _MODULE not in found.argv:
         raise BadRequest(f"{name!r} is another kernel's name ({found.display_name}); --name gives this one its own")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m rankbook.jupyter install`; 1 when it could not be done."""
+    """Run `python -m rankbook.jupyter install` and return the exit code: 1 if the spec could not be installed."""
     parser = argparse.ArgumentParser(
         prog="python -m rankbook.jupyter install", description="Tell Jupyter about the kernel."
     )

@@ -1,12 +1,9 @@
-"""How ranks come to be.
+"""Launching of ranks: forkserver processes, and the environment of a rank.
 
-Owns: the processes that make ranks, and the environment a rank is given. Refuses: to decide which rank runs when.
-
-launcher.py   what a launcher is: one Protocol
-local.py      this machine: the forkserver's process
-kept.py       the forkserver of a kept cluster, claimed
-records.py    which clusters are kept: where they lie, and their secrets
-environment.py  torch's environment contract, devices, backends, threads
-look.py       what the operating system says of a process that does not answer
-folders.py    where sockets, shared memory and logs lie
+launcher.py      the Protocol of a launcher
+local.py         ranks on this machine, through a forkserver; reattaching to a detached cluster
+registry.py      records of detached clusters
+environment.py   environment variables, devices, backend and threads of a rank
+process_info.py  state of an unresponsive process, as the operating system reports it
+paths.py         folders for sockets, shared memory and logs
 """

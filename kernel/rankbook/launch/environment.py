@@ -1,6 +1,6 @@
-"""What a rank is given: torch's environment contract, its device, its backend, its threads.
+"""Environment variables, devices, backend and number of threads of the ranks.
 
-Owns: the rules. Refuses: to import torch or to start anything.
+Pure functions: imports no torch and starts no process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_AT_LEAST = 64
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Where the ranks of one host go: `devices[rank]`, one backend, threads per rank."""
+    """Devices of one host's ranks (`devices[rank]`), with the backend and the threads per rank."""
 
     devices: tuple[str, ...]
     backend: str
@@ -28,10 +28,10 @@ class DeviceAssignment:
 
 
 def assign_devices(ranks: int | None, cuda_devices: int, *, backend: str | None, cores: int) -> DeviceAssignment:
-    """Decide it. `ranks` None: one per CUDA device, else two on the CPU.
+    """Assign devices to `ranks` ranks; by default one rank per CUDA device, or two on the CPU.
 
-    nccl when each rank has a device of its own (beside gloo for CPU tensors); gloo when they share one, which nccl
-    cannot. Raises `BadRequest` for a number of ranks that makes no sense.
+    The backend is nccl if every rank has its own device (beside gloo for CPU tensors), and gloo if ranks share a
+    device, which nccl does not support. Raises `BadRequest` for a number of ranks out of range.
     """
     count = default_ranks(cuda_devices) if ranks is None else ranks
     most = max(_MOST_AT_LEAST, _MOST_PER_CORE * cores)
@@ -47,7 +47,10 @@ def assign_devices(ranks: int | None, cuda_devices: int, *, backend: str | None,
 
 
 def default_ranks(cuda_devices: int) -> int:
-    """How many ranks a start without a number makes: RANKBOOK_RANKS, else one per device, else two."""
+    """Return the default number of ranks: RANKBOOK_RANKS, or one per CUDA device, or two.
+
+    Raises `BadRequest` if RANKBOOK_RANKS is not a number.
+    """
     wish = os.environ.get("RANKBOOK_RANKS")
     if wish:
         if not wish.isdecimal():
@@ -57,7 +60,11 @@ def default_ranks(cuda_devices: int) -> int:
 
 
 def abort_grace() -> float:
-    """Seconds that a rank may wait for one that raised before the wait is broken off: RANKBOOK_ABORT_GRACE, or 1."""
+    """Return the grace period for collectives: the value of RANKBOOK_ABORT_GRACE in seconds, 1 by default.
+
+    After a rank has raised, the others may wait for it this long before their collectives are aborted. Raises
+    `BadRequest` if the value is not a number of seconds.
+    """
     wish = os.environ.get("RANKBOOK_ABORT_GRACE", "1")
     try:
         seconds = float(wish)
@@ -69,12 +76,12 @@ def abort_grace() -> float:
 
 
 def usable_cores() -> int:
-    """The cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
-    """`base`, the notebook's environment, with what torch and its launchers agree on (torchrun's contract).
+    """Return the environment of a rank: `base`, the notebook's environment, and the variables that torchrun sets.
 
     Nothing listens on `port`: rank 0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store.
     """
@@ -84,7 +91,7 @@ def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, por
         "GLOO_SOCKET_IFNAME": loopback,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # an aborted communicator shall not take the process along
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # aborting a communicator must not end the process
         **{name: value for name, value in base.items() if name != "MPLBACKEND"},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

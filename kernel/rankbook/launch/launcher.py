@@ -1,7 +1,4 @@
-"""What a launcher is.
-
-Owns: the Protocol between the coordinator and whatever starts ranks. Refuses: to know how.
-"""
+"""Protocol between the coordinator and a launcher, which starts the rank processes."""
 
 from __future__ import annotations
 
@@ -13,23 +10,23 @@ from rankbook.protocol.messages import FromForkserver
 
 
 class Launcher(Protocol):
-    """Starts and kills ranks and tells when they end."""
+    """Start and kill ranks, and report their exits."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `read` has something."""
+        """Return a file descriptor that is readable when `read` has messages."""
 
     def fork(self, request: ForkRank) -> None:
-        """Start one rank. Its end is told by `read`, always."""
+        """Start one rank. `read` always reports its exit."""
 
     def kill(self, rank: int, incarnation: int) -> None:
-        """Kill this incarnation of the rank and its children."""
+        """Kill this incarnation of the rank, and its children."""
 
     def read(self) -> Iterator[FromForkserver]:
-        """What happened since. Never waits."""
+        """Yield the messages received since the last call. Never blocks."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can still start ranks."""
+        """Return True while it can start ranks."""
 
     def close(self) -> None:
-        """Kill what is left of the cluster, wait for it, and let go."""
+        """Kill the remaining processes of the cluster, wait for their end, and release resources."""

@@ -1,8 +1,8 @@
-"""Ranks on this machine, through the forkserver's process.
+"""Launcher of ranks on this machine, through a forkserver process.
 
-Owns: that process, and the one that is kept warm for the next cluster. Refuses: torch; the process imports it.
-
-The forkserver of a kept cluster, from its new owner's side.
+`LocalLauncher` starts a forkserver, which imports torch; this process does not. A forkserver serves one cluster at a
+time and is kept for the next one: `prestart_forkserver` starts it early, `acquire_forkserver` takes it.
+`ReattachedLauncher` claims the forkserver of a detached cluster.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
 
 
 class Process(Protocol):
-    """What is asked of the forkserver's process."""
+    """Interface to the forkserver's process."""
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Return the process id."""
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it lives."""
+        """Return the exit code, or None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        """Wait for the process to exit. Raises `subprocess.TimeoutExpired`."""
 
 
 class LocalLauncher:
-    """One forkserver process. It serves one cluster at a time."""
+    """Start ranks through one forkserver process, which serves one cluster at a time."""
 
     _process: Process
     _errors: IO[bytes]
@@ -75,7 +75,7 @@ class LocalLauncher:
                 f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
             )
         ours, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         with theirs, _without_debugger():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
@@ -87,11 +87,11 @@ class LocalLauncher:
             )
         self._stream: MessageStream[FromForkserver] = MessageStream(ours, decode_from_forkserver)
         self.up: ForkserverUp | None = None
-        self._given_up = 0  # clusters that were closed before they were opened, and not yet answered for
+        self._given_up = 0  # clusters that were closed before they were opened: pending ClusterClosed replies
 
     @property
     def pid(self) -> int:
-        """The forkserver's process id."""
+        """Return the forkserver's process id."""
         return self._process.pid
 
     @property
@@ -110,9 +110,9 @@ class LocalLauncher:
         timeout: float = _IMPORT_TIMEOUT,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> ClusterOpened:
-        """Begin a cluster: wait for torch to be imported and the store to be up.
+        """Begin a cluster: wait until torch is imported and the forkserver has accepted the cluster.
 
-        Raises `StartError`, and then the process has ended; KeyboardInterrupt within a moment of `interrupted()`.
+        Raises `StartError` after ending the process, and KeyboardInterrupt soon after `interrupted()` returns True.
         """
         try:
             while self._given_up:
@@ -121,19 +121,22 @@ class LocalLauncher:
             self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
             return self._wait_for(ClusterOpened, timeout=timeout, interrupted=interrupted)
         except StartError:
-            self.terminate()  # it would be kept warm otherwise, and the next start would wait for it in vain as well
+            self.terminate()  # or it would be kept, and the next start would also wait for it in vain
             raise
 
     def keep(self, address: str, *, token: str, seconds: float) -> None:
-        """Let the cluster outlive this process: whoever has `token` may claim it at the socket `address`."""
+        """Detach the cluster: let it outlive this process for `seconds`.
+
+        A process that knows `token` may claim it at the Unix socket `address`.
+        """
         self._stream.send(DetachCluster(address=address, token=token, seconds=seconds))
 
     def leave(self) -> None:
-        """Let go of a kept cluster, which goes on."""
+        """Disconnect from a detached cluster, which keeps running."""
         self._stream.close()
         self._errors.close()
         if isinstance(self._process, subprocess.Popen):
-            self._process.returncode = 0  # it runs on, on purpose: Popen would warn of that
+            self._process.returncode = 0  # Popen warns of a child that is still running
 
     def fork(self, request: ForkRank) -> None:
         """See `Launcher`. Raises `StartError` when the forkserver has ended."""
@@ -153,8 +156,8 @@ class LocalLauncher:
             yield message
 
     def close(self) -> None:
-        """See `Launcher`. The process stays warm for the next cluster if it answers."""
-        if self.alive and self.up is None:  # torch is being imported: no rank is there, and the next cluster needs it
+        """See `Launcher`. A forkserver that responds is kept for the next cluster."""
+        if self.alive and self.up is None:  # still importing torch: it has no ranks, and the next cluster needs it
             self._stream.send(CloseCluster())
             self._given_up += 1
             _keep(self)
@@ -171,14 +174,14 @@ class LocalLauncher:
             self.terminate()
 
     def terminate(self) -> None:
-        """End the process, and with it every rank it has."""
+        """End the forkserver, and with it all of its ranks."""
         self._stream.close()
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process in the kernel's hands cannot be killed
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep cannot be killed
                 self._process.wait(timeout=_CLOSE_TIMEOUT)
         self._errors.close()
 
@@ -199,7 +202,7 @@ class LocalLauncher:
         raise StartError(f"the forkserver ended before it could start ranks:\n{words}")
 
     def _describe_silence(self) -> str:
-        """Return how far the process has come, what it does now, and what it wrote to standard error."""
+        """Describe how far the forkserver has come, its process state, and its stderr."""
         pid = self._process.pid
         stage = "torch is not imported yet" if self.up is None else "torch is imported"
         return "\n".join(
@@ -236,7 +239,7 @@ _warm: LocalLauncher | None = None
 
 
 def prestart_forkserver() -> None:
-    """Start the next cluster's forkserver now, so that it has torch imported when it is needed."""
+    """Start the next cluster's forkserver in advance, because importing torch takes seconds."""
     global _warm
     with _lock:
         if _warm is None or not _warm.alive:
@@ -244,7 +247,7 @@ def prestart_forkserver() -> None:
 
 
 def acquire_forkserver() -> LocalLauncher:
-    """The warm forkserver, or a new one."""
+    """Return the prestarted forkserver, or a new one."""
     global _warm
     with _lock:
         launcher, _warm = _warm, None
@@ -265,7 +268,7 @@ def _keep(launcher: LocalLauncher) -> None:
 
 
 def shutdown_prestarted() -> None:
-    """End the forkserver that is kept warm, if there is one."""
+    """End the prestarted forkserver, if there is one."""
     global _warm
     with _lock:
         launcher, _warm = _warm, None
@@ -279,8 +282,8 @@ def _forget_warm() -> None:
 
 
 atexit.register(shutdown_prestarted)
-if hasattr(os, "register_at_fork"):  # where there is none, `LocalLauncher` says what that means
-    os.register_at_fork(after_in_child=_forget_warm)  # a child of the notebook's has no forkserver to end
+if hasattr(os, "register_at_fork"):  # missing on Windows, which `LocalLauncher` rejects
+    os.register_at_fork(after_in_child=_forget_warm)  # the forkserver belongs to the parent
 
 
 _CLAIM_TIMEOUT = 10.0
@@ -307,9 +310,10 @@ class _ForeignProcess:
 
 
 class ReattachedLauncher(LocalLauncher):
-    """Claims the cluster of `record`. It ends with that cluster, for it is not this notebook's own.
+    """Claim the detached cluster of `record`. Its forkserver ends with the cluster.
 
-    Raises `BadRequest` while another notebook owns it, `StartError` when it does not answer.
+    `forked` and `exited` hold the state of the ranks at the claim. Raises `BadRequest` while another notebook owns the
+    cluster, and `StartError` if it does not respond.
     """
 
     def __init__(self, record: ClusterRecord) -> None:
@@ -341,6 +345,7 @@ class ReattachedLauncher(LocalLauncher):
                 os.kill(self._process.pid, signal.SIGKILL)
         self.terminate()
 
+    # ClaimAccepted says how many ranks there are; a RankForked or RankExited per rank follows. Wait for all of them.
     def _claim(self, record: ClusterRecord) -> float:
         self._stream.send(ClaimCluster(token=record.token, pid=os.getpid()))
         claimed: ClaimAccepted | None = None

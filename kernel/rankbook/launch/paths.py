@@ -1,6 +1,6 @@
-"""Where a cluster's sockets, shared memory and logs lie.
+"""Folders of a cluster: sockets, shared memory segments and logs.
 
-Owns: the folders' places, names, permissions and the sweep of what a crash left. Refuses: anything inside them.
+Chooses their location, names and permissions, and removes what crashed clusters have left behind.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _LOG_DAYS = 7
 
 @dataclass(frozen=True)
 class ClusterPaths:
-    """The folders of one cluster. `sockets` and `segments` are 0700 and die with it; `logs` stay for a week.
+    """The folders of one cluster.
 
-    `locks` are descriptors that keep other starts from removing them while this process lives.
+    `sockets` and `segments` have mode 0700 and are removed with the cluster; `logs` are kept for a week. `locks` are
+    file descriptors that keep other processes from removing the folders while this process lives.
     """
 
     sockets: Path
@@ -38,7 +39,7 @@ class ClusterPaths:
     locks: list[int] = field(default_factory=list, compare=False)
 
     def remove(self) -> None:
-        """Remove what dies with the cluster."""
+        """Remove the folders of sockets and segments, and release the locks."""
         for folder in {self.sockets, self.segments}:
             shutil.rmtree(folder, ignore_errors=True)
         while self.locks:
@@ -46,10 +47,11 @@ class ClusterPaths:
 
 
 def make_folders(owner: int | None = None) -> ClusterPaths:
-    """Fresh folders for a cluster. Raises `StartError` that names the folder and what to set.
+    """Create the folders of a new cluster, after removing abandoned ones.
 
-    They belong to the process `owner`, or to this one: a later start removes them once it is gone.
-    `RANKBOOK_RUNTIME_DIR` overrides where sockets and segments go, `RANKBOOK_LOG_DIR` where logs go.
+    They belong to the process `owner`, by default this one; once it is gone, a later start removes them.
+    `RANKBOOK_RUNTIME_DIR` overrides the location of sockets and segments, `RANKBOOK_LOG_DIR` that of logs. Raises
+    `StartError`, which names the folder and the variable to set.
     """
     base = socket_base()
     owner = os.getpid() if owner is None else owner
@@ -69,7 +71,7 @@ def make_folders(owner: int | None = None) -> ClusterPaths:
 
 
 def socket_base() -> Path:
-    """The folder that the clusters' folders are made in. Raises `StartError`."""
+    """Return the folder in which the clusters' folders are created. Raises `StartError`."""
     chosen = os.environ.get("RANKBOOK_RUNTIME_DIR")
     if chosen:
         if len(chosen) > _LONGEST_SOCKET_PATH - 20:
@@ -82,7 +84,7 @@ def socket_base() -> Path:
 
 
 def _segment_base(sockets: Path) -> Path:
-    shared = Path("/dev/shm")  # noqa: S108 - memory, and 0700 inside
+    shared = Path("/dev/shm")  # noqa: S108 - memory, and subfolders are 0700
     return shared if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else sockets
 
 
@@ -101,17 +103,17 @@ def _make(base: Path, owner: int, locks: list[int]) -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove what clusters of this user have left. Whatever is not known to be that is left alone."""
+    """Remove the abandoned folders of this user's clusters. Folders that may be in use are kept."""
     for folder in _own_folders(base):
         if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep_logs(logs: Path) -> None:
-    """Remove old logs, and close the others to other users, to whom earlier versions left them open."""
+    """Remove old logs, and set permissions that earlier versions left open to other users."""
     oldest = time.time() - _LOG_DAYS * 86_400
     for folder in _own_folders(logs):
-        with contextlib.suppress(OSError):  # another start removes it
+        with contextlib.suppress(OSError):  # another process may remove it
             if folder.lstat().st_mtime < oldest:
                 shutil.rmtree(folder, ignore_errors=True)
             elif stat.S_IMODE(folder.lstat().st_mode) & 0o077:
@@ -122,9 +124,12 @@ def _sweep_logs(logs: Path) -> None:
 
 
 def _own_folders(base: Path) -> Iterator[Path]:
-    """The folders in `base` that this user made for a cluster. Other users may have put anything beside them."""
+    """Yield the folders in `base` that this user created for clusters.
+
+    Other users may have created anything beside them.
+    """
     name = re.compile(rf"rankbook-{os.getuid()}-[0-9]+-\w+", re.ASCII)
-    with contextlib.suppress(OSError):  # a folder that cannot be read has none
+    with contextlib.suppress(OSError):  # unreadable folder
         for folder in base.glob("rankbook-*"):
             with contextlib.suppress(OSError):
                 status = folder.lstat()

@@ -1,7 +1,4 @@
-"""A look at a process that does not answer.
-
-Owns: what the operating system says of it, also in words. Refuses: to ask the process itself.
-"""
+"""State of an unresponsive process, as reported by the operating system, and its description."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import psutil
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A living process at one moment: `doing` is psutil's word (running, sleeping, disk-sleep).
+    """State of a living process at one moment.
 
-    `stopped`: by a signal, as SIGSTOP and Ctrl-Z are; `traced`: by a debugger. `cpu_seconds` is what it used so far, of
-    all its threads.
+    `doing` is psutil's status (running, sleeping, disk-sleep), `cpu_seconds` the CPU time of all its threads so far.
+    `stopped`: by a signal such as SIGSTOP or Ctrl-Z; `traced`: by a debugger.
     """
 
     doing: str
@@ -25,14 +22,14 @@ class ProcessInfo:
 
 
 def process_info(pid: int | None) -> ProcessInfo | None:
-    """What the process `pid` does; None when it is gone, or about to be."""
+    """Return the state of the process `pid`; None if it has ended or is a zombie."""
     if pid is None:
         return None
     try:
         process = psutil.Process(pid)
         with process.oneshot():
             status, times = process.status(), process.cpu_times()
-    except psutil.Error:  # gone meanwhile; who waits for its end hears of it
+    except psutil.Error:  # it has just ended
         return None
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return None
@@ -45,7 +42,7 @@ def process_info(pid: int | None) -> ProcessInfo | None:
 
 
 def describe_process(look: ProcessInfo | None, pid: int | None) -> str:
-    """Return what the process `pid` does, in words: `process sleeping, 3.1 s of CPU time`."""
+    """Return a description of the process `pid`, such as `process sleeping, 3.1 s of CPU time`."""
     if look is None:
         return "process ending"
     if look.stopped:

@@ -1,7 +1,7 @@
-"""Which clusters are kept for a next notebook, and how it reaches them.
+"""Registry of detached clusters: one record file per cluster, through which a later notebook finds and claims it.
 
-Owns: one file for each, which only the user can read: where its processes and sockets are, its secret, what its ranks
-were. Refuses: to believe a file that others could have written, and to claim anything (kept.py).
+A record contains the cluster's processes, sockets, secret token and ranks, and is readable by its user only. Files that
+other users could have written are not trusted. `local.ReattachedLauncher` performs the claim.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rankbook.process_identity import is_abandoned
 
 RECORD = "kept.json"
 _CLOCK_STEP = 2.0
-"""Seconds that a process's start may seem to have moved, after the machine's clock was set."""
+"""Tolerance in seconds for a process's start time, which moves when the system clock is set."""
 
 
 @dataclass(frozen=True)
 class DetachedRank:
-    """What a rank was when the record was written."""
+    """State of a rank at the time when the record was written."""
 
     rank: int
     incarnation: int
@@ -40,11 +40,12 @@ class DetachedRank:
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """One kept cluster. `notebook` is its owner's process id, `forkserver` that of the process which holds it.
+    """Record of one detached cluster.
 
-    `session` is the owner's notebook file as Jupyter names it, empty where it does not. `created` and the two moments
-    at which processes `started` are seconds since the epoch. `interrupted` says which cell the owner interrupted just
-    before it ended.
+    `notebook` is the process id of its owner, `forkserver` that of its forkserver. `session` is the owner's notebook
+    file as named by Jupyter, or empty. `created`, `started` (of the forkserver) and `notebook_started` are seconds
+    since the epoch. `seconds` is how long the cluster waits for a new owner. `interrupted` names the cell that the
+    owner interrupted just before it ended.
     """
 
     key: str
@@ -69,17 +70,17 @@ class ClusterRecord:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Each rank's device."""
+        """Return the ranks' devices."""
         return tuple(each.device for each in self.ranks)
 
     @property
     def owned(self) -> bool:
-        """Whether the process that owns it still runs."""
+        """Return True if the owner's process is still running."""
         began = process_start_time(self.notebook)
         return began is not None and (not self.notebook_started or abs(began - self.notebook_started) <= _CLOCK_STEP)
 
     def describe(self) -> str:
-        """Return it in a line: `4711-1 (train.ipynb, 12 min old): 2 ranks on cpu, gloo`."""
+        """Return a one-line summary: `4711-1 (train.ipynb, 12 min old): 2 ranks on cpu, gloo`."""
         count = plural(len(self.ranks), "rank")
         age = f"{describe_age(time.time() - self.created)} old" if self.created else ""
         details = ", ".join(filter(None, (PurePath(self.session).name, age)))
@@ -89,14 +90,14 @@ class ClusterRecord:
 
 @dataclass(frozen=True)
 class DetachedCluster:
-    """What there is: clusters that can be asked, and a line about each that is gone or not to be trusted."""
+    """Records of detached clusters that can be claimed, and notes about ended or untrusted ones."""
 
     records: tuple[ClusterRecord, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def session_id() -> str:
-    """Return this process's notebook file, as Jupyter Server tells its kernels; empty where it does not."""
+    """Return this process's notebook file, as set by Jupyter Server, or an empty string."""
     return os.environ.get("JPY_SESSION_NAME", "")
 
 
@@ -109,7 +110,7 @@ def describe_age(seconds: float) -> str:
 
 
 def process_start_time(pid: int) -> float | None:
-    """When the process began; None when there is none."""
+    """Return when the process started, in seconds since the epoch; None if it does not run."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -118,7 +119,7 @@ def process_start_time(pid: int) -> float | None:
 
 
 def write_record(record: ClusterRecord) -> None:
-    """Put the record into its cluster's folder, in place of the one before. Raises `StartError`."""
+    """Write the record into its cluster's folder, replacing the previous one. Raises `StartError`."""
     path = Path(record.sockets, RECORD)
     fresh = path.with_suffix(".new")
     try:
@@ -132,7 +133,10 @@ def write_record(record: ClusterRecord) -> None:
 
 
 def find_detached() -> DetachedCluster:
-    """Every kept cluster of this user on this machine. What is left of those that have ended is removed."""
+    """Return this user's detached clusters on this machine.
+
+    Removes the folders of clusters that have ended.
+    """
     records: list[ClusterRecord] = []
     notes: list[str] = []
     for path in sorted(socket_base().glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
@@ -142,7 +146,7 @@ def find_detached() -> DetachedCluster:
             continue
         try:
             record = _read(path)
-        except FileNotFoundError:  # it has just been stopped
+        except FileNotFoundError:  # it was stopped meanwhile
             continue
         except (OSError, ValueError, TypeError, KeyError) as error:
             notes.append(f"{path} is not used: it cannot be read ({error})")
@@ -161,7 +165,7 @@ def find_detached() -> DetachedCluster:
 
 
 def _distrust(path: Path) -> str | None:
-    """Why the file is not to be believed."""
+    """Return why the record file cannot be trusted, or None."""
     for each, is_kind, kind in ((path.parent, stat.S_ISDIR, "folder"), (path, stat.S_ISREG, "file")):
         try:
             status = each.lstat()

@@ -1,9 +1,9 @@
-"""A cell's output kept apart by rank: pieces, each with the ranks that it is of.
+"""Output of a cell grouped by rank, as a list of blocks that changes over time.
 
-Owns: which lines make one piece, which piece an update or a `clear_output` changes, how much is kept. Refuses: markup,
-front ends, clocks; which items are the same (queues.py).
-
-What is said of one change is said once, so the work is linear in the text.
+`ByRankOutput` is an `OutputView` (see merger.py) that emits no notebook output. It reports additions, appended text and
+removals to a callback, for a panel that can filter output by rank. A block has the ranks that produced it, so text
+shared by several ranks is stored once. A change is reported once and incrementally, so the work is linear in the amount
+of text.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, Sing
 from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
 
 _LARGEST = 16 << 10
-"""Characters after which lines go to a new piece."""
+"""Characters after which lines go to a new block."""
 _MOST, _MOST_TEXT = 10_000, 8 << 20
-"""Pieces, and characters of text, that are kept; then the oldest go."""
+"""Limits: blocks, and characters of text. The oldest blocks are dropped above them."""
 _MANY = 400
-"""Pieces from which on lines of one flush join those of the one before, though other ranks' lines came between."""
+"""Number of blocks from which lines join a block of an earlier flush, even if lines of other ranks came between."""
 
 
 @dataclass(frozen=True)
 class OutputBlock:
-    """Lines of one stream, rows that are still written on (`live`), or a display (`data`, `metadata`), of `ranks`."""
+    """Lines of one stream, unfinished rows (`live`), or a display (`data` and `metadata`), of `ranks`."""
 
     key: int
     ranks: Ranks
@@ -38,14 +38,14 @@ class OutputBlock:
 
 @dataclass(frozen=True)
 class BlockAdded:
-    """The piece is new, at the end; or it is what the one with its key has become."""
+    """A new block at the end, or the new content of the existing block with this key."""
 
     piece: OutputBlock
 
 
 @dataclass(frozen=True)
 class TextAppended:
-    """Text at the end of the piece `key`."""
+    """Text appended to the block `key`."""
 
     key: int
     text: str
@@ -53,7 +53,7 @@ class TextAppended:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """The piece is gone. `forgotten`: for want of room."""
+    """A removed block. `forgotten` is True if it was dropped because of the limits."""
 
     key: int
     forgotten: bool = False
@@ -61,7 +61,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class OutputHeader:
-    """What stands above the pieces, as a mime bundle."""
+    """Mime bundle to show above the blocks."""
 
     bundle: Mapping[str, str]
 
@@ -70,9 +70,10 @@ Change = BlockAdded | TextAppended | BlockRemoved | OutputHeader
 
 
 class ByRankOutput:
-    """A page for `rankbook.output.merger.OutputMerger`: tells `told` what has changed, and emits nothing itself.
+    """Output view that reports changes of blocks to the callback `told`, and emits no notebook output.
 
-    `key` starts the names of its live regions.
+    `key` is the prefix of the ids of its live displays. `live_after` and `live_every` are in seconds, as in
+    `OutputMerger`. The driver thread calls it, and so the callback.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ByRankOutput:
 
     @property
     def pieces(self) -> list[OutputBlock]:
-        """Everything that is there, in order."""
+        """Blocks in order, with their full text."""
         return [self._whole(key) for key in self._pieces]
 
     def head(self, bundle: Mapping[str, str]) -> None:
@@ -134,7 +135,7 @@ class ByRankOutput:
                 self._rows.pop(row.region.display_id, None)
 
     def take(self) -> list[Any]:
-        """See `OutputView`: the changes have been told."""
+        """Report the changes to the callback. See `OutputView`."""
         changes, self._changes = self._changes, []
         if len(self._pieces) < _MANY:
             last = next(reversed(self._pieces), None)
@@ -178,7 +179,7 @@ class ByRankOutput:
         self._forget()
 
     def _put(self, piece: OutputBlock) -> int:
-        """The new piece, its key -1, or what a piece has become; its key."""
+        """Add a block (key -1) or replace the one with its key, and return the key."""
         if piece.key not in self._pieces:
             self._close(piece.ranks)
             piece = replace(piece, key=self._new(piece))
@@ -197,7 +198,7 @@ class ByRankOutput:
         return key
 
     def _close(self, ranks: Ranks) -> None:
-        """What comes now of `ranks` stands below what they have printed."""
+        """Stop appending to the blocks of `ranks`, so that their next output is placed below the current end."""
         self._open = {group: key for group, key in self._open.items() if not set(group[1]) & set(ranks)}
 
     def _whole(self, key: int) -> OutputBlock:
@@ -217,7 +218,10 @@ class ByRankOutput:
             self._drop(next(iter(self._pieces)), forgotten=True)
 
     def _clear_of(self, ranks: Sequence[int] | set[int]) -> None:
-        """Clear what those of `ranks` that are to be cleared have shown."""
+        """Clear the output of those of `ranks` that have a clear pending.
+
+        Blocks shared with other ranks keep these ranks.
+        """
         cleared = self._clearing.intersection(ranks)
         if not cleared:
             return

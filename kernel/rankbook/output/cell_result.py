@@ -1,7 +1,8 @@
-"""Folds what the ranks of one cell send into one immutable `CellResult`.
+"""Result of a cell: per-rank status, output, displays and errors, and the formatting of errors of several ranks.
 
-Owns: what is kept of each rank's output, how a cell as a whole went, and the words for what went wrong. Refuses: to
-wait, to show anything, or to hold a rank's objects: what is here is text and mime bundles.
+`ResultBuilder` collects the messages of all ranks while the cell runs, and builds an immutable `CellResult`. A result
+contains text and mime bundles only, no live objects of a rank, so it can be kept after the cluster has ended.
+`describe_errors` groups equal tracebacks and names the ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _NORMAL = "\x1b[0m"
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How the cell went on one rank.
+    """Result of a cell on one rank.
 
-    `stdout` and `stderr` are what it printed, from the start, and `truncated` whether that is not all. `displays` are
-    the mime bundles that it displayed (the first 100, each in its last state), `result` that of its last expression.
-    `loss` says in plain words what became of a rank that did not answer. A rank that never ran the cell counts as
-    interrupted.
+    `stdout` and `stderr` are the text printed, from the start; `truncated` is True if output is missing from them or
+    from `displays`. `displays` are the mime bundles that were displayed (the first 100, in their last state), and
+    `result` is that of the last expression. `loss` describes why a rank did not answer. A rank that never ran the cell
+    counts as interrupted.
     """
 
     rank: int
@@ -47,9 +48,9 @@ class RankOutcome:
 
 @dataclass(frozen=True, repr=False)
 class CellResult:
-    """How one cell went, on all its ranks. `number` is the notebook's execution count, 0 where there is none.
+    """Result of one cell on all its ranks. `number` is the notebook's execution count, 0 outside a notebook.
 
-    Iterating gives each rank's `RankOutcome`, in rank order; `result[2]` is that of rank 2.
+    Iterating yields the `RankOutcome` of every rank in rank order; `result[2]` is that of rank 2.
     """
 
     cell: int
@@ -59,17 +60,17 @@ class CellResult:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the cell, ascending."""
+        """Ranks of the cell, ascending."""
         return tuple(outcome.rank for outcome in self.outcomes)
 
     @property
     def ok(self) -> bool:
-        """Whether it went well on every rank."""
+        """True if the cell succeeded on every rank."""
         return all(outcome.status == "ok" for outcome in self.outcomes)
 
     @property
     def status(self) -> Literal["ok", "error", "interrupted"]:
-        """The worst of the ranks: a lost rank is an error."""
+        """Worst status of all ranks. A lost rank counts as an error."""
         found = {outcome.status for outcome in self.outcomes}
         if not found.isdisjoint(("error", "lost")):
             return "error"
@@ -77,29 +78,33 @@ class CellResult:
 
     @property
     def stdout(self) -> dict[int, str]:
-        """What each rank printed."""
+        """Text printed to stdout, by rank."""
         return {outcome.rank: outcome.stdout for outcome in self.outcomes}
 
     @property
     def stderr(self) -> dict[int, str]:
-        """What each rank wrote to stderr."""
+        """Text printed to stderr, by rank."""
         return {outcome.rank: outcome.stderr for outcome in self.outcomes}
 
     @property
     def errors(self) -> dict[int, ErrorReport]:
-        """The error of each rank that raised one."""
+        """Errors by rank, for the ranks that raised one."""
         return {each.rank: each.error for each in self.outcomes if each.status == "error" and each.error is not None}
 
     def text(self, rank: int) -> str | None:
-        """The last expression of `rank` as plain text; None if it had none. Raises `BadRequest`."""
+        """Return the value of the last expression of `rank` as plain text, None if it had none.
+
+        Raises `BadRequest` if the rank did not take part in the cell.
+        """
         text = (self[rank].result or {}).get("text/plain")
         return text if isinstance(text, str) else None
 
     def raise_for_status(self) -> None:
-        """Raise what went wrong, with every rank's story in its text; a cell that went well passes.
+        """Raise an exception that describes the failures of all ranks; return if the cell succeeded.
 
-        Raises `LostRank` if a rank is lost, for that may be why others failed; else a `CellError` that also is of the
-        first failed rank's built-in type; else KeyboardInterrupt.
+        Raises `LostRank` if a rank is lost, since that may be why others failed. Otherwise raises a `CellError` that is
+        also an instance of the built-in exception type of the first failed rank, or KeyboardInterrupt if ranks were
+        only interrupted.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         if self.ok:
@@ -151,13 +156,13 @@ class _TextBytes:
             self.pieces.append(data)
 
     def text(self) -> str:
-        """A character of which the cut left only a part is left out."""
+        """Decode the bytes. A character that the limit has cut in two is left out."""
         return codecs.utf_8_decode(b"".join(self.pieces), "replace", not self.cut)[0]
 
 
 @dataclass(eq=False)
 class _Part:
-    """One rank's part, as far as it has come."""
+    """Messages of one rank so far."""
 
     streams: dict[str, _TextBytes] = field(default_factory=dict)
     displays: list[Display] = field(default_factory=list)
@@ -168,7 +173,10 @@ class _Part:
 
 
 class ResultBuilder:
-    """Collects what `ranks` send, in any order; `keep` is how many bytes of each stream of a rank are kept."""
+    """Collect the messages of `ranks` in any order, and build a `CellResult`.
+
+    `keep` is the number of bytes kept of every stream of a rank.
+    """
 
     def __init__(self, cell: int, number: int, ranks: Sequence[int], *, keep: int = 1 << 20) -> None:
         self._cell = cell
@@ -179,7 +187,7 @@ class ResultBuilder:
         self._built = False
 
     def feed(self, rank: int, message: Text | TextCut | Display) -> None:
-        """A rank has printed or displayed something. What comes after `build` is in no result."""
+        """Record output of a rank. Output after `build` is not part of any result."""
         if self._built:
             return
         part = self._part(rank)
@@ -203,17 +211,17 @@ class ResultBuilder:
                 part.truncated = True
 
     def done(self, rank: int, message: Done) -> None:
-        """A rank has answered."""
+        """Record the reply of a rank."""
         self._part(rank).done = message
 
     def lost(self, rank: int, words: str) -> None:
-        """A rank will not answer: `words` is the whole sentence. One that has answered is not lost."""
+        """Record that a rank will not answer; `words` is a whole sentence. Ignored for a rank that has replied."""
         part = self._part(rank)
         if part.loss is None:
             part.loss = words
 
     def build(self, seconds: float) -> CellResult:
-        """The result, with `seconds` for the whole cell."""
+        """Return the result; `seconds` is the duration of the whole cell."""
         outcomes = tuple(self._outcome(rank, self._parts.get(rank), seconds) for rank in self._ranks)
         self._parts, self._built = {}, True
         return CellResult(self._cell, self._number, outcomes, seconds)
@@ -248,9 +256,10 @@ def _same_display(one: Display, other: Display) -> bool:
 
 
 def describe_errors(outcomes: Sequence[RankOutcome], *, plain: bool = False) -> str:
-    """What went wrong, one traceback for each distinct error, headed by the ranks that had it. Coloured, or `plain`.
+    """Return the distinct errors of all ranks, with tracebacks, headed by the ranks that raised them.
 
-    Empty where nothing went wrong. Ranks that were fine are named in the last line.
+    Empty without errors. The text is coloured with ANSI escapes unless `plain`. Its last line names the ranks that
+    succeeded.
     """
     blocks = [*_tell_losses(outcomes, plain), *_tell_errors(outcomes, plain), *_tell_interrupts(outcomes, plain)]
     fine = [outcome.rank for outcome in outcomes if outcome.status == "ok"]
@@ -282,7 +291,7 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
 
 
 def _tell_memory(group: Sequence[RankOutcome]) -> Iterator[str]:
-    """What held the memory where that ran out, once for all ranks of which the same is to be said."""
+    """Yield memory reports of ranks that ran out of memory, one per distinct report."""
     reports = group_ranks((outcome.rank, outcome.error.memory) for outcome in group if outcome.error is not None)
     for text, ranks in reports.items():
         if text:
@@ -290,9 +299,10 @@ def _tell_memory(group: Sequence[RankOutcome]) -> Iterator[str]:
 
 
 def _likeness(plain: str) -> str:
-    """What is the same for ranks with the same error: not where its objects lie, nor which lines around it are shown.
+    """Return a traceback without the parts that differ between ranks with the same error, as a key for grouping.
 
-    For a function on one line (`def f(): ...`) that is a matter of chance: stack_data takes the first of a set.
+    These are addresses of objects, and the context lines around an error: for a function on one line (`def f(): ...`)
+    stack_data takes the first line of a set, so these vary from run to run.
     """
     lines = (" ".join(line.split()) for line in plain.splitlines() if not _CONTEXT.match(line))
     return _ADDRESS.sub("0x", "\n".join(lines))

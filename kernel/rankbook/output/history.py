@@ -1,6 +1,8 @@
-"""What stands in a cell's output, and whose it is, so that it can be shown again without some ranks' part.
+"""Record of recently shown output and its ranks, for replay after a partial clear.
 
-Owns: how much is remembered, and of whom something was forgotten. Refuses: to show anything.
+A front end can clear only a whole cell. When some ranks clear their output, `_MergedView` (merger.py) clears the cell
+and shows again what the other ranks had there, from this record. It is bounded, and tracks which ranks have output in
+the notebook that is no longer in the record.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from rankbook.output.terminal import StreamName
 from rankbook.protocol.messages import Display
 
 _MOST_TEXT, _MOST = 256 << 10, 200
-"""Characters and entries of the cell's output that are kept in case some ranks clear theirs."""
+"""Limits of the record of a cell: characters and entries."""
 _LARGEST = 16 << 10
-"""Characters after which lines go to a new entry, so that little is forgotten at a time."""
+"""Characters after which lines go to a new entry. Entries are dropped as a whole, so small ones lose less at a time."""
 
 
 @dataclass(eq=False)
 class HistoryEntry:
-    """Lines of one stream, each with the ranks that printed it, or one display."""
+    """Lines of one stream with the ranks that printed them, or one display."""
 
     stream: StreamName | None
     ranks: set[int] = field(default_factory=set)
@@ -30,9 +32,9 @@ class HistoryEntry:
 
 
 class OutputHistory:
-    """What stands in the notebook, and whose it is, so that it can be shown again without some ranks' part.
+    """Bounded record of the output shown in a cell, oldest first.
 
-    `forgotten` are the ranks of which something stands there that is not in the record any more.
+    `forgotten` are the ranks with output in the notebook that has been dropped from the record.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class OutputHistory:
         self._size = 0
 
     def add_lines(self, stream: StreamName, rows: Rows) -> None:
-        """Lines were shown."""
+        """Record lines that were shown. If they alone exceed the limit, their first half is dropped until they fit."""
         ranks = set().union(*{ranks for ranks, _ in rows})
         while (size := sum(len(line) + 1 for _, line in rows)) > _MOST_TEXT:
             rows = rows[(len(rows) + 1) // 2 :]
@@ -55,13 +57,16 @@ class OutputHistory:
         self._grow(last, size)
 
     def add_display(self, shown: DisplayItem, ranks: Ranks) -> None:
-        """A display was shown. It counts a sixteenth: figures are large, and are to survive another rank's clearing."""
+        """Record a display that was shown.
+
+        It counts a sixteenth of its size: figures are large, and should survive a clear by another rank.
+        """
         entry = HistoryEntry(None, set(ranks), shown=shown)
         self.entries.append(entry)
         self._grow(entry, shown.size // 16)
 
     def update(self, rank: int, message: Display) -> None:
-        """A display of `rank` has changed."""
+        """Apply an update to a recorded display of `rank`."""
         for entry in reversed(self.entries):
             if entry.shown and entry.ranks == {rank} and entry.shown.message.display_id == message.display_id:
                 entry.shown = entry.shown.updated(message)

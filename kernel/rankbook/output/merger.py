@@ -1,10 +1,70 @@
-"""Merges what the ranks of one cell print and display into what the notebook shows, live.
+r"""Merge the output of all ranks of a cell into one live notebook output.
 
-Owns: labels, how long one rank waits for the others, and what `clear_output` of some ranks leaves to see. Refuses:
-clocks, sockets, front ends; bytes and carriage returns (lines.py); which items are the same (queues.py).
+Theory of operation. The ranks of a cell print and display independently, but a notebook cell has a single output area,
+which a front end can only append to, clear as a whole, or update by display id. `OutputMerger` turns the first into the
+second: text that several ranks print is shown once, labelled `[0-3]`, and text that differs is shown per rank. It is
+pure code. It reads no clock (every call takes `now`, in monotonic seconds), opens no socket and starts no thread. It
+returns `Emit` items, and its caller sends them to the front end.
 
-What all ranks have to say next is shown once, for all; what differs is shown rank by rank. While a rank that still runs
-has nothing to compare, the others wait a moment for it. The order within a rank is always kept.
+Parts:
+
+    terminal.py    bytes of one stream -> lines and unfinished rows; live displays for the latter
+    interleave.py  one queue of items per rank, and the order in which the queues are consumed
+    merger.py      timing (`OutputMerger`) and the notebook's single output area (`_MergedView`)
+    history.py     recently shown output with its ranks, for replay after a partial clear
+    by_rank.py     alternative to `_MergedView`: blocks of output grouped by rank, for the output panel
+
+Sources. A rank sends `Text` (bytes of stdout or stderr), `Display` (a mime bundle: a new display, a result or an
+update), `Clear` (`clear_output`), and `TextCut` where it has omitted excessive output. All of them arrive through
+`feed`. `finish` says that a rank is done with the cell, so the others no longer wait for it.
+
+Thread. The coordinator's driver thread makes every call, through `RunningCell`, so there are no locks. The driver feeds
+messages as they arrive, sleeps until `deadline` at most, and then calls `flush`. If merging raises an error, the driver
+reports it once and shows no more output of this cell, but the cell continues and its result is complete.
+
+Queues. `feed` decodes text to whole lines and appends these, displays and clears to the rank's queue. An unfinished
+line stays in its `TerminalStream`. It is completed by a newline, by a display or another item of the same rank (which
+must come after it), or by the end of the rank's part. The rank's other stream does not complete it. The order of items
+within a rank is therefore always kept; only the order between ranks is chosen here.
+
+Order between ranks. While all ranks that still run have queued output, there is no reason to wait, and everything that
+is queued is shown. Otherwise an item waits up to `hold` seconds (0.1) for equal items of other ranks, so that ranks in
+lockstep share a line although their messages arrive at different times. An item that no other rank can have (a display
+with a display id) does not wait. A queue above 4 Mi characters or 20,000 items does not wait either. `interleave` then
+groups equal items at the heads of the queues and shows one item for the group. If the item at the head of one queue
+appears among the next 64 items of another queue, it waits until that queue has caught up; so an extra line on one rank
+does not split the ranks for the rest of the cell.
+
+Order of events in a flush. First the due items are taken out of the queues and shown in the order above. Then new
+unfinished rows are added to live displays, and changed live displays are updated. At last the latest updates of other
+displays are sent. `drain_rank` and `close` do the same without waiting: before a rank asks for input, after its process
+has ended, and at the end of the cell.
+
+Pace. New text alone causes a flush at most every 20 ms, because Jupyter drops output above about 1,000 messages per
+second. The caller may flush less often.
+
+Carriage returns. Progress bars rewrite a row with `\r`, `\b` and cursor movements. `TerminalStream` applies these as a
+terminal would. A row that has been rewritten is shown at once, and a plain unfinished line (a prompt, or
+`print(end="")`) after `live_after` seconds (0.3). Both go to a live display: one display with a row per bar and rank,
+updated every `live_every` seconds (0.1) at most. Intermediate states are dropped; only the latest state is sent. A
+finished row remains in its live display, and is not printed again as a line. Rows are shown live only after everything
+that their rank sent before them has been shown.
+
+Display updates. The front end identifies a display by cluster, rank and display id, so ranks that use the same id do
+not overwrite one another's displays, and an update works from a later cell. Updates are sent at the end of a flush, and
+only the newest of every display, because their position does not matter.
+
+Clearing. A front end can clear only the whole cell, but a rank clears only its own output. So `_MergedView` clears the
+cell, and then shows again what the other ranks have there, from `OutputHistory`. With `clear_output(wait=True)` this is
+delayed until the cell shows something new, which avoids flicker. Ranks that clear in lockstep clear once. The history
+is bounded (256 Ki characters and 200 entries; a display counts a sixteenth of its size). If the cleared cell held older
+output of other ranks, a line on stderr says that it was cleared along with the rest.
+
+What is kept and what is dropped. Every line and every display is shown, except for the following. Intermediate states
+of rewritten rows and of updated displays are dropped; only the latest state is sent. Of a live row, at most the last
+1,000 characters are shown. Lines that a rank has omitted are replaced by a line that names the log file with the
+complete output. Independently of what is shown, the `CellResult` keeps the output of every rank up to a limit,
+including output that was cleared.
 """
 
 from __future__ import annotations
@@ -29,14 +89,14 @@ from rankbook.protocol.messages import Clear, Display, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
 
 _PACE = 0.02
-"""Seconds between two flushes that nothing but new text asks for: Jupyter drops what comes by the thousand."""
+"""Minimum seconds between two flushes for new text alone: Jupyter drops output above about 1,000 messages a second."""
 _LABEL_STYLE = "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px)"
-"""Of a label before HTML: that of the labels before text."""
+"""Style of the label above HTML output, the same as that of labels in text."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Append `text` to the cell's output."""
+    """Text to append to the cell's output."""
 
     name: StreamName
     text: str
@@ -44,7 +104,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class RichOutput:
-    """Display a mime bundle, or replace the one that was displayed as `display_id`."""
+    """A mime bundle to display, or (`update`) to replace the one displayed as `display_id`."""
 
     data: dict[str, Any]
     metadata: dict[str, Any]
@@ -54,7 +114,7 @@ class RichOutput:
 
 @dataclass(frozen=True)
 class ClearOutput:
-    """Clear the cell's output: now, or (`wait`) when something comes in its place."""
+    """A request to clear the cell's output: at once, or with `wait` when the next output arrives."""
 
     wait: bool
 
@@ -63,30 +123,35 @@ Emit = Stream | RichOutput | ClearOutput
 
 
 class OutputView(Protocol):
-    """What stands in the notebook, and what is to be sent next so that it stands there."""
+    """Protocol of the areas that merged output is shown in.
+
+    A view records what it shows, and collects the items to send until `take` is called. The driver thread makes all
+    calls.
+    """
 
     live: LiveDisplays
 
     def head(self, bundle: Mapping[str, str]) -> None:
-        """Show this above everything else, or in place of what stands there."""
+        """Show `bundle` above all other output, or replace the bundle shown there."""
 
     def put(self, turn: TextBatch | SingleItem) -> None:
-        """Show what is next."""
+        """Show the next batch of lines, display or clear."""
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
-        """Show what has changed in the live regions, and `rows` in one of them from now on."""
+        """Add `rows` to the live displays, and update the live displays that have changed."""
 
     def take(self) -> list[Emit]:
-        """What is to be sent now."""
+        """Return the items to send now, and forget them."""
 
 
 class OutputMerger:
-    """Merges the output of `ranks`. `key` is the cell's own and starts its live regions' display ids.
+    """Merge the output of `ranks`.
 
-    `cluster_key` makes a rank's display ids its own, in all cells. `hold` is how many seconds a rank waits for the
-    others, `live_after` how old a half line must be to be shown, `live_every` the seconds between two updates of what
-    is live; `page` is what it is shown on, by default one stream. Nothing happens by itself: call `flush` at
-    `deadline`.
+    `key` identifies the cell and is the prefix of its live displays' ids. `cluster_key` makes the display ids of a rank
+    unique to the cluster and the same in all cells. `hold` is the number of seconds that an item waits for the other
+    ranks, `live_after` the age at which an unfinished line is shown, and `live_every` the interval between two updates
+    of live displays, both in seconds. `page` is the view to show output in, by default the cell's single output area.
+    The merger has no timer: call `flush` at `deadline`.
     """
 
     def __init__(
@@ -111,7 +176,7 @@ class OutputMerger:
         self._page = page
 
     def feed(self, rank: int, message: Text | TextCut | Display | Clear, now: float) -> None:
-        """A rank has printed, displayed or cleared something."""
+        """Queue what a rank has printed, displayed or cleared."""
         source = self._sources.get(rank)
         if source is None:
             source = self._sources[rank] = RankQueue(rank)
@@ -120,7 +185,7 @@ class OutputMerger:
             self._queued[rank] = source
 
     def finish(self, rank: int, now: float) -> None:
-        """The rank's part of the cell has ended: what it has begun to print is a line, and nobody waits for it."""
+        """Record that a rank's part of the cell has ended: end its unfinished rows, and stop waiting for its output."""
         self._open.discard(rank)
         source = self._sources.get(rank)
         if source is not None:
@@ -129,12 +194,15 @@ class OutputMerger:
                 self._queued[rank] = source
 
     def flush(self, now: float) -> list[Emit]:
-        """What may be shown now."""
+        """Return what can be shown now."""
         self._merge(now, None)
         return self._take(now, force=False)
 
     def drain_rank(self, rank: int, now: float) -> list[Emit]:
-        """Everything of one rank, a half line too, whoever else is not there yet."""
+        """Return all output of `rank`, including an unfinished line, without waiting for other ranks.
+
+        Used before the rank asks for input and after its process has ended.
+        """
         source = self._sources.get(rank)
         if source is not None:
             source.end_rows(now)
@@ -144,25 +212,27 @@ class OutputMerger:
         return self._take(now, force=True)
 
     def close(self, now: float) -> list[Emit]:
-        """Everything that is left."""
+        """Finish all ranks and return everything that is left."""
         for rank in (*self._open, *self._sources):
             self.finish(rank, now)
         self._merge(now, None)
         return self._take(now, force=True)
 
     def head(self, bundle: Mapping[str, str], now: float) -> list[Emit]:
-        """Show this above all output, or in place of what was shown so before; and what may be shown now."""
+        """Show `bundle` above all output, or replace the bundle shown there, and return what can be shown now."""
         self._page.head(bundle)
         return self.flush(now)
 
     @property
     def deadline(self) -> float | None:
-        """When `flush` has something to show if nothing more comes; None: nothing waits."""
+        """Time at which `flush` has something to show if no more output arrives; None if nothing is waiting."""
         live = self._page.live
         times = [max(live.when(row), live.turn) for row in self._hidden_rows()]
         if live.changed:
             times.append(live.turn)
         if self._queued:
+            # The oldest item is due after `hold`, or as soon as the pace allows if no rank is waited for. A queue above
+            # its limits ignores the pace too.
             sources = self._queued.values()
             hold = 0.0 if self._open <= self._queued.keys() or any(each.alone for each in sources) else self._hold
             oldest = min(source.items[0].time for source in sources)
@@ -179,7 +249,7 @@ class OutputMerger:
         return emits
 
     def _hidden_rows(self) -> list[TerminalRow]:
-        """Unfinished rows that may be shown: all that their rank sent before them is."""
+        """Return the unfinished rows that may be shown: all that their rank sent before them has been."""
         return [
             row
             for source in self._sources.values()
@@ -187,6 +257,11 @@ class OutputMerger:
             for screen in source.screens.values()
             for row in screen.hidden()
         ]
+
+    # Move output from the queues to the view. `may` is the number of items per queue that need not wait: all items of
+    # the drained rank; all items of all queues if every rank that still runs has output; otherwise those that have
+    # waited long enough. A drained item is still shown together with equal items of other ranks. `interleave` may
+    # return early, when a queue is empty, so it is called until nothing more may be shown.
 
     def _merge(self, now: float, drained: int | None) -> None:
         while self._queued:
@@ -213,7 +288,10 @@ class _Labels(dict[Ranks, str]):
 
 
 class _MergedView:
-    """The cell's output: what is to be sent next, and what stands there. `width` is the number of the cell's ranks."""
+    """The cell's single output area: its content, and the items to send next.
+
+    `width` is the number of ranks in the cell.
+    """
 
     def __init__(self, width: int, prefix: str, head: str, live: LiveDisplays) -> None:
         self.live = live
@@ -230,12 +308,17 @@ class _MergedView:
         self._texts: list[str] = []
 
     def head(self, bundle: Mapping[str, str]) -> None:
-        """See `OutputView`. What stands there already is shown again below, unless part of it is forgotten."""
+        """See `OutputView`.
+
+        A display cannot be inserted above existing output, so that is cleared and shown again below the header. If part
+        of it is no longer in the history, or a clear is pending, the header goes below it instead.
+        """
         update = self._head is not None
         self._head = RichOutput(dict(bundle), {}, self._head_name)
         if update:
             self._updates[self._head_name] = RichOutput(dict(bundle), {}, self._head_name, update=True)
         elif self._record.entries or self.live.shown or self._emits or self._texts:
+            # A replay must not lose output, and a pending clear will place the header itself.
             if self._record.forgotten or self._clearing:
                 self._end_text()
                 self._emits.append(self._head)
@@ -245,7 +328,6 @@ class _MergedView:
             self._emits.append(self._head)
 
     def put(self, turn: TextBatch | SingleItem) -> None:
-        """Show what is next."""
         match turn:
             case TextBatch(stream, rows):
                 self.lines(stream, rows)
@@ -257,7 +339,7 @@ class _MergedView:
                     self._clear(wait=False)
 
     def lines(self, stream: StreamName, rows: Rows) -> None:
-        """Show lines."""
+        """Append `rows` of `stream`, labelled with their ranks."""
         self._begin()
         if self._stream != stream:
             self._end_text()
@@ -268,7 +350,7 @@ class _MergedView:
         self.live.bury()
 
     def display(self, shown: DisplayItem, ranks: Ranks) -> None:
-        """Show a display, or update one."""
+        """Append a display, or update one."""
         message, label, name = shown.message, self._labels[ranks], None
         if message.display_id is not None:
             name = f"{self._prefix}-{ranks[0]}-{message.display_id}"
@@ -287,7 +369,6 @@ class _MergedView:
         self.live.bury()
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
-        """Show what has changed in the live regions, and `rows` in one of them from now on."""
         if rows:
             self._begin()
         for row in rows:
@@ -304,7 +385,7 @@ class _MergedView:
             self._record.add_lines(row.screen.stream, [((row.screen.rank,), row.final)])
 
     def take(self) -> list[Emit]:
-        """What is to be sent now. Updates come last, and of each display only the newest: they have no place."""
+        """Return the items to send now, with updates last and only the newest update of every display."""
         self._end_text()
         emits, self._emits = [*self._emits, *self._updates.values()], []
         self._updates.clear()
@@ -315,7 +396,11 @@ class _MergedView:
             self._clear(wait=True)
 
     def _clear(self, *, wait: bool) -> None:
-        """Clear the notebook's cell, which cannot be done in part, and show again what other ranks had there."""
+        """Clear the notebook's cell, then show again what the ranks that did not clear had there.
+
+        A front end has no way to clear part of a cell.
+        """
+        # The new record is filled by the replay itself: `display` and `lines` add what they show.
         cleared, self._clearing = self._clearing, set()
         record, self._record = self._record, OutputHistory()
         self._end_text()
@@ -344,7 +429,7 @@ class _MergedView:
 
 
 def _label_bundle(data: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """A mime bundle with the label in its text and before its HTML."""
+    """Return a copy of a mime bundle with the label in its plain text and above its HTML."""
     labelled = dict(data)
     text, html = data.get("text/plain"), data.get("text/html")
     if isinstance(text, str):

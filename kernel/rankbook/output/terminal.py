@@ -1,12 +1,12 @@
-r"""Bytes to lines, and the rows that are still being written on.
+r"""Terminal emulation for output streams: decode bytes to lines, apply carriage returns, and show unfinished rows live.
 
-Owns: UTF-8 across the borders of chunks, what a terminal makes of `\r`, `\b` and cursor movements, the live regions
-that show unfinished rows. Refuses: clocks, messages, other ranks' lines.
+A `TerminalStream` is one stream of one rank. It decodes UTF-8 across chunk borders, and handles `\r`, `\b` and the
+escape sequences for moving the cursor up and erasing text. Plain text takes a fast path, a block at a time. Only rows
+that can still change are kept: the current row, and those that the cursor can return to, since tqdm draws its second
+bar as `\n`, `\r`, the bar, and `\x1b[A` to go back to the first.
 
-A *screen* is one stream of one rank. Plain text passes it by the block. Only the rows that can still change are kept:
-the one being written, and those that the cursor can come back to, for tqdm draws its bar number 1 as `\n`, `\r`, the
-bar, and `\x1b[A` to get back to bar number 0. A row that is unfinished for long is shown in a *region*, a display that
-is updated, with a row for each bar of each rank.
+A row that stays unfinished is shown in a `LiveDisplay`: a display that is updated in place, with one row per progress
+bar and rank. `LiveDisplays` manages those of a cell.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rankbook.formatting import ANSI_ESCAPE, strip_ansi
 StreamName = Literal["stdout", "stderr"]
 
 WIDEST = 1000
-"""Characters that a live row may have. No terminal is wider, so nothing is overwritten in a row that is."""
+"""Maximum number of characters of a live row. No terminal is wider, so a longer row is not a progress bar."""
 _REACH = 16
-"""Rows in a region that the cursor can come back to."""
+"""Number of rows above the current one that the cursor can return to."""
 _TALLEST = 4
-"""Rows of one screen in one region: more would make its updates dear."""
+"""Maximum number of rows of one stream in one live display; more would make its updates expensive."""
 
 _CONTROL = re.compile(r"\n|\r|\x08|\x1b\[(\d*)([AK])")
 _MOVES = re.compile(r"\x1b\[\d*[AK]")
@@ -33,14 +33,16 @@ _HALF_ESCAPE = re.compile(r"\x1b(?:\[[\d;]*)?")
 
 
 LiveRows = tuple[tuple[int, str], ...]
-"""What a live region shows: ranks, each with the text of a row."""
+"""Content of a live display: the rank and the text of every row."""
 
 
 class TerminalRow:
-    """One row of a screen. `column` is where the cursor stands, None behind the text; `since` is its first write.
+    """One row of a `TerminalStream`.
 
-    `returned`: a carriage return or the like has made it a row to be overwritten. `region`: where it is shown live.
-    `live`: it is not above the cursor. `kept`: the cursor can come back to it.
+    `column` is the cursor position, None at the end of the text. `since` is the time of the first write. `returned` is
+    True once a carriage return, backspace or erasure has marked the row as one to be overwritten. `region` is the live
+    display that shows it, if any. `live` is False for rows above the cursor, and `kept` is True while the cursor can
+    return to the row.
     """
 
     __slots__ = (
@@ -73,7 +75,7 @@ class TerminalRow:
 
     @property
     def text(self) -> str:
-        """What a terminal shows, with the spaces that blank out what was there."""
+        """Text as a terminal shows it, including spaces that have overwritten other text."""
         if self._more:
             self._text += "".join(self._more)
             self._more.clear()
@@ -81,16 +83,19 @@ class TerminalRow:
 
     @property
     def final(self) -> str:
-        """The row as a line."""
+        """Text of the row as a line."""
         return self.text.rstrip(" ") if self.returned else self.text
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left of it, or nothing but the end of a colour."""
+        """True if nothing visible is left in the row."""
         return not self.length or (self.blank and (self.returned or "\x1b" in self.text))
 
     def write(self, text: str, now: float) -> None:
-        """Write `text`, which holds no controls but colours, over what is there."""
+        """Write `text` at the cursor, over existing text.
+
+        `text` must not contain control characters other than colour escapes.
+        """
         if self.region is not None:
             self.region.changed = True
         if not self.length:
@@ -106,7 +111,7 @@ class TerminalRow:
         self.column = end if tail else None
 
     def move(self, control: str, number: str = "") -> None:
-        """Do what a carriage return, a backspace, or an erasure (`number` 0: to the end, 2: all) does in the row."""
+        """Apply a carriage return, a backspace, or an erasure (`number` 0: to the end of the row; 2: the whole row)."""
         if control == "\r":
             self.column, self.returned = 0, True
         elif self.length > WIDEST:
@@ -144,7 +149,10 @@ def _width(text: str) -> int:
 
 
 def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
-    """Where in `text` its first `width` visible characters end, before or past the escapes that stand there."""
+    """Return the index in `text` after its first `width` visible characters.
+
+    The index is before the colour escapes at this position, or after them with `past_colours`.
+    """
     if "\x1b" not in text:
         return min(width, len(text))
     seen = start = 0
@@ -158,7 +166,10 @@ def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
 
 
 class TerminalStream:
-    """One stream of one rank: bytes in, blocks of whole lines out (joined by newlines, without the last one)."""
+    """One stream of one rank: takes bytes, returns blocks of whole lines.
+
+    The lines of a block are joined by newlines; the last line has none.
+    """
 
     __slots__ = ("_bytes", "_escape", "_rows", "_y", "rank", "stream")
 
@@ -171,7 +182,7 @@ class TerminalStream:
         self._y = 0
 
     def feed(self, data: bytes, now: float) -> str | None:
-        """Take a chunk; the lines that it completes and that no region shows."""
+        """Process a chunk; return the lines it completes, without those shown in a live display, or None."""
         text, used = codecs.utf_8_decode(self._bytes + data if self._bytes else data, "replace", False)
         self._bytes = (self._bytes + data)[used:]
         row = self._rows[self._y]
@@ -179,7 +190,7 @@ class TerminalStream:
             text = self._hold_escape(self._escape + text)
         if "\r" in text:
             text = text.replace("\r\n", "\n")
-        plain = row.region is None and not row.returned  # which a row with others below it always is
+        plain = row.region is None and not row.returned  # false if others are below
         if not plain or "\r" in text or "\b" in text or ("\x1b" in text and _MOVES.search(text)):
             return self._feed_controls(text, now)
         whole, newline, rest = text.rpartition("\n")
@@ -192,7 +203,7 @@ class TerminalStream:
         return block
 
     def end(self, now: float) -> str | None:
-        """Nobody will write on these rows any more: those that no region shows become lines."""
+        """End the stream: return the unfinished rows that are not shown in a live display, as lines."""
         text = self._escape + self._bytes.decode("utf-8", "replace")
         self._escape, self._bytes = "", b""
         if text:
@@ -206,7 +217,10 @@ class TerminalStream:
         return block
 
     def end_half(self) -> str | None:
-        """Something else comes next in the rank's output: a plain half line that no region shows becomes a line."""
+        """End the current row if it is a plain unfinished line that is not shown live, and return it.
+
+        Called when something else follows in the rank's output.
+        """
         row = self._rows[self._y]
         if not row.length or row.returned or row.region is not None:
             return None
@@ -214,7 +228,7 @@ class TerminalStream:
         return row.text
 
     def hidden(self) -> list[TerminalRow]:
-        """The rows that no region shows yet."""
+        """Return the non-blank rows that are not shown in a live display yet."""
         return [row for row in self._rows if row.region is None and not row.blank]
 
     def _reset(self) -> None:
@@ -223,11 +237,15 @@ class TerminalStream:
         self._rows, self._y = [TerminalRow(self)], 0
 
     def _hold_escape(self, text: str) -> str:
+        # Keep an incomplete escape sequence at the end of a chunk until the next chunk completes it.
         start = text.rfind("\x1b", -16)
         if start < 0 or not _HALF_ESCAPE.fullmatch(text, start):
             start = len(text)
         self._escape = text[start:]
         return text[:start]
+
+    # Slow path of `feed`, for text with control characters. `_rows[_y]` is the row with the cursor. Rows above it are
+    # kept only while they are shown live and within `_REACH`, and rows below it exist after a cursor movement up.
 
     def _feed_controls(self, text: str, now: float) -> str | None:
         position = 0
@@ -239,7 +257,7 @@ class TerminalStream:
                 self._down()
             elif match[2] == "A":
                 self._y = max(0, self._y - _count(match[1]))
-                self._rows[self._y].move("\r")  # whoever goes up returns next, or wants to
+                self._rows[self._y].move("\r")  # programs return to the first column after moving up
             else:
                 self._rows[self._y].move(match[0], match[1] or "")
         if position < len(text):
@@ -260,12 +278,15 @@ class TerminalStream:
             self._rows[self._y].move("\r")
 
     def _commit(self) -> str | None:
-        """Part with the rows above the cursor, but for those in a region that it can still reach."""
+        """Return the rows above the cursor as lines, and forget them.
+
+        Rows in a live display are kept while the cursor can return to them, and are not returned.
+        """
         lines = []
         gone = max(0, self._y - _REACH)
         for index, row in enumerate(self._rows[: self._y]):
             row.live = False
-            if row.region is not None and row.length > WIDEST:  # it was shown in part only
+            if row.region is not None and row.length > WIDEST:  # a live display shows only its last WIDEST characters
                 row.region.drop(row)
             if row.region is None:
                 lines.append(row.final)
@@ -280,7 +301,7 @@ class TerminalStream:
 
 
 class LiveDisplay:
-    """A display that shows unfinished rows, and those that were."""
+    """A display of rows that are unfinished, or were when they were added."""
 
     __slots__ = ("buried", "changed", "display_id", "rows", "shown")
 
@@ -295,17 +316,17 @@ class LiveDisplay:
 
     @property
     def live(self) -> bool:
-        """Whether one of its rows is not finished."""
+        """True if at least one row is unfinished."""
         return any(row.live for row in self.rows)
 
     def drop(self, row: TerminalRow) -> None:
-        """Show `row` here no more."""
+        """Remove `row` from the display."""
         self.rows.remove(row)
         row.region = None
         self.changed = True
 
     def draw(self) -> LiveRows:
-        """Its rows. Those that were blanked out are gone."""
+        """Return the rows to show, after removing blank rows."""
         for row in [row for row in self.rows if row.blank]:
             self.drop(row)
         self.changed = False
@@ -317,7 +338,11 @@ def _clip(text: str) -> str:
 
 
 class LiveDisplays:
-    """The live regions of one cell. Their display ids start with `prefix`."""
+    """The live displays of one cell. Their display ids start with `prefix`.
+
+    `after` is the age, in seconds, at which an unfinished plain line is shown, and `every` the minimum interval between
+    two updates. `turn` is the earliest time of the next update.
+    """
 
     def __init__(self, prefix: str, *, after: float, every: float) -> None:
         self.turn = float("-inf")
@@ -328,21 +353,21 @@ class LiveDisplays:
         self._regions: list[LiveDisplay] = []
 
     def when(self, row: TerminalRow) -> float:
-        """When a hidden row may be shown: half lines get time to be completed, progress bars need none."""
+        """Return the time from which a hidden row can be shown: at once for a progress bar, later for a plain line."""
         return row.since if row.returned else row.since + self._after
 
     @property
     def changed(self) -> bool:
-        """Whether a region is not shown as it is."""
+        """True if the content of a live display differs from what is shown."""
         return any(region.changed for region in self._regions)
 
     @property
     def shown(self) -> bool:
-        """Whether there are any."""
+        """True if the cell has live displays."""
         return bool(self._regions)
 
     def place(self, row: TerminalRow) -> None:
-        """Show `row` from now on: in the last region, or below what has been printed since it was finished."""
+        """Add `row` to the last live display, or to a new one if that is finished and other output has followed."""
         region = self._regions[-1] if self._regions else None
         row.nth = sum(other.screen is row.screen for other in region.rows) if region is not None else 0
         if region is None or row.nth >= _TALLEST or (region.buried and not region.live):
@@ -354,12 +379,12 @@ class LiveDisplays:
         region.changed, row.region = True, region
 
     def bury(self) -> None:
-        """Something was printed: below the regions that there are."""
+        """Record that output was printed below the existing live displays."""
         for region in self._regions:
             region.buried = True
 
     def updates(self, now: float) -> list[tuple[str, LiveRows, bool]]:
-        """What to display: (display id, rows, whether it is an update)."""
+        """Return what to display as (display id, rows, True for an update of an existing display)."""
         found = []
         for region in self._regions:
             if region.changed:
@@ -372,7 +397,7 @@ class LiveDisplays:
         return found
 
     def retire(self) -> list[TerminalRow]:
-        """Forget the regions that will not change any more; the rows that they show."""
+        """Forget live displays that will not change any more, and return their rows."""
         old = [
             region for region in self._regions[:-1] if not region.changed and not any(row.kept for row in region.rows)
         ]
@@ -381,7 +406,7 @@ class LiveDisplays:
         return [row for region in old for row in region.rows]
 
     def clear(self, ranks: Iterable[int]) -> None:
-        """All regions have vanished from the notebook; those rows that are not of `ranks` need a new one."""
+        """Handle a cleared cell: all live displays are gone; open a new one for the rows that are not of `ranks`."""
         gone = set(ranks)
         rows = [row for region in self._regions for row in region.rows]
         kept = [row for row in rows if row.screen.rank not in gone]

@@ -1,7 +1,6 @@
-"""What a message on the wire is, before there is any.
+"""Base class of all protocol messages.
 
-Owns: the base of every message. Refuses: to have one; they are in messages.py, and in keeping.py those that let ranks
-outlive the notebook.
+The messages themselves are defined by topic in the other modules of this folder; messages.py collects and encodes them.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 RESULT = "rankbook.result"
-"""In the metadata of a display: it is what the cell's last expression gave."""
+"""Display metadata key that marks the value of a cell's last expression."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What every message on the wire is."""
+    """Base class of all protocol messages: frozen structs, tagged with the class name, that reject unknown fields."""

@@ -1,10 +1,8 @@
-"""The vocabulary of widgets that live on ranks.
+"""Messages that connect comms (Jupyter widgets) and debuggers on the ranks to the front end.
 
-Owns: what goes both ways between a comm's two ends, Jupyter's own words for it. Refuses: to know what is said.
-
-`content` and `metadata` are JSON; the buffers are the message's frames. See Jupyter's messaging, "Custom Messages".
-
-The vocabulary of ranks under a debugger.
+Comm messages follow "Custom Messages" in the Jupyter messaging specification: `content` and `metadata` are JSON, and
+the buffers are further frames of the same multipart message. Debugger messages carry the Debug Adapter Protocol (DAP)
+as JSON. Both kinds are forwarded without being interpreted.
 """
 
 from __future__ import annotations
@@ -15,7 +13,10 @@ from rankbook.protocol.base import Message
 
 
 class CommFromRank(Message, frozen=True):
-    """A rank's end of a comm opens it, says something, or closes it. `target` is who is to hear, at the opening."""
+    """Open, use or close a comm from the rank's side.
+
+    `comm` is the comm's id. `target` is the target name in the front end, set when `kind` is "open".
+    """
 
     kind: Literal["open", "msg", "close"]
     comm: str
@@ -25,7 +26,7 @@ class CommFromRank(Message, frozen=True):
 
 
 class CommToRank(Message, frozen=True):
-    """The front end's end says something, or has closed it."""
+    """Forward a message from the front end to a comm on the rank, or report that the front end closed the comm."""
 
     kind: Literal["msg", "close"]
     comm: str
@@ -34,12 +35,18 @@ class CommToRank(Message, frozen=True):
 
 
 class DapToRank(Message, frozen=True):
-    """A request for the rank's debugger, as JSON; the first one starts it, `disconnect` ends it."""
+    """Send a DAP request, as JSON, to the rank's debugger.
+
+    The first request starts the debugger, and `disconnect` stops it.
+    """
 
     content: str
 
 
 class DapFromRank(Message, frozen=True):
-    """What the rank's debugger says, a response or an event, as JSON; "" once it has ended without being asked to."""
+    """Forward a DAP response or event, as JSON, from the rank's debugger.
+
+    An empty string means that the debugger ended without a request to disconnect.
+    """
 
     content: str

@@ -1,6 +1,6 @@
-"""The part of the wire's vocabulary between the notebook and the forkserver.
+"""Messages between the notebook process and the forkserver, which starts, kills and watches rank processes.
 
-Owns: how ranks are asked for, and what became of their processes. Refuses: what ranks do (messages.py).
+Messages that the ranks themselves exchange with the notebook are in messages.py.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from rankbook.protocol.base import Message
 
 
 class OpenCluster(Message, frozen=True):
-    """Prepare for a cluster: choose its MASTER_PORT, and remove `folders` should the notebook die."""
+    """Prepare a cluster: choose its MASTER_PORT, and remove `folders` if the notebook process dies."""
 
     folders: tuple[str, ...]
 
 
 class ForkRank(Message, frozen=True):
-    """Fork one rank. `env`, `cwd` and `path` (sys.path) are the notebook's own; `uplink` and `downlink` its links.
+    """Fork one rank.
 
-    `env` is bytes, for a variable need not be text. With a token in `keep` the rank keeps what nobody has seen.
-    `widgets`: the notebook is a Jupyter kernel, whose front end shows widgets.
+    `env`, `cwd` and `path` (`sys.path`) are copied from the notebook process; `env` holds bytes, because an environment
+    variable need not be valid text. `uplink` and `downlink` are the addresses of the rank's links to and from the
+    notebook; `segments` and `logs` are the folders of its shared memory segments and of its complete output. A
+    non-empty token in `keep` makes the rank retain messages that were not acknowledged yet, so that another notebook
+    process can claim the cluster. `widgets`: the notebook process is a Jupyter kernel, whose front end can show
+    widgets.
     """
 
     rank: int
@@ -40,18 +44,18 @@ class ForkRank(Message, frozen=True):
 
 
 class KillRank(Message, frozen=True):
-    """Kill a rank and every process of its session. An incarnation that is gone already is left alone."""
+    """Kill a rank and every process of its session. Ignored if that incarnation has exited already."""
 
     rank: int
     incarnation: int
 
 
 class CloseCluster(Message, frozen=True):
-    """Kill whatever is left of the cluster and answer with `ClusterClosed`."""
+    """Kill the remaining processes of the cluster, then answer with `ClusterClosed`."""
 
 
 class ForkserverUp(Message, frozen=True):
-    """torch and IPython are imported; it took `seconds`."""
+    """Report that torch and IPython are imported, which took `seconds`, and their versions."""
 
     torch: str
     python: str
@@ -59,14 +63,18 @@ class ForkserverUp(Message, frozen=True):
 
 
 class ClusterOpened(Message, frozen=True):
-    """Nothing listens on `master_port` of the loopback interface yet; `devices` CUDA devices are visible."""
+    """Report that the cluster can start ranks.
+
+    `master_port` is a free port of the loopback interface; nothing listens on it yet. `devices` is the number of
+    visible CUDA devices.
+    """
 
     master_port: int
     devices: int
 
 
 class RankForked(Message, frozen=True):
-    """A rank's process exists."""
+    """Report that the process of a rank was created."""
 
     rank: int
     incarnation: int
@@ -74,10 +82,11 @@ class RankForked(Message, frozen=True):
 
 
 class RankExited(Message, frozen=True):
-    """A rank's process ended.
+    """Report that the process of a rank ended.
 
-    `code` is the exit code, or minus the signal; `memory_kills` is how many processes the kernel's OOM killer ended in
-    this control group in the seconds before; `stdout` and `stderr` are what the rank had written and nobody had read.
+    `code` is the exit code, or the negative signal number. `memory_kills` counts the processes that the Linux OOM
+    killer ended in this control group in the preceding seconds. `stdout` and `stderr` hold output that the rank wrote
+    and that was not read before it exited.
     """
 
     rank: int
@@ -90,4 +99,4 @@ class RankExited(Message, frozen=True):
 
 
 class ClusterClosed(Message, frozen=True):
-    """No process of the cluster is left."""
+    """Report that no process of the cluster is left."""

@@ -1,10 +1,9 @@
-"""The wire's vocabulary, both directions.
+"""Messages between the notebook process and the ranks, and the MessagePack encoding of all protocol messages.
 
-Owns: the messages between the notebook process and a rank, as tagged, frozen structs, and the encoding of all. Refuses:
-sockets, processes, pickles. An unknown type or an unknown field is a `ProtocolError`, never ignored.
+A message of an unknown type, or with an unknown field, raises `ProtocolError` and is never ignored.
 
-Large or pickled values do not live in these structs: a message that has them carries a `Payload` that says where
-each buffer lies, in a frame of the same multipart message or in a shared memory segment.
+Messages hold no large values. A message with a pickled value carries a `Payload` that locates the value's buffers, in
+frames of the same multipart message or in a shared memory segment.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.errors import ProtocolError
-from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - who imports messages finds their base here too
+from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - re-exported with the messages
 from rankbook.protocol.comm import CommFromRank, CommToRank, DapFromRank, DapToRank
 from rankbook.protocol.forkserver import (
     CloseCluster,
@@ -44,7 +43,10 @@ _T = TypeVar("_T")
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One buffer of a payload: `size` bytes, in the next frame of the message or at `offset` in the file `segment`."""
+    """Location of one buffer of a payload.
+
+    The `size` bytes are the next frame of the message, or start at `offset` in the file `segment`.
+    """
 
     size: int
     segment: str | None = None
@@ -52,13 +54,13 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pickled value: the first buffer is the pickle (protocol 5), the others its out-of-band buffers."""
+    """A pickled value: the first buffer is the pickle (protocol 5), the others are its out-of-band buffers."""
 
     buffers: tuple[Buffer, ...]
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a Python stack."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
@@ -67,11 +69,11 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An exception on a rank, told without its objects.
+    """Plain-text description of an exception on a rank.
 
-    `traceback` is coloured and meant for people, `plain` is the same without colour; ranks whose `plain` is equal,
-    but for addresses of objects and for lines of context, had the same error. `memory` tells what held this rank's
-    memory, where that ran out.
+    `traceback` is coloured for display, `plain` is the same text without colour. Ranks with equal `plain`, apart from
+    object addresses and context lines, are reported as having the same error. `memory` lists what held the rank's
+    memory, if the error is an out-of-memory error.
     """
 
     name: str
@@ -86,9 +88,10 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunCell(Message, frozen=True):
-    """Run `source` in the rank's namespace. `number` is the notebook's execution count, for tracebacks.
+    """Run `source` in the rank's namespace.
 
-    `file` is what a debugger knows the cell as, where there is one.
+    `number` is the notebook's execution count, shown in tracebacks. `file` is the cell's file name in the debugger,
+    empty without one.
     """
 
     cell: int
@@ -99,14 +102,14 @@ class RunCell(Message, frozen=True):
 
 
 class CallFunction(Message, frozen=True):
-    """Call the pickled `(function, args, kwargs)` and answer with what it returns."""
+    """Call the pickled `(function, args, kwargs)` and answer with the return value."""
 
     cell: int
     payload: Payload
 
 
 class Assign(Message, frozen=True):
-    """Put the pickled dict's entries into the rank's namespace."""
+    """Assign the pickled dict's entries to variables in the rank's namespace."""
 
     cell: int
     payload: Payload
@@ -126,34 +129,40 @@ class ListState(Message, frozen=True):
 
 
 class ExportState(Message, frozen=True):
-    """Answer with what a rank needs that takes the place of a dead one: the variables `names`, imports, paths."""
+    """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`."""
 
     cell: int
     names: tuple[str, ...]
 
 
 class AdoptState(Message, frozen=True):
-    """Take over what a peer exported. Without a payload: make replicated models ready for the rank that did."""
+    """Load the state that a peer exported.
+
+    Without a payload, the rank is a survivor: it prepares its replicated models for the rank that loads the state.
+    """
 
     cell: int
     payload: Payload | None = None
 
 
 class Regroup(Message, frozen=True):
-    """Leave the process group, if in one, and join generation `generation` of it."""
+    """Leave the current process group, if any, and join generation `generation` of it."""
 
     cell: int
     generation: int
 
 
 class Interrupt(Message, frozen=True):
-    """Raise KeyboardInterrupt in cell `cell`, or drop it if it has not begun."""
+    """Raise KeyboardInterrupt in cell `cell`, or drop the cell if it has not started."""
 
     cell: int
 
 
 class InputReply(Message, frozen=True):
-    """What the person typed. `text` None: nobody can be asked; `reason` says why."""
+    """Answer an `InputRequest` with the line that the user typed.
+
+    `text` is None if there is no front end to ask; `reason` explains why.
+    """
 
     cell: int
     text: str | None = None
@@ -161,22 +170,23 @@ class InputReply(Message, frozen=True):
 
 
 class GetStack(Message, frozen=True):
-    """Answer with `Stack`, from the control thread, whatever the main thread does."""
+    """Request a `Stack`. The control thread answers, also while the main thread is busy."""
 
     token: int
 
 
 class GetCollectives(Message, frozen=True):
-    """Answer with `Collectives`, from the control thread, whatever the main thread does."""
+    """Request a `Collectives`. The control thread answers, also while the main thread is busy."""
 
     token: int
 
 
 class Abort(Message, frozen=True):
-    """Collectives of these groups cannot end any more (of all groups, if none is named); `cause` says why.
+    """Report that collectives of `groups` (of all groups if empty) cannot complete; `cause` explains why.
 
-    `shut`: break them off. Without it the cause is only what a wait tells that breaks by itself. Only groups are meant
-    that one of `ranks` is a member of: those that are broken off, or gone. `lost`: the processes of `ranks` are gone.
+    Only groups with a member in `ranks`, the failed ranks, are concerned. `shut`: abort the pending collectives.
+    Otherwise the cause is only kept for the error of a wait that fails by itself. `lost`: the processes of `ranks` have
+    exited.
     """
 
     groups: tuple[str, ...]
@@ -187,7 +197,10 @@ class Abort(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Leave the process group and exit. Saves in the background and exit functions may take `patience` seconds."""
+    """Leave the process group and exit.
+
+    Background saves and exit handlers may take up to `patience` seconds.
+    """
 
     patience: float = 0.0
 
@@ -196,7 +209,10 @@ class Shutdown(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True):
-    """The first message of a rank: its link works and it takes tasks. `device` is as torch writes it (`cuda:0`)."""
+    """Report that the rank accepts tasks: the first message of a rank.
+
+    `device` is in torch's notation (`cuda:0`).
+    """
 
     rank: int
     pid: int
@@ -207,20 +223,20 @@ class RankReady(Message, frozen=True):
 
 
 class ShutdownDelayed(Message, frozen=True):
-    """The rank leaves once its saves in the background and its exit functions are done, or after `seconds`."""
+    """Report that background saves or exit handlers delay the rank's exit, by at most `seconds`."""
 
     seconds: float
 
 
 class StartFailed(Message, frozen=True):
-    """The rank could not set itself up; it exits after this."""
+    """Report that the rank failed to start. The process exits after this message."""
 
     rank: int
     report: ErrorReport
 
 
 class Text(Message, frozen=True):
-    """Bytes that a rank's process, or a child of it, wrote to stdout or stderr."""
+    """Bytes that the rank's process, or a child of it, wrote to stdout or stderr."""
 
     cell: int
     stream: Literal["stdout", "stderr"]
@@ -228,7 +244,10 @@ class Text(Message, frozen=True):
 
 
 class TextCut(Message, frozen=True):
-    """A flood was cut: `lines` lines of `size` bytes were left out here; `log` holds the whole of it."""
+    """Report that `lines` lines (`size` bytes) of excessive output were omitted at this point.
+
+    The file `log` contains the complete output.
+    """
 
     cell: int
     lines: int
@@ -237,7 +256,10 @@ class TextCut(Message, frozen=True):
 
 
 class Display(Message, frozen=True):
-    """A mime bundle. `kind` is result for the last expression, update for `update_display`."""
+    """Display a MIME bundle.
+
+    `kind` is "result" for the value of the last expression, "update" for `update_display`, otherwise "display".
+    """
 
     cell: int
     kind: Literal["display", "result", "update"]
@@ -247,14 +269,14 @@ class Display(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """`clear_output` on a rank."""
+    """Clear the output, as `IPython.display.clear_output` does."""
 
     cell: int
     wait: bool
 
 
 class InputRequest(Message, frozen=True):
-    """The rank's main thread waits for a line from the person."""
+    """Ask the user for a line of input; the rank's main thread waits for the `InputReply`."""
 
     cell: int
     prompt: str
@@ -262,9 +284,10 @@ class InputRequest(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The cell has ended on this rank. `payload` answers `CallFunction` and `FetchValue`, or is what was `Measured`.
+    """Report that the cell has ended on this rank.
 
-    `collectives` is how many collectives it began there.
+    `payload` is the answer to `CallFunction` and `FetchValue`, or the `Measured` of a measured cell. `collectives`
+    counts the collectives that the cell started on this rank.
     """
 
     cell: int
@@ -276,7 +299,10 @@ class Done(Message, frozen=True):
 
 
 class Collectives(Message, frozen=True):
-    """What the rank's process groups wait for. `line` is where in the cell the main thread is; None when idle."""
+    """State of the rank's process groups.
+
+    `line` is the line of the cell that the main thread is executing, None if it is idle.
+    """
 
     token: int
     cell: int | None
@@ -285,9 +311,10 @@ class Collectives(Message, frozen=True):
 
 
 class Stack(Message, frozen=True):
-    """The main thread's Python stack, innermost frame last; `cell` is None when the rank is idle.
+    """Python stack of the main thread, innermost frame last.
 
-    `waits_for` is its oldest collective that has not ended, in words. `paused`: in a debugger.
+    `cell` is None if the rank is idle. `waits_for` describes its oldest pending collective. `paused`: the main thread
+    is stopped in a debugger.
     """
 
     token: int
@@ -298,7 +325,7 @@ class Stack(Message, frozen=True):
 
 
 Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup
-"""What a rank's main thread does, one at a time, and answers with `Done`."""
+"""Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 _Aside = GetStack | GetCollectives | Abort | Shutdown | Acknowledge | RequestReplay | Question | CommToRank | DapToRank
 ToRank = Task | Interrupt | InputReply | _Aside
 _Shown = Text | TextCut | Display | Clear | CommFromRank
@@ -320,7 +347,10 @@ ToForkserver = OpenCluster | ForkRank | KillRank | CloseCluster | DetachCluster 
 FromForkserver = ForkserverUp | ClusterOpened | RankForked | RankExited | ClusterClosed | ClaimAccepted | ClaimRejected
 
 _FROM_STREAMS = (Text, Display, CommFromRank)
-"""What comes by the thousand, or is large; its fields are made of text where it is made."""
+"""Frequent or large messages, which `encode_from_rank` does not validate by decoding them again.
+
+Their fields are converted to valid text where the messages are created.
+"""
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -329,15 +359,15 @@ _from_forkserver: msgspec.msgpack.Decoder[FromForkserver] = msgspec.msgpack.Deco
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message. Raises TypeError for a field that is not plain data."""
+    """Return the encoded message. Raises TypeError for a field that is not plain data."""
     return _encoder.encode(message)
 
 
 def encode_from_rank(message: Message) -> bytes:
-    """Return the bytes of a message that a rank sends.
+    """Return the encoded message of a rank.
 
-    Text from user code may hold lone surrogates (as file names do), which UTF-8 does not have: they are escaped.
-    Raises TypeError, OverflowError or `ProtocolError` for what the notebook could not read.
+    Text from user code can contain lone surrogates (file names do), which UTF-8 cannot encode; they are escaped. Raises
+    TypeError, OverflowError or `ProtocolError` for a message that the notebook process could not decode.
     """
     try:
         data = _encoder.encode(message)
@@ -359,22 +389,22 @@ def _escape_surrogates(value: Any) -> Any:  # noqa: ANN401 - plain data
 
 
 def decode_to_rank(data: bytes | memoryview) -> ToRank:
-    """The message a rank received. Raises `ProtocolError` for anything that is not one."""
+    """Decode a message that a rank received. Raises `ProtocolError` if it is invalid."""
     return _decode(_to_rank, data, "a rank received")
 
 
 def decode_from_rank(data: bytes | memoryview) -> FromRank:
-    """The message a rank sent. Raises `ProtocolError` for anything that is not one."""
+    """Decode a message that a rank sent. Raises `ProtocolError` if it is invalid."""
     return _decode(_from_rank, data, "a rank sent")
 
 
 def decode_to_forkserver(data: bytes | memoryview) -> ToForkserver:
-    """The message the forkserver received. Raises `ProtocolError` for anything that is not one."""
+    """Decode a message that the forkserver received. Raises `ProtocolError` if it is invalid."""
     return _decode(_to_forkserver, data, "the forkserver received")
 
 
 def decode_from_forkserver(data: bytes | memoryview) -> FromForkserver:
-    """The message the forkserver sent. Raises `ProtocolError` for anything that is not one."""
+    """Decode a message that the forkserver sent. Raises `ProtocolError` if it is invalid."""
     return _decode(_from_forkserver, data, "the forkserver sent")
 
 

@@ -1,6 +1,6 @@
-"""The vocabulary of cells that are measured.
+"""Messages of measured cells: times, op statistics and traces.
 
-Owns: what is asked of a rank with such a cell, and what it tells at its end. Refuses: to be there for any other cell.
+A rank sends them only for a cell that was started with `Measure`, as the payload of the cell's `Done`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ import msgspec
 
 
 class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measure the cell's times; `profile`: trace its ops too. `epoch` is the trace's zero, in unix nanoseconds."""
+    """Request that a cell's times are measured.
+
+    `profile`: also trace ops with the torch profiler. `epoch` is the zero of the trace's time axis, in nanoseconds
+    since the Unix epoch.
+    """
 
     profile: bool
     epoch: int
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Of one cell on one rank, in seconds.
+    """Times of one cell on one rank, in seconds.
 
-    `cpu` is that of all threads of the process, `main_cpu` of the main one. `waited` is how long the main thread stood
-    still while a collective that it waits for was under way. On CUDA collectives are the device's work, for which only
-    who needs the result waits: that is not in here.
+    `wall` is elapsed time, `cpu` the CPU time of all threads of the process, `main_cpu` that of the main thread.
+    `waited` is the time that the main thread was blocked in a pending collective. On CUDA, collectives run on the
+    device and block the host only where it needs their result; device time is not included. `collectives` is a count.
     """
 
     wall: float
@@ -31,7 +35,10 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class OpTime(msgspec.Struct, frozen=True):
-    """All calls of one op, without what they called in turn, in seconds. `where` is cpu, or the device of a kernel."""
+    """Total self time (without called ops) of all calls of one op, in seconds.
+
+    `where` is "cpu", or the device that ran the kernel.
+    """
 
     name: str
     where: str
@@ -40,14 +47,17 @@ class OpTime(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What ran, and when: `events` is a piece of a Chrome trace, JSON objects with commas between them."""
+    """Op statistics and trace of one cell. `events` is part of a Chrome trace: comma-separated JSON objects."""
 
     ops: tuple[OpTime, ...]
     events: bytes
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a rank tells of a cell. `trouble` says why there is no profile, where one was asked for."""
+    """Measurements of one cell on one rank.
+
+    `trouble` explains why `profile` is None although a profile was requested.
+    """
 
     times: Times
     profile: Profile | None = None

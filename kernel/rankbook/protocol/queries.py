@@ -1,7 +1,7 @@
-"""The vocabulary of looks at the ranks while they work.
+"""Queries that a rank answers while its main thread runs a cell, and their replies.
 
-Owns: the questions that a rank answers whatever its main thread does, and the answers. Refuses: to be sent unasked:
-where nobody looks, none of these is on the wire.
+They serve status displays, completion, inspection, shard maps and the evaluation of expressions. A rank sends a reply
+only in response to a query, so an unwatched cluster has no such traffic.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, Rank
 
 
 class QueryRequest(Message, frozen=True):
-    """A question; its answer has the same token."""
+    """Base class of queries. The reply has the same token."""
 
     token: int
 
 
 class QueryReply(Message, frozen=True):
-    """An answer."""
+    """Base class of replies to a `QueryRequest` with the same token."""
 
     token: int
 
 
 class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank at one moment. `cell` is the cluster's number of what it runs, `waited` the seconds of `waits_for`.
+    """State of a rank at one moment.
 
-    `steps` is None where nobody counts optimizer steps; `at` is the rank's monotonic clock.
+    `cell` is the cluster's number of the running cell, `waits_for` the oldest pending collective, `waited` how long it
+    has been pending, in seconds. `steps` is None if optimizer steps are not counted. `at` is the rank's monotonic
+    clock, in seconds.
     """
 
     host: str
@@ -43,7 +45,10 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a tensor that `rank` holds, in elements. `replica` is -1 where the copies have no numbers yet."""
+    """Region of a global tensor that `rank` holds, in elements.
+
+    `replica` is the index of the copy, -1 if the copies are not numbered yet.
+    """
 
     rank: int
     offset: tuple[int, ...]
@@ -52,7 +57,10 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor on one rank: `grid` is its place in `ShardsReply.grids`; `shape` is the global one."""
+    """A tensor on one rank.
+
+    `shape` is the global shape; `grid` is the index into `ShardsReply.grids`.
+    """
 
     key: str
     dtype: str
@@ -63,10 +71,10 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GetStatus(QueryRequest, frozen=True):
-    """Answer with `StatusReply`.
+    """Request a `StatusReply`.
 
-    `holdings`: with what lives there, unless that still is version `known`. `fresh`: look now. `saves`: with
-    checkpoints.
+    `holdings`: include the rank's models, optimizers and loaders, unless they still are version `known`. `fresh`: take
+    a new sample rather than the last one. `saves`: include checkpoint saves.
     """
 
     holdings: bool
@@ -76,32 +84,41 @@ class GetStatus(QueryRequest, frozen=True):
 
 
 class GetDetail(QueryRequest, frozen=True):
-    """Answer with `DetailReply`."""
+    """Request a `DetailReply`."""
 
 
 class GetShards(QueryRequest, frozen=True):
-    """Answer with `ShardsReply` about the variable `name`. `others`: with the parts of the other ranks, as computed."""
+    """Request a `ShardsReply` about the variable `name`.
+
+    `others`: also compute the regions that the other ranks hold.
+    """
 
     name: str
     others: bool
 
 
 class GetStatistic(QueryRequest, frozen=True):
-    """Answer with `StatisticReply` about what is here of the tensor `key` of the variable `name`."""
+    """Request a `StatisticReply` about the local shard of tensor `key` in the variable `name`."""
 
     name: str
     key: str
 
 
 class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A name that may stand there. `type`: function, class, module, instance, keyword, param, as editors show it."""
+    """One completion candidate.
+
+    `type` is function, class, module, instance, keyword or param, the names that editors use.
+    """
 
     text: str
     type: str
 
 
 class GetCompletions(QueryRequest, frozen=True):
-    """Answer with `CompletionsReply`: what may follow `text[:cursor]`. `variables`: the cells' own variables alone."""
+    """Request a `CompletionsReply` for `text` with the cursor at `cursor`.
+
+    `variables`: complete only variables that cells have defined.
+    """
 
     text: str
     cursor: int
@@ -109,7 +126,10 @@ class GetCompletions(QueryRequest, frozen=True):
 
 
 class GetInspection(QueryRequest, frozen=True):
-    """Answer with `InspectionReply` about what is under the cursor in `text`. `source`: with its source."""
+    """Request an `InspectionReply` about the name under the cursor in `text`.
+
+    `source`: include its source code.
+    """
 
     text: str
     cursor: int
@@ -117,14 +137,18 @@ class GetInspection(QueryRequest, frozen=True):
 
 
 class GetValue(QueryRequest, frozen=True):
-    """Answer with `ValueReply`: what the expression `source` gives, within `seconds` of evaluating it."""
+    """Request a `ValueReply` with the value of the expression `source`, evaluated for at most `seconds`."""
 
     source: str
     seconds: float
 
 
 class StatusReply(QueryReply, frozen=True):
-    """What was seen. Without `holdings` they are what they were, or were not asked for."""
+    """State of the rank, as requested by `GetStatus`.
+
+    `holdings` is None if they were not requested, or are unchanged since the version that the request named. `version`
+    is the current one.
+    """
 
     sample: RankSample
     version: int
@@ -133,13 +157,19 @@ class StatusReply(QueryReply, frozen=True):
 
 
 class DetailReply(QueryReply, frozen=True):
-    """What the rank is at; its output is known where it was sent."""
+    """Stack and variables of the rank.
+
+    The coordinator, which received the output, fills in `RankDetail.output`.
+    """
 
     detail: RankDetail
 
 
 class ShardsReply(QueryReply, frozen=True):
-    """What the rank holds of a variable. Each of `grids` is shared by the tensors that are cut alike."""
+    """Tensors and regions that the rank holds of a variable.
+
+    Tensors that are sharded alike share one entry of `grids`.
+    """
 
     kind: str
     tensors: tuple[RankTensor, ...]
@@ -148,26 +178,29 @@ class ShardsReply(QueryReply, frozen=True):
 
 
 class StatisticReply(QueryReply, frozen=True):
-    """The numbers."""
+    """Statistic of one local shard."""
 
     statistic: Statistic
 
 
 class CompletionsReply(QueryReply, frozen=True):
-    """What may take the place of `text[start:cursor]`."""
+    """Candidates that can replace `text[start:cursor]`."""
 
     start: int
     completions: tuple[Completion, ...]
 
 
 class InspectionReply(QueryReply, frozen=True):
-    """What is known of it, for people; "" where there is nothing under the cursor, or nothing of that name."""
+    """Documentation to display; empty if the name under the cursor is missing or unknown."""
 
     text: str
 
 
 class ValueReply(QueryReply, frozen=True):
-    """What an expression gave, as people read it, or the `trouble` with it. `cell` is what the rank ran meanwhile."""
+    """Printed value of an expression, or the `trouble` with it.
+
+    `cell` is the cell that the rank was running at that moment.
+    """
 
     text: str
     trouble: str
@@ -175,13 +208,13 @@ class ValueReply(QueryReply, frozen=True):
 
 
 class QueryFailed(QueryReply, frozen=True):
-    """The rank cannot answer, and says why."""
+    """Report that the rank cannot answer the query, and why."""
 
     trouble: str
 
 
 Hint = GetCompletions | GetInspection
-"""What an editor asks while a person types: it cannot wait."""
+"""Queries that an editor sends while the user types, which have to be answered at once."""
 Look = GetStatus | GetDetail | GetShards | GetStatistic
 Question = Look | Hint | GetValue
 Answer = (

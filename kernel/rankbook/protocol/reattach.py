@@ -1,12 +1,16 @@
-"""The part of the wire's vocabulary that lets ranks outlive the notebook that started them.
+"""Messages that let a cluster outlive its notebook process and be claimed by another one.
 
-Owns: the messages by which a cluster is kept, claimed by a new owner, and tells it what it has missed. Refuses: every
-other message (messages.py), sockets, processes.
+Ranks of such a cluster retain every message that they send until the notebook has sent `Acknowledge` for its cell. The
+handshake of a new owner is:
 
-A rank of such a cluster keeps what it sends until the notebook has `Acknowledge` it. A new owner says `ClaimCluster` to
-the forkserver, which answers `ClaimAccepted`, then with one `RankForked` or `RankExited` for each rank; then it says
-`RequestReplay` to each living rank, which answers `ReplayStart` and repeats what nobody has seen. What comes before
-`ReplayStart` was on the wire when the old owner went, and is among what is repeated.
+1. It sends `ClaimCluster` to the forkserver, which answers with `ClaimAccepted` (or `ClaimRejected`), followed by one
+`RankForked` or `RankExited` per rank.
+
+2. It sends `RequestReplay` to every live rank, which answers with `ReplayStart` and repeats the messages that were not
+acknowledged.
+
+Messages that arrive before `ReplayStart` were in flight when the previous owner exited. They are discarded, because the
+replay contains them.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ from rankbook.protocol.base import Message
 
 
 class Acknowledge(Message, frozen=True):
-    """All of `cell` has been shown or handed over: a rank that keeps it may forget it."""
+    """Report that all output of `cell` was shown or handed over, so that the rank can drop its copy."""
 
     cell: int
 
 
 class RequestReplay(Message, frozen=True):
-    """Answer with `ReplayStart`, and repeat what was not seen, and of what was seen all that came after `since`.
+    """Request a `ReplayStart` and the messages to replay.
 
-    `since` is on the machine's monotonic clock. `token` is the cluster's secret; a rank ignores who does not have it.
+    Repeated are all unacknowledged messages, and acknowledged ones that were sent after `since`, in seconds of the
+    machine's monotonic clock. `token` is the cluster's secret; a rank ignores requests with another one.
     """
 
     token: str
@@ -37,9 +42,10 @@ class RequestReplay(Message, frozen=True):
 
 
 class ReplayStart(Message, frozen=True):
-    """What the rank's last task was (`cell` 0: none), and how many messages are repeated after this one.
+    """Describe the rank's last task; `entries` replayed messages follow.
 
-    `generation` is the process group's that it is in, 0 for none; `dropped` how many messages it had no room for.
+    `cell` is 0 if there was no task. `seen`: its output was acknowledged. `generation` is that of the rank's process
+    group, 0 if it is in none. `dropped` counts the messages that did not fit into the replay buffer.
     """
 
     nonce: str
@@ -57,7 +63,10 @@ class ReplayStart(Message, frozen=True):
 
 
 class DetachCluster(Message, frozen=True):
-    """Let the cluster live on for `seconds` without an owner; one with `token` may claim it at the socket `address`."""
+    """Keep the cluster alive for `seconds` without an owner.
+
+    A process that knows `token` can claim it through the socket `address`.
+    """
 
     address: str
     token: str
@@ -65,20 +74,24 @@ class DetachCluster(Message, frozen=True):
 
 
 class ClaimCluster(Message, frozen=True):
-    """The first message of the process `pid`, which wants to own the cluster."""
+    """Request ownership of the cluster for the process `pid`. The first message on a new connection."""
 
     token: str
     pid: int
 
 
 class ClaimAccepted(Message, frozen=True):
-    """It does. `ranks` messages about its ranks follow. The owner before was gone at `lost` (monotonic)."""
+    """Grant ownership of the cluster.
+
+    `ranks` messages about its ranks follow. `lost` is when the previous owner disappeared, in seconds of the monotonic
+    clock.
+    """
 
     ranks: int
     lost: float
 
 
 class ClaimRejected(Message, frozen=True):
-    """It does not: the process `owner` does, or the token is wrong (`owner` 0)."""
+    """Refuse ownership of the cluster: process `owner` holds it, or the token is wrong (`owner` is 0)."""
 
     owner: int

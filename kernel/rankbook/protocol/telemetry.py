@@ -1,7 +1,7 @@
-"""What a rank can tell about itself, as plain structs.
+"""Structs that describe a rank's state, and the hooks through which its parts report them.
 
-Owns: their fields, and one hook for what happens and one table for what counts. Refuses: to know who tells and who
-listens.
+Two mechanisms: a single `listener` receives one-time events (`report_value`), such as a prepared model. Counters and
+positions are polled: their owners register a source (`offer_source`), which is called at every `snapshot`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 import msgspec
 
 Struct = msgspec.Struct
-"""What all of these are."""
+"""Base class of all structs of this module."""
 
 
 class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One collective of one rank.
+    """One collective on one rank.
 
-    `number` counts those of its group since the group was formed, 0 for sends and receives, whose other rank is `peer`.
-    `data` is this rank's, in words (`float32[4, 4]`); `alike`: all ranks should have the same there. It began `seconds`
-    ago.
+    `number` counts the collectives of its group since the group was formed; it is 0 for a send or a receive, whose
+    other rank is `peer`. `data` describes this rank's tensors (`float32[4, 4]`); `alike`: it should be equal on all
+    ranks. The collective started `seconds` ago.
     """
 
     number: int
@@ -31,10 +31,10 @@ class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one rank is in one process group: `count` collectives begun; those that have not ended, and the last ones.
+    """State of one process group on one rank.
 
-    `ranks` are the group's members, as the world counts them. `broken`: its connections are, so that what is pending on
-    another rank cannot end either.
+    `ranks` are the members' global ranks. `count` collectives were started; `pending` have not ended; `recent` are the
+    last ones. `broken`: the group's connections are broken, so that a pending collective cannot complete either.
     """
 
     name: str
@@ -48,9 +48,9 @@ class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prepared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model, an optimizer or a loader that a rank has prepared.
 
-    `kind` is "model", "optimizer" or "loader"; `name` tells it from others of its kind. `parameters` counts the
-    elements of the whole model, `bytes` what this rank holds of them. `layout` maps how parameters lie on the ranks
-    (`Replicate()`, `Shard(dim=0)`) to how many tensors do; it is empty where each rank has all.
+    `kind` is "model", "optimizer" or "loader"; `name` is unique within its kind. `parameters` counts the elements of
+    the whole model; `bytes` is the size of the local part. `layout` maps DTensor placements (`Replicate()`,
+    `Shard(dim=0)`) to the number of parameters that have them; it is empty if every rank holds whole tensors.
     """
 
     kind: str
@@ -68,9 +68,9 @@ class Prepared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where this rank's training is: optimizer steps and batches so far.
+    """Training progress of this rank: optimizer steps and batches so far.
 
-    `rate`: steps per second since the last snapshot; None at the first.
+    `rate` is in steps per second since the last snapshot, None in the first.
     """
 
     steps: int
@@ -79,7 +79,10 @@ class TrainingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a loop over a prepared loader is: `delivered` batches of `batches`, which is None where nobody knows."""
+    """Position in a prepared loader: `delivered` of `batches` batches.
+
+    `batches` is None if the loader's length is unknown.
+    """
 
     name: str
     epoch: int
@@ -88,10 +91,11 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far this rank's part of a save is: `written` of `total` bytes, `seconds` after it began.
+    """Progress of a save on this rank: `written` of `total` bytes, `seconds` after it started.
 
-    `phase` is planning, staging, writing, committing, done or failed; the name and the step of the checkpoint are known
-    from writing on. `rate`: bytes per second since the writing began. `background`: the cell that saves has gone on.
+    `phase` is planning, staging, writing, committing, done or failed. The checkpoint's name and step are known from
+    writing on. `rate` is in bytes per second since writing started. `background`: the save is asynchronous, the cell
+    continues.
     """
 
     folder: str
@@ -107,12 +111,13 @@ class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes of the device that a rank computes on: `total` is the sum of the five after it.
+    """Memory use of the rank's device, in bytes.
 
-    CUDA: `total` and `free` are the device's, whoever uses it; on a CPU `total - free` is the process's resident size
-    and `free` what the machine has left. `parameters`, `gradients` and `optimizer` are what the rank's own models and
-    optimizers hold; `other` is the rest, activations among it. `shared` are those of a CPU rank's bytes that other
-    processes have too.
+    `total` is the sum of `parameters`, `gradients`, `optimizer`, `other` and `free`. On CUDA, `total` and `free` are
+    those of the device, which other processes can use as well; on a CPU, `total - free` is the resident size of the
+    process and `free` the machine's available memory. `parameters`, `gradients` and `optimizer` are held by the rank's
+    own models and optimizers; `other` is the rest, such as activations. `shared` is the part of a CPU rank's memory
+    that it shares with other processes.
     """
 
     total: int
@@ -125,11 +130,12 @@ class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model, an optimizer or a loader that lives on a rank.
+    """A model, an optimizer or a loader on a rank.
 
-    `kind` is "model", "optimizer" or "loader"; `name` the variable that leads to it, or what it was prepared as;
-    `wrapper` is "", "DDP", "FSDP2" or "tp". `parameters` counts the elements of the whole model, `bytes` what this rank
-    holds: of a model's parameters, of an optimizer's state. `detail`: how the parameters lie, or where a loader is.
+    `kind` is "model", "optimizer" or "loader"; `name` is the variable that leads to it, or its name from `prepare`;
+    `wrapper` is "", "DDP", "FSDP2" or "tp". `parameters` counts the elements of the whole model; `bytes` is the size of
+    the local part of a model's parameters or an optimizer's state. `detail` is the layout of the parameters, or the
+    position of a loader.
     """
 
     kind: str
@@ -144,13 +150,13 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank at one moment.
+    """State of one rank at one moment.
 
-    `state` is "starting", "idle", "running", "waiting" (in a collective, for a while), "unresponsive" or "dead"; `cell`
-    is the notebook's number of the cell, 0 for a call, and `line` where in it the rank is. `waits_for` is its oldest
-    collective that has not ended (`all_reduce #41 (float32[4, 4])`). `utilisation` is the device's, from 0 to 1;
-    `steps` are optimizer steps, `rate` those per second over the last seconds. `lags`: the others wait for it, or have
-    taken clearly more steps.
+    `state` is "starting", "idle", "running", "waiting" (blocked in a collective for some time), "unresponsive" or
+    "dead". `cell` is the notebook's number of the running cell, 0 for a call; `line` is the line being executed.
+    `waits_for` is the oldest pending collective (`all_reduce #41 (float32[4, 4])`). `utilisation` is the device's, from
+    0 to 1. `steps` counts optimizer steps; `rate` is their number per second over the last seconds. `lags`: other ranks
+    wait for this one, or have taken clearly more steps.
     """
 
     rank: int
@@ -171,7 +177,10 @@ class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All ranks of `cluster` ("" where it needs no name), at the wall clock's second `at`."""
+    """State of all ranks of a cluster.
+
+    `cluster` is "" if there is only one. `at` is in seconds since the Unix epoch.
+    """
 
     ranks: tuple[RankPlacement, ...]
     at: float
@@ -179,7 +188,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A variable of a rank's namespace. `preview` is its value where that is plain and short."""
+    """A variable in a rank's namespace. `preview` is its value, if that is a short plain value."""
 
     name: str
     type: str
@@ -191,7 +200,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank is at: its main thread's stack, innermost frame last; its last lines of output; its variables."""
+    """A rank's main-thread stack, innermost frame last, its last lines of output, and its variables."""
 
     rank: int
     stack: tuple[str, ...]
@@ -200,7 +209,10 @@ class RankDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `rank` holds of a global tensor, in elements; `replica` counts the copies of the same part from 0."""
+    """Shard of a global tensor on `rank`, in elements.
+
+    `replica` numbers the copies of the same region from 0.
+    """
 
     rank: int
     offset: tuple[int, ...]
@@ -220,10 +232,10 @@ class ShardedTensorMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the tensors of a variable lie. A tensor that is not sharded counts as a copy of the whole.
+    """Shards of all tensors of a variable. A tensor that is not sharded counts as a replica of the whole.
 
-    `kind` is "model", "optimizer", "state dict", "DTensor", "ShardedTensor" or "tensor"; `trouble` says what is missing
-    here, and why.
+    `kind` is "model", "optimizer", "state dict", "DTensor", "ShardedTensor" or "tensor". `trouble` lists missing
+    tensors and the reason.
     """
 
     name: str
@@ -233,7 +245,10 @@ class ShardMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of what `rank` holds of one tensor: the finite values' minimum, mean and maximum, and how many are not finite."""
+    """Statistic of one tensor's local shard on `rank`.
+
+    Minimum, mean and maximum are over the finite values; they are None if there are none.
+    """
 
     rank: int
     minimum: float | None
@@ -244,14 +259,17 @@ class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's part of a save."""
+    """Save progress of one rank."""
 
     rank: int
     save: CheckpointSave
 
 
 class Saves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The saves that are under way, and those that have ended while somebody looked, at the wall clock's `at`."""
+    """Saves in progress, and those that have ended while they were watched.
+
+    `at` is in seconds since the Unix epoch.
+    """
 
     saves: tuple[RankSave, ...]
     at: float
@@ -260,8 +278,9 @@ class Saves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StoredCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint in a folder.
 
-    `state` is "finished", "partial" (under way or broken off, `detail` says which) or "foreign" (written by something
-    else). `checked` is "", "verified" or "damaged" with `detail` saying where. `created`: seconds since the epoch.
+    `state` is "finished", "partial" (in progress or aborted; `detail` says which) or "foreign" (written by another
+    program). `checked` is "", "verified" or "damaged"; `detail` locates the damage. `created` is in seconds since the
+    Unix epoch.
     """
 
     name: str
@@ -276,7 +295,7 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies in a folder of checkpoints. `trouble` says why it could not be read."""
+    """Checkpoints in one folder. `trouble` explains why the folder could not be read."""
 
     folder: str
     checkpoints: tuple[StoredCheckpoint, ...]
@@ -286,32 +305,35 @@ class CheckpointFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Source = Callable[[], msgspec.Struct | None]
 
 this_rank: int | None = None
-"""Which rank of a notebook this process is, if it is one."""
+"""Rank of this process in a notebook cluster; None in other processes."""
 listener: Callable[[msgspec.Struct], None] | None = None
-"""Who is told what happens once, such as `Prepared`. Nobody, at first."""
+"""Callback for one-time events such as `Prepared`; None if nothing listens."""
 _sources: dict[str, Source] = {}
 
 
 def report_value(struct: msgspec.Struct) -> None:
-    """Tell the listener, if there is one."""
+    """Send `struct` to the listener, if any."""
     if listener is not None:
         listener(struct)
 
 
 def offer_source(name: str, source: Source) -> None:
-    """Have `source` asked at each `snapshot`, under `name`, until it answers None. It is asked on any thread."""
+    """Register `source` under `name`; every `snapshot` calls it until it returns None.
+
+    The source is called on any thread.
+    """
     _sources[name] = source
 
 
 def withdraw_source(name: str) -> None:
-    """Ask that source no more."""
+    """Unregister the source `name`, if registered."""
     _sources.pop(name, None)
 
 
 def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
-    """What the sources say now whose names begin so: what counts by itself is read here, and costs nothing until then.
+    """Return the current values of all sources whose name starts with `prefix`.
 
-    Any thread.
+    Counters are only read here, so an unwatched rank has no cost. Any thread may call this.
     """
     found = []
     for name, source in tuple(_sources.items()):

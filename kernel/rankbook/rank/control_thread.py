@@ -1,10 +1,16 @@
 """The control thread of a rank, and the interrupts that it raises in the main thread.
 
-The control thread alone receives from the notebook. It handles interrupts, aborts and questions at once, whatever the
+The control thread alone receives from the notebook. It handles interrupts, aborts and queries at once, whatever the
 main thread does, and hands tasks to the main thread through a queue, in the order in which they arrive. It also reads
-the pipes of stdout and stderr, and ends the process once the notebook is gone. It never runs user code.
+the pipes of stdout and stderr, and kills the process group when the forkserver is gone. It never runs user code.
 
-An interrupt names the cell that it is for, so that a late one never hits the next cell.
+An interrupt names its cell, so that a late one never hits the next cell. It travels in these steps:
+
+1. `request` (control thread) stores the cell in `_target` and, if that cell runs, sends SIGINT to the main thread. If
+   the cell has not begun, `arm` raises KeyboardInterrupt when it does.
+2. `_on_signal` (main thread) clears `_target` and raises KeyboardInterrupt, unless the cell has ended. If this moment
+   is protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
+3. `remind` (control thread) repeats the signal as long as `_target` is set, because a signal can get lost.
 """
 
 from __future__ import annotations
@@ -42,54 +48,54 @@ from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.transport.link import RankLink
 
 READ_AFTER = 0.01
-"""Seconds from something in the pipes to reading it, which costs the main thread a turn of the interpreter lock.
+"""Seconds from the first output in the pipes to reading it. Reading takes the GIL from the main thread.
 
-What a rank writes just before it dies is still in the pipes then, where the forkserver finds it; once it is read it may
-be lost on its way out.
+Output that a rank writes just before it dies is then still in the pipes, where the forkserver finds it. Once read, it
+may be lost with the process.
 """
 
 _SOON = 0.005
-"""Seconds until an interrupt that the main thread has not noticed is signalled again; doubled each time."""
+"""Seconds until an unnoticed interrupt is signalled again; doubled every time, up to one second."""
 
 _RETRY_AFTER = (0.001, 0.0017, 0.0029, 0.0049, 0.0083)
-"""Seconds until an interrupt that came at an impossible moment comes again, in turn.
+"""Seconds until an interrupt that arrived at a protected moment is raised again, used in turn.
 
-A constant pause may fall into step with a loop that forks, and hit the hooks of its fork every time.
+With a constant delay, the retries of a loop that forks could hit the fork hooks every time.
 """
 
 FAILURES_APART = 1.0
-"""Seconds between two failures of one thread, below which there is no hope that a third will not come."""
+"""Minimum seconds between two errors of a thread; if they come closer, the thread gives up."""
 
 _TAKING = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
-"""Functions in which a lock is taken or given back."""
+"""Functions of `threading` and `multiprocessing` that take or release a lock."""
 
 _MOST_PUT_OFF = 40
-"""Times that an interrupt is put off for these, milliseconds each: no lock is taken for so long without waiting."""
+"""Maximum number of delays, of some milliseconds, for these functions: only a blocked thread takes longer."""
 
 Task = tuple[ToRank, list[memoryview]]
 
 
 class MainThreadControl(Protocol):
-    """What the thread can say and do about the main thread's work, from outside."""
+    """Interface of the control thread to the main thread's work. Safe to call from any thread."""
 
     def stack(self, token: int) -> Stack:
-        """Where it is."""
+        """Return the main thread's stack."""
 
     def collectives(self, token: int) -> Collectives:
-        """What its process groups wait for."""
+        """Return the pending collectives of the process groups."""
 
     def inquire(self, question: Question) -> None:
-        """Have it answered, soon, on another thread."""
+        """Queue a query, to be answered on another thread."""
 
     def debug(self, message: DapToRank) -> None:
-        """Have the debugger hear it, soon, on another thread."""
+        """Queue a message for the debugger, to be handled on another thread."""
 
     def abort(self, message: Abort) -> None:
-        """Break off what waits for ranks that do not come."""
+        """Abort the collectives that wait for ranks which will not join."""
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt in the main thread, in the cell it is meant for and in no other."""
+    """Raise KeyboardInterrupt in the main thread, in the intended cell and in no other."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident or 0
@@ -111,16 +117,20 @@ class Interrupts:
         self._put_off = 0
 
     def guard(self) -> None:
-        """Let no interrupt be lost where Python cannot raise one: in a fork's hooks, in a destructor.
+        """Install hooks for the places where Python discards an exception: fork hooks and destructors.
 
-        Each start of a DataLoader worker is such a moment, and a hook that is left half way keeps its lock.
+        An interrupt there is raised again a moment later. Starting a DataLoader worker is such a moment, and a fork
+        hook that is left half way keeps its lock.
         """
         sys.unraisablehook = self._on_unraisable
         os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
-        """Hold an interrupt back for a moment: half a message must not stay on the wire. Any thread."""
+        """Delay an interrupt until the end of the context. Any thread; has an effect on the main thread only.
+
+        Keeps an interrupt from leaving half a message on the wire.
+        """
         if threading.get_ident() != self._main:
             yield
             return
@@ -134,7 +144,7 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def request(self, cell: int) -> None:
-        """Interrupt `cell`, now or as soon as it begins. The control thread."""
+        """Interrupt `cell`, now or as soon as it begins. Control thread."""
         with self._lock:
             self._target = cell
             running = self._armed == cell
@@ -142,9 +152,10 @@ class Interrupts:
             self._signal()
 
     def remind(self) -> float | None:
-        """Signal again if nobody has heard, and the seconds until it is time to look again. The control thread.
+        """Signal again if the main thread has not noticed; return the seconds until the next check, or None.
 
-        A signal between the interpreter's last look and the system call that then waits is noticed by neither.
+        Control thread. A signal that arrives between the interpreter's last check and a blocking system call is noticed
+        by neither.
         """
         with self._lock:
             unheard = self._target is not None and self._target == self._armed
@@ -155,19 +166,22 @@ class Interrupts:
             return left
         self._reminded = True
         signal.pthread_kill(self._main, signal.SIGINT)
-        self._patience = min(2 * self._patience, 1.0)  # it may be in C code for long, which should not suffer
+        self._patience = min(2 * self._patience, 1.0)  # long-running C code should not be slowed down
         self._reminder = time.monotonic() + self._patience
         return self._patience
 
     def _signal(self) -> None:
         self._patience = _SOON
         self._reminder = time.monotonic() + self._patience
-        signal.pthread_kill(self._main, signal.SIGINT)  # that very thread: another's signal would not end its sleep
-        os_utils.interrupt_group()  # what the cell has started hears it too, as below a terminal
+        signal.pthread_kill(self._main, signal.SIGINT)  # only a signal to this thread ends its system call
+        os_utils.interrupt_group()  # the cell's subprocesses get SIGINT too, as they would at a terminal
 
     def arm(self, cell: int) -> None:
-        """`cell` runs from here on. Raises KeyboardInterrupt if it was interrupted before. The main thread."""
-        if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have put its own there
+        """Begin `cell`: interrupts for it are raised from here on. Main thread.
+
+        Raises KeyboardInterrupt if the cell was interrupted before it began.
+        """
+        if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have installed its own handler
             signal.signal(signal.SIGINT, self._handler)
         self.delivered = self._reminded = False
         self._put_off = 0
@@ -181,7 +195,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def disarm(self) -> None:
-        """No cell runs. The main thread."""
+        """End the cell: no interrupt is raised any more. Main thread."""
         self._armed = None
         self._held = False
         handler = signal.getsignal(signal.SIGCHLD)
@@ -197,9 +211,10 @@ class Interrupts:
                 self._lost_child = f"Between two cells: {error}\n"
 
     def _hear_of_children(self) -> None:
-        """Give the children back to whom a cell has had watch them, and tell of those that ended between two cells.
+        """Restore a cell's SIGCHLD handler, and print the errors that it raised between cells.
 
-        torch's handler raises for a DataLoader's worker that was killed: without a cell it would end the rank.
+        torch's handler raises RuntimeError for a DataLoader worker that was killed. Outside a cell this would end the
+        rank.
         """
         handler, self._of_children = self._of_children, None
         if handler is not None:
@@ -208,11 +223,12 @@ class Interrupts:
         if said:
             sys.stderr.write(said)
 
+    # Takes no lock: the handler runs in the main thread, which may hold `_lock` in `arm`.
     def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
         target, self._target = self._target, None
         if self._armed is None or target not in (None, self._armed):
             return
-        if target is None and self._reminded:  # it had been heard already
+        if target is None and self._reminded:  # a reminder of an interrupt that was raised already
             self._reminded = False
             return
         self.delivered = self.delivered or target is not None
@@ -224,16 +240,17 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _is_taking(self, frame: types.FrameType | None) -> bool:
-        """Whether a lock is being taken or given back: left half way it would be held for ever (bpo-29988).
+        """Return True if `frame` is taking or releasing a lock.
 
-        `threading` and `multiprocessing` do that in Python. Who waits for a lock there is interrupted all the same.
+        Left half way, the lock would be held forever (bpo-29988). `threading` and `multiprocessing` do this in Python
+        code. A thread that blocks there is interrupted all the same, after `_MOST_PUT_OFF` delays.
         """
         if frame is None or frame.f_code.co_name not in _TAKING or self._put_off >= _MOST_PUT_OFF:
             return False
         self._put_off += 1
         return True
 
-    # An interrupt may end one of these hooks before its first line, so they set a flag: a counter would be left wrong.
+    # An interrupt may end one of these hooks before its first line. So they set a flag: a counter could stay too high.
 
     def _before_fork(self) -> None:
         if threading.get_ident() == self._main:
@@ -257,10 +274,13 @@ class Interrupts:
             self._tell_unraisable(lost)
 
     def _again(self) -> None:
-        """Interrupt the cell once more, in a moment, and with it the children that it has by then."""
+        """Interrupt the cell again in a few milliseconds.
+
+        The signal also goes to the children that the cell has by then.
+        """
         cell = self._armed
         if cell is not None:
-            _thread.start_new_thread(self._repeat, (cell,))  # Thread.start would wait, and could be interrupted there
+            _thread.start_new_thread(self._repeat, (cell,))  # Thread.start waits, and could be interrupted there
 
     def _repeat(self, cell: int) -> None:
         threading.Event().wait(next(self._retries))
@@ -273,7 +293,10 @@ class Interrupts:
 
 
 class ControlThread(threading.Thread):
-    """Runs until the notebook says Leave or is gone. Tasks for the main thread go to `tasks`; None ends its loop."""
+    """Receive and handle the notebook's messages until Shutdown arrives or the notebook is gone.
+
+    Tasks for the main thread go to `tasks`, in which None ends the main thread's loop.
+    """
 
     def __init__(
         self,
@@ -284,7 +307,7 @@ class ControlThread(threading.Thread):
         liveness: int,
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
-        self.pydev_do_not_trace = True  # whatever a debugger pauses, this one always answers
+        self.pydev_do_not_trace = True  # pydevd must not pause this thread: it always answers
         self.tasks: queue.SimpleQueue[Task | Callable[[], None] | None] = queue.SimpleQueue()
         self.replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
         self._link = link
@@ -298,7 +321,10 @@ class ControlThread(threading.Thread):
         self._told: set[str] = set()
 
     def next_task(self) -> Task | None:
-        """Return the next task; None when it is time to leave. Functions in the queue are called. The main thread."""
+        """Return the next task, or None when it is time to exit. Main thread.
+
+        Calls the functions that it finds in the queue.
+        """
         while callable(task := self.tasks.get()):
             task()
         if task is None:
@@ -306,11 +332,11 @@ class ControlThread(threading.Thread):
         return task
 
     def run(self) -> None:
-        """The thread. What goes wrong on it is told, and it goes on; what goes wrong over and over ends the process."""
+        """Serve messages. An error is reported and the thread continues; errors in quick succession end the process."""
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # SIGINT must wake the main thread
             self._serve()
-        except BaseException as error:  # noqa: BLE001 - told; a rank without this thread would count as hung, for ever
+        except BaseException as error:  # noqa: BLE001 - reported; without this thread the rank would seem to hang
             self._die(error)
 
     def _serve(self) -> None:
@@ -327,6 +353,8 @@ class ControlThread(threading.Thread):
                     raise
                 self.tell("Rankbook's control thread went wrong here, and goes on:", error)
 
+    # `_due` is the time at which to read the pipes, or None while they are empty. Only then are they polled: once they
+    # have data, polling would return at once until `READ_AFTER` is over.
     def _turn(self) -> None:
         due = self._due
         pause = None if due is None else max(0.0, due - time.monotonic())
@@ -342,7 +370,7 @@ class ControlThread(threading.Thread):
         if readable:
             self._due = time.monotonic() + READ_AFTER
         elif due is not None and due <= time.monotonic():
-            self._due = None  # also if this fails: what is still in there comes up again
+            self._due = None  # set before reading, which may fail: poll reports remaining data again
             more = self._capture.drain_at_pace()
             self._due = time.monotonic() + more if more else None
 
@@ -350,23 +378,26 @@ class ControlThread(threading.Thread):
         while (parcel := self._link.receive()) is not None:
             try:
                 self._dispatch(*parcel)
-            except Exception as error:  # noqa: BLE001 - told to the person; the notebook asks once more
+            except Exception as error:  # noqa: BLE001 - shown to the user; the notebook repeats its query
                 self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
 
     def tell(self, words: str, error: BaseException) -> None:
-        """To the person, once: not by way of the pipe, which may be full, and this is the thread that empties it."""
+        """Show an error to the user, once per text.
+
+        Does not write to the stderr pipe: it may be full, and this is the thread that empties it.
+        """
         text = f"{words}\n{''.join(traceback.format_exception(error))}"
         if text not in self._told:
             self._told.add(text)
             self._capture.tell(text)
 
     def _die(self, error: BaseException) -> None:
-        """End the process, for a reason that the forkserver finds in the pipe."""
+        """Exit the process, leaving the reason in the stderr pipe, where the forkserver reads it."""
         try:
             words = f"Rankbook's control thread cannot go on:\n{''.join(traceback.format_exception(error))}"
-            with contextlib.suppress(Exception):  # it may be just this that goes wrong
+            with contextlib.suppress(Exception):  # the error may come from here
                 self._capture.drain()
-            os.set_blocking(2, False)  # nobody else empties the pipe
+            os.set_blocking(2, False)  # no thread empties the pipe any more
             os.write(2, words.encode(errors="replace"))
         finally:
             os._exit(1)

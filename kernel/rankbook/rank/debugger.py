@@ -1,11 +1,15 @@
-"""This rank under a debugger: debugpy's, whose words go to the notebook and come from there.
+"""Debugger support of a rank: debugpy's engine (pydevd), connected to the notebook.
 
-Owns: when it starts, with the first word for it, and ends; what it traces, which is the main thread within a task; what
-it takes for the person's code. Refuses: a process or an open port of its own, and to cost a rank anything that nobody
-debugs: debugpy is not even imported there.
+The engine starts with the first Debug Adapter Protocol message, and ends with a `disconnect` request. It traces the
+main thread during a task, and treats only the user's files as user code. A rank that is not debugged does not even
+import debugpy.
 
-`debugpy.listen` would start one more process for each rank, or leave a port open to everybody on this host. So its
-engine is told to connect to a port that is closed again at once, and whoever connected has to know the word for it.
+`debugpy.listen` would start one more process per rank, or leave a port open to every user of this host. Instead, the
+engine connects to a port of ours, which is closed again at once. The process that connected must know a random token,
+which proves that it is the engine.
+
+Threads: the control thread queues messages (`hear`); a writer thread starts the engine and sends them to it; a reader
+thread passes the engine's messages to the notebook; the main thread switches tracing on and off around a task.
 """
 
 from __future__ import annotations
@@ -29,18 +33,22 @@ from rankbook.package_folders import PACKAGE_FOLDERS
 from rankbook.protocol.comm import DapFromRank, DapToRank
 
 _SECONDS = 10.0
-"""For the engine to connect, and to be gone."""
+"""Time limit for the engine to connect, and to end."""
 _OWN = 1 << 30
-"""The numbers of requests of our own begin here; a front end's count from 1."""
+"""First sequence number of our own requests; a front end counts from 1."""
 _STEPS = frozenset({"next", "stepIn", "stepOut", "pause"})
 _SILENT = "PYDEVD_DISABLE_FILE_VALIDATION"
-"""It would warn on stderr, in the cell, of Python's frozen modules, which nobody steps through."""
+"""Environment variable that silences pydevd's warning about frozen modules, which would appear in the cell."""
 
 Message = dict[str, Any]
 
 
 class Debuggee:
-    """Speaks through `send`. `be_patient` is told whether the other ranks may have to wait for as long as it takes."""
+    """Connect this rank's debugger engine to the notebook.
+
+    `send` sends a message to the notebook. `be_patient(True)` suspends the timeouts of collectives, because the
+    debugger may pause a rank for any time; `be_patient(False)` restores them.
+    """
 
     def __init__(self, send: Callable[[DapFromRank], None], be_patient: Callable[[bool], None]) -> None:
         self.attached = False
@@ -67,27 +75,30 @@ class Debuggee:
     # Any thread
 
     def hear(self, message: DapToRank) -> None:
-        """Have the debugger hear it, soon, on another thread."""
+        """Queue a message for the debugger; the writer thread handles it. Any thread."""
         self._requests.put(message.content)
         if self._started.acquire(blocking=False):
             os.register_at_fork(after_in_child=self._let_go)
-            _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
+            _thread.start_new_thread(self._run, ())  # Thread.start waits, and an interrupt could end it
 
     @property
     def paused(self) -> bool:
-        """Whether a thread of this rank stands still for a person to look at it."""
+        """Return True if a thread of this rank is paused in the debugger. Any thread."""
         return self._paused is not None
 
-    # The main thread, around a task
+    # Main thread, around a task
 
     def begin(self) -> None:
-        """Trace what this thread calls from here on."""
+        """Start tracing this thread. Main thread, before a task."""
         self._traced = self._engine
         if self._traced is not None:
             self._traced.enable_tracing()
 
     def end(self) -> None:
-        """No longer. A task that has ended is not paused any more, however it ended, and steps nowhere."""
+        """Stop tracing, and continue a thread that is paused or stepping. Main thread, after a task.
+
+        A finished task is not paused any more, however it ended.
+        """
         if self._traced is None:
             return
         self._traced.disable_tracing()
@@ -96,28 +107,28 @@ class Debuggee:
         if (paused is not None or moving) and self._last is not None:
             with contextlib.suppress(OSError):
                 self._ask("continue", {"threadId": self._last})
-            if self._paused is not None:  # the engine does not tell of a pause that an interrupt ended
+            if self._paused is not None:  # the engine sends no event when an interrupt ends a pause
                 body = {"threadId": paused, "allThreadsContinued": True}
                 self._tell({"type": "event", "seq": 0, "event": "continued", "body": body})
         self._moving = False
 
     def _let_go(self) -> None:
-        """A subprocess that user code forks: nobody could ever let it go on."""
+        """Disable tracing in a forked subprocess, which no front end could ever continue."""
         if self._engine is not None:
             self._engine.disable_tracing()
             self._engine = self._traced = None
             self.attached = False
 
-    # The thread that writes
+    # Writer thread
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # SIGINT must wake the main thread
         while True:
             content = self._requests.get()
             request: Message = json.loads(content)
             try:
                 self._pass_on(request)
-            except Exception as error:  # noqa: BLE001 - whoever asked is told; it must not end this thread
+            except Exception as error:  # noqa: BLE001 - reported in the response; it must not end this thread
                 words = f"{type(error).__name__}: {error}"
                 self._send(DapFromRank(json.dumps(_failure(request, words))))
 
@@ -131,7 +142,7 @@ class Debuggee:
             request["arguments"] = {**request.get("arguments", {}), **options}
         if command in _STEPS:
             self._moving, self._last = True, request["arguments"]["threadId"]
-            if command == "pause" and self._traced is None:  # it would stop the next task, at its first line
+            if command == "pause" and self._traced is None:  # the engine would pause the next task, at its first line
                 self._moving = False
                 words = "it runs nothing, or what began before it was debugged"
                 self._send(DapFromRank(json.dumps(_failure(request, words))))
@@ -149,7 +160,7 @@ class Debuggee:
             connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
 
     def _ask(self, command: str, arguments: Message) -> None:
-        """Ask something ourselves, and wait until it is done, for a second at most."""
+        """Send a request of our own to the engine, and wait at most one second for the response."""
         self._own += 1
         answer = self._answers[self._own] = queue.SimpleQueue()
         try:
@@ -160,11 +171,11 @@ class Debuggee:
             del self._answers[self._own]
 
     def _start(self) -> None:
-        """Start the engine, connected to us. Raises OSError, and ImportError where there is no debugpy."""
+        """Start the engine and connect it to this process. Raises OSError; ImportError without debugpy."""
         hook, before = sys.breakpointhook, os.environ.get(_SILENT)
         os.environ[_SILENT] = "1"
         try:
-            import debugpy.server  # it makes the engine below its own
+            import debugpy.server  # the import installs debugpy's hooks in the engine
             import pydevd
         finally:
             del os.environ[_SILENT]
@@ -182,14 +193,14 @@ class Debuggee:
                 host="127.0.0.1",
                 port=listener.getsockname()[1],
                 suspend=False,
-                trace_only_current_thread=True,  # which is this one, and not for long
+                trace_only_current_thread=True,  # this thread, until disable_tracing() below
                 patch_multiprocessing=False,
                 wait_for_ready_to_run=False,
-                dont_trace_start_patterns=(str(Path(debugpy.__file__).parent),),  # or breakpoint() would stop in there
+                dont_trace_start_patterns=(str(Path(debugpy.__file__).parent),),  # or breakpoint() would stop in it
                 client_access_token=word,
                 notify_stdin=False,
             )
-            pydevd.SetupHolder.setup = None  # or a debugpy.listen() in a later cell would listen at this port
+            pydevd.SetupHolder.setup = None  # or debugpy.listen() in a later cell would use this port
             engine = _engine()
             engine.disable_tracing()
             self._socket, self._stream = _wait_for_engine(listener, word)
@@ -199,7 +210,7 @@ class Debuggee:
         self._be_patient(True)
         _thread.start_new_thread(self._read, (self._socket, self._stream))
 
-    # The thread that reads
+    # Reader thread
 
     def _read(self, connection: socket.socket, stream: IO[bytes]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -216,16 +227,17 @@ class Debuggee:
             sys.breakpointhook = self._own_hook
             self._be_patient(False)
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has it open too
+                connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has the socket open too
         _wait_until(lambda: _engine() is None)
         self._gone.set()
-        if last is not None:  # not before: whoever then starts another one would take the end of this one for its end
+        # Answer `disconnect` only now: a front end that then attaches again must not see this engine's end as its own.
+        if last is not None:
             self._tell(last)
         else:
             self._send(DapFromRank(""))
 
     def _note(self, message: Message) -> bool:
-        """Whether it is for the front end."""
+        """Update the state from an engine's message; return True if it is for the front end."""
         if message["type"] == "response":
             answer = self._answers.get(message["request_seq"])
             if answer is not None:
@@ -246,7 +258,7 @@ class Debuggee:
 
 
 def read_message(stream: IO[bytes]) -> Message | None:
-    """The next message of the Debug Adapter Protocol; None at the end. Raises OSError."""
+    """Return the next message of the Debug Adapter Protocol, or None at the end. Raises OSError."""
     size = 0
     while line := stream.readline():
         if line.startswith(b"Content-Length:"):
@@ -258,7 +270,7 @@ def read_message(stream: IO[bytes]) -> Message | None:
 
 
 def _wait_for_engine(listener: socket.socket, word: str) -> tuple[socket.socket, IO[bytes]]:
-    """The connection of whoever knows the word. Raises TimeoutError."""
+    """Return the connection of the process that knows the token `word`. Raises TimeoutError."""
     request = {"type": "request", "seq": _OWN, "command": "pydevdAuthorize", "arguments": {}}
     content = json.dumps(request).encode()
     while True:
@@ -277,7 +289,7 @@ def _wait_for_engine(listener: socket.socket, word: str) -> tuple[socket.socket,
         connection.close()
 
 
-def _engine() -> Any:  # noqa: ANN401 - it has no types
+def _engine() -> Any:  # noqa: ANN401 - pydevd has no type annotations
     from _pydevd_bundle.pydevd_constants import get_global_debugger
 
     return get_global_debugger()
@@ -289,7 +301,7 @@ def _failure(request: Message, words: str) -> Message:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait, for `_SECONDS` at most."""
+    """Wait until `condition()` is true, for `_SECONDS` at most."""
     deadline, never = time.monotonic() + _SECONDS, threading.Event()
     while not condition() and time.monotonic() < deadline:
         never.wait(0.02)

@@ -1,9 +1,8 @@
-"""Runs one task on the main thread and answers with `Done`.
+"""Execution of tasks on a rank's main thread, and the error reports of tasks that fail.
 
-Owns: the namespace, the order of a task's messages, what becomes of errors. Refuses: to end the rank for anything user
-code does.
-
-Turns the exception that ended a task into the report that is sent.
+A task is a message for the main thread: run a cell, call a function, assign or fetch variables, list, export or adopt
+state, form the process group. A task ends with exactly one `Done` message, after its output. An error in user code
+fails the task and never ends the rank.
 """
 
 from __future__ import annotations
@@ -85,7 +84,10 @@ _NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accele
 
 
 class Executor:
-    """Runs tasks in `shell`, one at a time, and is the shell's session."""
+    """Run tasks in `shell`, one at a time, and answer queries about them from other threads.
+
+    Also the shell's `ShellSession` and the control thread's `MainThreadControl`.
+    """
 
     def __init__(
         self,
@@ -118,17 +120,17 @@ class Executor:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an interrupt has reached the task that runs."""
+        """Return True if an interrupt has reached the running task."""
         return self._interrupts.delivered
 
     def execute(self, task: Task) -> None:
-        """Run one task; whatever happens, `Done` is sent."""
+        """Run one task and send its `Done`, whatever happens."""
         message, frames = task
         self.cell = self.running = _cell_of(message)
         self._number = message.number if isinstance(message, RunCell) else 0
         try:
             done, answer = self._run(message, frames)
-        except BaseException as error:  # noqa: BLE001 - what user code has left behind hit our own code: told in Done
+        except BaseException as error:  # noqa: BLE001 - user code may have broken our own code: reported in Done
             done, answer = self._give_up(error), ()
         self.running = None
         try:
@@ -137,7 +139,10 @@ class Executor:
             self._link.send(self._give_up(error))
 
     def _run(self, message: ToRank, frames: list[memoryview]) -> tuple[Done, Frames]:
-        """Perform a task. User code runs until `disarm`: an error's `__str__`, a stream's `flush`."""
+        """Perform a task and return its `Done` with the payload's frames.
+
+        User code runs until `disarm`, also after the task itself: an error's `__str__`, a stream's `flush`.
+        """
         began, launched = perf_counter(), self._group.launched
         packed: Packed | None = None
         error: BaseException | None = None
@@ -145,12 +150,15 @@ class Executor:
         self._capture.begin(self.cell)
         if self._debuggee.attached:
             self._debuggee.begin()
+        # The inner `try` runs the task and explains its error while interrupts are armed, because an error's `__str__`
+        # is user code too. The outer one catches whatever is raised meanwhile, an interrupt included. The report then
+        # comes from `brief_report`, which calls no user code.
         try:
             try:
                 self._interrupts.arm(self.cell)
                 packed = self._perform(message, frames)
                 self._capture.flush()
-            except BaseException as caught:  # noqa: BLE001 - whatever user code raises is told in Done
+            except BaseException as caught:  # noqa: BLE001 - any error of user code is reported in Done
                 error = caught
                 self._end_if_forked()
                 error = self._translate(error)
@@ -160,7 +168,7 @@ class Executor:
         except BaseException as caught:  # noqa: BLE001 - as above
             error = caught if error is None else error
             report = report or tracebacks.brief_report(error, caught, self._cell_files(), self._number)
-        self._interrupts.disarm()  # the first time may have been interrupted itself
+        self._interrupts.disarm()  # an interrupt may have ended the first call
         self._debuggee.end()
         self._end_if_forked()
         if self._measurement is not None:
@@ -177,7 +185,7 @@ class Executor:
         return done, packed.frames if packed else ()
 
     def _translate(self, error: BaseException) -> BaseException:
-        """Return what a person is to see in the place of `error`."""
+        """Return the exception to report in place of `error`."""
         with self._interrupts.shield():
             self._debuggee.end()
         error = self._group.translate(error)
@@ -188,25 +196,25 @@ class Executor:
     def _explain(self, error: BaseException) -> ErrorReport:
         if issubclass(type(error), KeyboardInterrupt):
             cancel_leftovers()
-        else:  # it may be just a flush that was interrupted
+        else:  # after an interrupt a flush could block again: it may be the call that was interrupted
             self._capture.flush()
         return explain_error(self._shell, error, self._cell_files(), self._number)
 
     def _give_up(self, error: BaseException) -> Done:
-        """Return the `Done` of a task whose end went wrong, once the rank can work again."""
+        """Restore a working rank after an error in our own code, and return the task's `Done`."""
         replaced = originals.restore_originals()
         self._end_if_forked()
         self._interrupts.disarm()
         self._measurement = None
         report = tracebacks.brief_report(error, None, self._cell_files(), self._number)
-        with contextlib.suppress(BaseException):  # then what it holds comes with the next cell
+        with contextlib.suppress(BaseException):  # remaining output is then sent with the next cell's
             if replaced:
                 self._capture.tell(originals.describe_restored(replaced))
             self._capture.end()
         return Done(cell=self.cell, status=task_status(error), seconds=0.0, error=report)
 
     def _end_if_forked(self) -> None:
-        """End a child that user code forked and that came out of the cell."""
+        """Exit if this process is a child that user code forked and that has left the cell."""
         if self._forked:
             os._exit(1)
 
@@ -246,7 +254,7 @@ class Executor:
                     self._group.join(message.generation)
                 except (RuntimeError, OSError) as error:
                     raise StartError(f"the process group could not be formed: {error}") from error
-                os_utils.malloc_trim()  # a group's threads leave theirs scattered over the allocator's arenas
+                os_utils.malloc_trim()  # the old group's threads left free memory in the allocator's arenas
             case _:
                 raise BadRequest(f"a rank has no task {type(message).__name__}")
         return None
@@ -266,13 +274,13 @@ class Executor:
                 measurement.stop(self._group.launched)
 
     def _tell_measured(self, measurement: Measurement) -> Packed:
-        """What was measured, once nothing is interrupted any more."""
+        """Return the packed measurement. Called after `disarm`, when no interrupt can arrive."""
         self._measurement = None
-        measurement.stop(self._group.launched)  # an interrupt may have come before the first time
+        measurement.stop(self._group.launched)  # an interrupt may have prevented the first call
         return pack(measurement.tell(), store=self._segments)
 
     def _provide_accelerator(self, source: str) -> None:
-        """Have `accelerator` there for a cell that uses the name and gives it no value of its own."""
+        """Define `accelerator` for a cell that uses the name without assigning it."""
         namespace = self._shell.user_ns
         if "accelerator" not in namespace and _USES_ACCELERATOR.search(source) and not _NAMES_ONE.search(source):
             from rankbook.runtime import Accelerator
@@ -293,12 +301,12 @@ class Executor:
             value = getattr(value, attribute)
         return value
 
-    # The shell's session
+    # ShellSession
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
         """See `shell.ShellSession`."""
         if self._forked:
-            print(data.get("text/plain", ""))  # noqa: T201 - a subprocess has no way to the notebook but its stdout
+            print(data.get("text/plain", ""))  # noqa: T201 - a subprocess reaches the notebook only through its stdout
             return
         place = self._place()
         if place is not None and place.display(kind, data, metadata, display_id):
@@ -316,7 +324,10 @@ class Executor:
             self._send_in_order(Clear(cell=self.cell, wait=wait))
 
     def _place(self) -> OutputWidgetTarget | None:
-        """The widget that captures what this thread shows, if there is one; what was printed before is there."""
+        """Return the Output widget that captures this thread's output, or None.
+
+        Flushes the output so far first, so that it is stored before what follows.
+        """
         place = self._capture.diverted()
         if place is not None:
             self._capture.flush()
@@ -324,18 +335,18 @@ class Executor:
         return place if isinstance(place, OutputWidgetTarget) else None
 
     def tell(self, error: BaseException) -> ErrorReport:
-        """An error in words, of a cell that goes on. The main thread."""
+        """Return the report of an error that does not end its cell. Main thread."""
         error = self._group.translate(error)
         return tracebacks.error_report(self._shell, error, self._cell_files())
 
     def ask(self, prompt: str, *, password: bool) -> str:
-        """See `shell.ShellSession`. Raises EOFError where nobody can be asked."""
+        """See `shell.ShellSession`. Raises EOFError if the front end cannot ask for input."""
         if self._forked:
             raise EOFError("a subprocess of a rank cannot ask")
         self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
         assert self.wait_reply is not None
         reply = self.wait_reply()
-        while reply.cell != self.cell:  # an answer to a question that was interrupted
+        while reply.cell != self.cell:  # the reply to an input() call that was interrupted
             reply = self.wait_reply()
         if reply.text is None:
             raise EOFError(reply.reason)
@@ -343,9 +354,11 @@ class Executor:
 
     @property
     def _forked(self) -> bool:
-        """Whether this is a child that user code forked: the link is not its own."""
+        """Return True in a child that user code forked, which must not use the link."""
         return getpid() != self._pid
 
+    # What was printed before a display or an input prompt must be shown before it. So flush Python's streams, then hold
+    # the capture's lock while the pipes are drained and the message is sent: the control thread cannot read in between.
     def _send_in_order(self, message: Message) -> None:
         self._capture.flush()
         with self._interrupts.shield(), self._capture.lock:
@@ -353,47 +366,50 @@ class Executor:
             self._link.send(message)
 
     def stack(self, token: int) -> Stack:
-        """What the main thread is doing. Any thread."""
+        """Return the main thread's stack and state. Any thread."""
         return Stack(token, self.running, self.frames(), self.waits()[0], self._debuggee.paused)
 
     def frames(self) -> tuple[Frame, ...]:
-        """The main thread's stack. Any thread."""
+        """Return the main thread's stack frames; empty between tasks. Any thread."""
         return tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
 
     def waits(self) -> tuple[str, float]:
-        """The oldest collective that has not ended, in words, and since how many seconds. Any thread."""
+        """Return the oldest unfinished collective as text, and its age in seconds. Any thread."""
         waits_for = self._group.waits_for()
         return (str(waits_for), time.monotonic() - waits_for.began) if waits_for is not None else ("", 0.0)
 
     def line(self) -> int | None:
-        """Where in its cell the main thread is. Any thread."""
+        """Return the line of the running cell that the main thread executes. Any thread."""
         if self.running is None:
             return None
         return tracebacks.main_thread_line(self._cell_files(), self._number)
 
     def collectives(self, token: int) -> Collectives:
-        """What the process groups wait for. Any thread."""
+        """Return the pending collectives of the process groups. Any thread."""
         return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
 
     def namespace(self) -> dict[str, object]:
-        """A copy of the variables, but for what `globals()` has under a key that is no name. Any thread."""
+        """Return a copy of the cells' variables. Any thread.
+
+        Leaves out keys that are not strings, which `globals()` allows.
+        """
         return {name: value for name, value in dict.copy(self._shell.user_ns).items() if type(name) is str}
 
     def hidden(self) -> Collection[str]:
-        """The names that were there before any cell. Any thread."""
+        """Return the names that were defined before the first cell. Any thread."""
         return frozenset(dict.copy(self._shell.user_ns_hidden))
 
     def inquire(self, question: Question) -> None:
-        """Have it answered, soon, on a thread of its own. Any thread."""
+        """Queue a query for a background thread, which sends the answer. Any thread."""
         if isinstance(question, GetValue):
             answer_in_thread(self._link.send, self._make_peeks, question)
-        elif isinstance(question, (GetCompletions, GetInspection)):  # on a thread of its own: a look may take its time
+        elif isinstance(question, (GetCompletions, GetInspection)):  # a thread of its own: a status query may take long
             self._hints.put(question)
         else:
             self._looks.put(question)
 
     def debug(self, message: DapToRank) -> None:
-        """Have the debugger hear it, soon, on a thread of its own. Any thread."""
+        """Queue a Debug Adapter Protocol message for the debugger's thread. Any thread."""
         self._debuggee.hear(message)
 
     def _guide(self) -> CompletionHandler:
@@ -411,17 +427,20 @@ class Executor:
         return self._peeks
 
     def abort(self, message: Abort) -> None:
-        """Break off what waits for ranks that do not come. Any thread."""
+        """Abort the collectives that wait for ranks which will not join. Any thread."""
         self._group.abort(message)
 
 
 def _cell_of(message: ToRank) -> int:
-    cell: int = getattr(message, "cell")  # noqa: B009 - every task has one; the union's other members are no tasks
+    cell: int = getattr(message, "cell")  # noqa: B009 - every task has `cell`; other members of the union are not tasks
     return cell
 
 
 def explain_error(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
-    """Return the report of an error; where memory ran out, say what held it and let go of it."""
+    """Return the report of an error.
+
+    For an out-of-memory error, also report which variables hold the memory, and free what the failed code held.
+    """
     kind = type(error)
     if issubclass(kind, (RankbookError, UsageError, BdbQuit)) and not issubclass(kind, CollectiveAborted):
         return tracebacks.one_line_error(error)
@@ -434,20 +453,29 @@ def explain_error(shell: InteractiveShell, error: BaseException, cells: dict[str
 
 
 def is_aftermath(error: BaseException) -> bool:
-    """Whether it is what an interrupt becomes in `%%bash`, in a debugger, in a DataLoader whose workers heard it."""
+    """Return True if `error` may be a consequence of an interrupt.
+
+    `%%bash`, a debugger and a DataLoader whose workers received SIGINT raise other errors than KeyboardInterrupt.
+    """
     of_workers = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
     return of_workers or isinstance(error, (CalledProcessError, BdbQuit))
 
 
 def task_status(error: BaseException | None) -> Literal["ok", "error", "interrupted"]:
-    """Return how a task ended. `isinstance` would ask the error's own `__class__`."""
+    """Return how a task ended.
+
+    Compares the type: `isinstance` would read the error's own `__class__`, which user code can define.
+    """
     if error is None:
         return "ok"
     return "interrupted" if issubclass(type(error), KeyboardInterrupt) else "error"
 
 
 def cancel_leftovers() -> None:
-    """Cancel what an interrupted `await` left in the event loop, or the next one would run it on."""
+    """Cancel the tasks that an interrupted `await` left in the event loop.
+
+    Otherwise the next `await` would resume them.
+    """
     from IPython.core.async_helpers import get_asyncio_loop
 
     loop = get_asyncio_loop()
@@ -455,4 +483,4 @@ def cancel_leftovers() -> None:
         return
     for task in tasks:
         task.cancel()
-    loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may do as it likes about it
+    loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may ignore the cancellation

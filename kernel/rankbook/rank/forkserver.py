@@ -1,14 +1,13 @@
-"""The forkserver: a fresh process that imports torch and IPython once and forks ranks that have them.
+"""The forkserver: a process that imports torch and IPython once and forks the ranks.
 
-Owns: the ranks' processes: fork, kill, reap. Refuses: CUDA, threads, and to outlive the notebook unasked.
+`python -m rankbook.rank.forkserver FD` speaks the forkserver's messages over the socket FD: it forks, kills and reaps
+ranks. It uses neither CUDA nor threads, because a process that does cannot fork safely. When the socket closes, the
+notebook is gone: the sessions of all ranks are killed, the cluster's folders are removed, and the process exits. A
+detached cluster first waits some time for another notebook to claim it.
 
-`python -m rankbook.rank.forkserver FD` speaks the forkserver's messages over the socket FD. When that closes, the
-notebook is gone: every rank's session is killed, the cluster's folders are removed, and the process ends. A cluster
-that is to be kept (`owner.py`) gets some time before that, in which another notebook may claim it.
-
-Which notebook the forkserver serves: the one that started it, or one that has claimed a kept cluster since.
-
-The kernel's OOM killer, as far as its counters tell.
+`Forkserver` is the main loop. `Ownership` tracks which notebook it serves: the one that started it, or one that has
+claimed a detached cluster since. `RecentKills` reads the OOM killer's counter of the control group, so that a rank's
+exit by SIGKILL can be explained.
 """
 
 from __future__ import annotations
@@ -69,17 +68,22 @@ PRELOAD_WHEN_IDLE = (
     "rankbook.runtime.accelerator",
     "matplotlib_inline.backend_inline",
 )
-"""What the first optimizer, DDP, Accelerator or figure imports anyway (1.3 s for torch._dynamo), in steps short enough
-that a request to fork never waits long for one."""
+"""Modules that the first optimizer, DDP, Accelerator or figure imports (1.3 s for torch._dynamo).
+
+In steps short enough that a request to fork never waits long for an import."""
 
 
 _OWNER = "RANKBOOK_OWNER"
-"""In the environment of what a rank's cells start: which rank of which cluster."""
+"""Environment variable of all processes that a rank's cells start. Its value names the cluster and the rank."""
 
 
 @dataclass
 class Child:
-    """A rank's process, as its parent sees it. `mark` is in the environment of what its cells start."""
+    """A rank's process, as seen by its parent.
+
+    `outputs` are the read ends of its stdout and stderr pipes. `mark` is in the environment of all processes that its
+    cells start.
+    """
 
     request: ForkRank
     pid: int
@@ -87,14 +91,17 @@ class Child:
     mark: str
 
     def started(self, process: psutil.Process) -> bool:
-        """Whether this rank started the process: it has the mark or, forked without exec, the output pipes."""
+        """Return True if this rank started the process.
+
+        Such a process has the mark in its environment or, if it was forked without exec, the output pipes.
+        """
         if os_utils.environment_of(process).get(_OWNER) == self.mark:
             return True
         return any(os_utils.holds_pipe(process, os.fstat(descriptor).st_ino) for descriptor in self.outputs)
 
 
 class Forkserver:
-    """Serves one notebook process, whose id is `notebook`, over `stream`."""
+    """Serve one notebook process, whose process id is `notebook`, over `stream`."""
 
     def __init__(self, stream: MessageStream[ToForkserver], notebook: int) -> None:
         self._owner = Ownership(stream, notebook)
@@ -113,7 +120,7 @@ class Forkserver:
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Serve until the notebook is gone, and with it the time that a kept cluster has without one."""
+        """Serve until the notebook is gone and, if the cluster is detached, no other one has claimed it in time."""
         owner = self._owner
         preload = list(PRELOAD_WHEN_IDLE)
         while True:
@@ -121,7 +128,8 @@ class Forkserver:
             if not readable and preload and not self._children and not owner.keeps:
                 with _watching(owner.stream, self._notebook, self._folders):
                     self._preload(preload.pop(0))
-            if not owner.keeps and not owner.look():  # of a kept cluster the last words count: it may be CloseCluster
+            # Before a detached cluster's owner counts as gone, its last messages are read: one may be CloseCluster.
+            if not owner.keeps and not owner.look():
                 break
             for message in owner.stream.read():
                 self._handle(message)
@@ -171,7 +179,10 @@ class Forkserver:
         self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
 
     def _count_devices(self) -> int:
-        """Counted in a child: asking may initialise CUDA, and a process that has cannot fork ranks."""
+        """Return the number of CUDA devices, counted in a child process.
+
+        Counting may initialize CUDA, and a process that has initialized it cannot fork ranks.
+        """
         import torch
 
         if torch.version.cuda is None and torch.version.hip is None:
@@ -192,7 +203,7 @@ class Forkserver:
         err_read, err_write = os_utils.output_pipe()
         mark = f"{self._token}-{message.rank}-{message.incarnation}"
         message.env[_OWNER.encode()] = mark.encode()
-        gc.freeze()  # the collector would else touch, and so copy, every page of torch in each rank
+        gc.freeze()  # or the garbage collector would write to, and so copy, all pages of torch in every rank
         pid = os.fork()
         if pid == 0:
             self._become_child()
@@ -231,6 +242,8 @@ class Forkserver:
             if child is not None:
                 self._tell_exit(child, os.waitstatus_to_exitcode(status))
 
+    # Kill what the rank started before reading the pipes, so that no writer is left. The exit is stored for a later
+    # owner, with its output only if there is no owner now.
     def _tell_exit(self, child: Child, code: int) -> None:
         os_utils.kill_session(child.pid)
         os_utils.kill_leftovers(child.started)
@@ -252,7 +265,7 @@ class Forkserver:
         )
 
     def _tell_ranks(self) -> None:
-        """To a new owner: each rank as it is."""
+        """Send the state of every rank to a new owner."""
         for child in self._children.values():
             told = RankForked(rank=child.request.rank, incarnation=child.request.incarnation, pid=child.pid)
             self._owner.send(told)
@@ -261,7 +274,7 @@ class Forkserver:
 
     @staticmethod
     def _kill(pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)  # it was forked just now and leads no session yet, maybe
+        os.kill(pid, signal.SIGKILL)  # just forked, it may not lead a session yet
         os_utils.kill_session(pid)
 
     def _close(self) -> None:
@@ -279,7 +292,7 @@ class Forkserver:
         self._exits.clear()
 
     def _is_leftover(self, process: psutil.Process) -> bool:
-        """Whether the process came from any rank, once all ranks are gone."""
+        """Return True if a rank of this cluster started the process. Called when all ranks are gone."""
         return sys.platform == "linux" or os_utils.environment_of(process).get(_OWNER, "").startswith(self._token)
 
 
@@ -295,7 +308,7 @@ def _remove(folders: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """The process's entry point."""
+    """Run the forkserver. Entry point of the process."""
     began = time.perf_counter()
     notebook = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -316,7 +329,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple[str, ...]) -> Iterator[None]:
-    """Within it, while nobody serves the stream, the process still ends within a moment of the notebook's end."""
+    """Exit soon after the notebook does, inside a context in which nothing reads the stream (long imports).
+
+    A timer signal checks every 0.2 s. Also removes the folders, and those of an unread OpenCluster.
+    """
 
     def look(_number: int, _frame: object) -> None:
         if os.getppid() != notebook or os_utils.is_hung_up(stream.fileno()):
@@ -327,7 +343,7 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
             os._exit(1)
 
     signal.signal(signal.SIGALRM, look)
-    signal.siginterrupt(signal.SIGALRM, False)  # what imports do in C need not know
+    signal.siginterrupt(signal.SIGALRM, False)  # restart the system calls of imports in progress
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     try:
         yield
@@ -336,13 +352,16 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
 
 
 _CLAIM_SECONDS = 5.0
-"""How long a process that has connected may take to say what it wants."""
+"""Seconds that a process may take, once connected, to send its claim."""
 
 Stream = MessageStream[ToForkserver]
 
 
 class Ownership:
-    """The owner, seen from the forkserver: first the process `notebook`, its parent, over `stream`."""
+    """Track which notebook process owns the cluster, and accept claims for a detached cluster.
+
+    The first owner is the parent process `notebook`, over `stream`. Forked ranks share the flag behind `there`.
+    """
 
     def __init__(self, stream: Stream, notebook: int) -> None:
         self.stream = stream
@@ -352,20 +371,20 @@ class Ownership:
         self._kept: DetachCluster | None = None
         self._listener: socket.socket | None = None
         self._callers: list[tuple[Stream, int, float]] = []
-        self._flag = mmap.mmap(-1, 1)  # shared with every process that is forked from here on
+        self._flag = mmap.mmap(-1, 1)  # shared with all ranks forked from here on
         self._flag[0] = 1
 
     def there(self) -> bool:
-        """Whether there is one. In the ranks too: this is how they know."""
+        """Return True while the cluster has an owner. Works in the ranks too, through shared memory."""
         return self._flag[0] == 1
 
     @property
     def keeps(self) -> bool:
-        """Whether the cluster outlives its owner."""
+        """Return True if the cluster outlives its owner."""
         return self._kept is not None
 
     def files(self) -> list[int]:
-        """The descriptors to watch."""
+        """Return the file descriptors to poll."""
         files = [each.fileno() for each, _, _ in self._callers]
         if self._listener is not None:
             files.append(self._listener.fileno())
@@ -374,12 +393,12 @@ class Ownership:
         return files
 
     def send(self, message: Message) -> None:
-        """Tell the owner, if there is one."""
+        """Send a message to the owner, if there is one."""
         if self.there():
             self.stream.send(message)
 
     def keep(self, message: DetachCluster) -> None:
-        """From now on the cluster outlives its owner."""
+        """Detach the cluster: let it outlive its owner, and listen for claims."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(message.address)
@@ -387,17 +406,17 @@ class Ownership:
         self._kept = message
 
     def let_go(self) -> None:
-        """There is no cluster any more that could outlive anybody."""
+        """Stop accepting claims: the cluster is being closed."""
         self._kept = None
         self._hang_up()
 
     def forget(self) -> None:
-        """In a child of the forkserver: close what is not its own."""
+        """Close the parent's sockets. Called in a forked child."""
         self.stream.close()
         self._hang_up()
 
     def look(self) -> bool:
-        """Notice that the owner is gone; False when that ends the cluster."""
+        """Check whether the owner is gone; return False if the cluster must end."""
         if self.there() and (self.stream.closed or self._gone()):
             self.stream.close()
             self._flag[0] = 0
@@ -405,7 +424,10 @@ class Ownership:
         return self.there() or (self._kept is not None and time.monotonic() - self.lost < self._kept.seconds)
 
     def hear_claims(self, ranks: int) -> bool:
-        """Answer whoever has connected; whether one of them is the owner now, and waits to hear of `ranks` ranks."""
+        """Answer pending claims; return True if one was accepted.
+
+        `ranks` is the number of RankForked and RankExited messages that the new owner then receives.
+        """
         if self._listener is not None:
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -463,30 +485,33 @@ class Ownership:
 _PROCESS = Path("/proc/self")
 _EVERY = 1.0
 _RECENT = 10.0
-"""Seconds that a victim with much memory may take to end."""
+"""Seconds in which a kill counts as recent: a victim with much memory takes some time to exit."""
 
 
 def find_counter(process: Path = _PROCESS) -> Path | None:
-    """The file with our control group's count; None where there is none.
+    """Return the file with the OOM kill count of our control group, or None.
 
-    Whichever limit or lack of memory it was: the kernel counts where the victim was (cgroup-v2.rst, `oom_kill`; in
-    version 1 the same line stands in `memory.oom_control`).
+    The kernel counts a kill in the victim's group, whichever limit or shortage caused it (cgroup-v2.rst, `oom_kill`;
+    version 1 has the same line in `memory.oom_control`).
     """
     return next((file for file in _counters(process) if read_counter(file) is not None), None)
 
 
 def read_counter(file: Path) -> int | None:
-    """How many processes were ended so far."""
+    """Return the number of OOM kills so far; None if the file does not count them."""
     try:
         lines = file.read_text().splitlines()
-    except OSError:  # no such controller here, or the root group, which counts nothing
+    except OSError:  # no memory controller, or the root group, which has no counter
         return None
     counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
     return int(counts[0]) if counts else None
 
 
 class RecentKills:
-    """Counts the OOM killer's victims of the last seconds: one of last week did not end the rank that ends now."""
+    """Count the OOM killer's victims of the last seconds.
+
+    Older kills say nothing about a rank that exits now.
+    """
 
     def __init__(self, counter: Path | None) -> None:
         self._counter = counter
@@ -494,12 +519,12 @@ class RecentKills:
         self._next = 0.0
 
     def look(self, now: float) -> None:
-        """Look at the counter, at most once a second; `now` is on any clock."""
+        """Read the counter, at most once a second; `now` is in seconds on any clock."""
         if now >= self._next:
             self._read(now)
 
     def recent(self, now: float) -> int:
-        """How many there were of late; 0 where it cannot be told."""
+        """Return the number of recent OOM kills; 0 if it is unknown."""
         self._read(now)
         return self._changes[-1][1] - self._changes[0][1] if self._changes else 0
 
@@ -513,11 +538,14 @@ class RecentKills:
 
 
 def _counters(process: Path) -> Iterator[Path]:
-    """The files that may have the counter. A machine can have both versions; the memory is in one of them."""
+    """Yield the files that may contain the counter.
+
+    A machine can mount both versions of control groups; the memory controller belongs to one of them.
+    """
     try:
         groups = (process / "cgroup").read_text().splitlines()
         mounts = [_Mount(line) for line in (process / "mountinfo").read_text().splitlines()]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in groups:
         _, controllers, path = line.split(":", 2)
@@ -530,7 +558,7 @@ def _counters(process: Path) -> Iterator[Path]:
 
 
 class _Mount:
-    """One line of mountinfo (proc_pid_mountinfo(5))."""
+    """One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5))."""
 
     def __init__(self, line: str) -> None:
         before, _, after = line.partition(" - ")
@@ -541,7 +569,10 @@ class _Mount:
         self.options = kinds[-1].split(",")
 
     def folder_of(self, group: str) -> Path:
-        """Where the control group `group` lies. A container sees its own at the top, whatever its path outside."""
+        """Return the folder of the control group `group`.
+
+        A container sees its own group at the mount point, whatever the group's path is outside.
+        """
         path = PurePosixPath(group)
         return self.point / path.relative_to(self.root) if path.is_relative_to(self.root) else self.point
 

@@ -1,7 +1,4 @@
-"""A rank's life: from the fork to the end of its process.
-
-Owns: the set-up of a rank and its main thread's loop. Refuses: to return.
-"""
+"""Entry point of a rank's process: set-up after the fork, the main thread's task loop, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -40,7 +37,10 @@ _shell: RankShell | None = None
 
 
 def warm_up_shell() -> None:
-    """Make, in the forkserver, what every rank has: IPython's shell, with all that a first traceback imports."""
+    """Create the IPython shell that all ranks share. Called in the forkserver.
+
+    Also formats a traceback once, because the first one imports several modules.
+    """
     global _shell
     comms.prepare_comms()
     _shell = shell = make_shell()
@@ -53,10 +53,14 @@ def warm_up_shell() -> None:
 def run_rank(
     request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, owned: Callable[[], bool]
 ) -> None:
-    """Be the rank. `owned()` tells whether there is a notebook. Never returns."""
+    """Run the rank in the forked child, and exit. Never returns.
+
+    `outputs` are the read and write ends of stdout's and stderr's pipes, `liveness` a descriptor that becomes readable
+    when the forkserver is gone. `owned()` returns True while there is a notebook.
+    """
     code = 1
     try:
-        os.dup2(outputs[1], 1)  # whatever goes wrong from here on is heard
+        os.dup2(outputs[1], 1)  # errors from here on reach the pipes
         os.dup2(outputs[3], 2)
         _tell_crashes(request)
         shutdown.clear_atexit()
@@ -80,9 +84,12 @@ def run_rank(
 
 
 def _tell_crashes(request: ForkRank) -> None:
-    """Have a segmentation fault leave the stacks of all threads: in a file, for a pipe may be full."""
+    """Write the stacks of all threads to a file after a fatal signal.
+
+    A file, because a pipe may be full.
+    """
     path = crash_path(journal_path(Path(request.segments), request.rank, request.incarnation))
-    with contextlib.suppress(OSError):  # no room for it: then there is the signal's number
+    with contextlib.suppress(OSError):  # no space: only the signal's number is reported then
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
@@ -103,16 +110,22 @@ def _be_like_the_notebook(request: ForkRank) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    random.seed()  # a fork would draw its peers' numbers
-    numpy.random.seed()  # noqa: NPY002 - the global state that user code may use
+    random.seed()  # all forks share the forkserver's seed
+    numpy.random.seed()  # noqa: NPY002 - user code may use the global state
     torch.set_num_threads(request.threads)
 
 
 def _pace(world_size: int) -> RateLimit:
-    """The ranks' shares of what the server lets through, less labels and JSON."""
+    """Return this rank's share of the Jupyter server's limit on output, in bytes.
+
+    Leaves room for labels and JSON.
+    """
     return RateLimit(rate=650_000 / world_size, burst=1_800_000 // world_size, window=2_400_000 // world_size)
 
 
+# Order of the set-up: the device before anything that may use CUDA, the interrupt hooks before the control thread, and
+# that thread before RankReady, after which messages arrive. The originals are remembered last: what the set-up itself
+# replaced, such as `input`, belongs to them.
 def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> None:
     device = torch.device(request.device)
     if device.type == "cuda":
@@ -170,7 +183,10 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
 
 
 def _work(control: ControlThread, executor: Executor) -> None:
-    """Run tasks until it is time to leave. An error between two of them, as of a signal handler, is told."""
+    """Run tasks until shutdown.
+
+    Errors between tasks, for example of a signal handler, are reported; errors in quick succession end the rank.
+    """
     failed = -FAILURES_APART
     while True:
         try:
@@ -195,5 +211,5 @@ def _say_farewell(link: RankLink, group: GroupManager, patience: float) -> None:
     shutdown.run_atexit(patience, linger)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
-    else:  # a save that still goes on would be in its collectives
+    else:  # an unfinished save may still use the group's collectives
         group.leave()

@@ -1,8 +1,6 @@
-"""Measures one cell: its times, and what torch's profiler saw of it.
+"""Measurement of one cell: wall time, CPU time, time waiting for other ranks, and optionally a profile.
 
-Owns: when a measurement begins and ends, whatever the cell does. Refuses: to cost a cell anything that nobody measures.
-
-How long a rank stands still for the others.
+Exists only for a cell that is measured; other cells pay nothing. `WaitClock` computes the waiting time.
 """
 
 from __future__ import annotations
@@ -23,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Measurement:
-    """Of one cell on `rank`, which has begun `launched` collectives so far. The main thread; is a `WaitObserver`."""
+    """Measure one cell on `rank`. Main thread; also a `WaitObserver` of collectives, called from any thread.
+
+    `launched` is the number of collectives that the process groups have launched before the cell.
+    """
 
     def __init__(self, asked: Measure, rank: int, device: torch.device, launched: int) -> None:
         self._main_cpu = cpu_clock_of(threading.get_ident())
@@ -39,7 +40,7 @@ class Measurement:
             self._profiling = Profiling(asked.epoch, rank, device)
 
     def start(self) -> None:
-        """From here on."""
+        """Start measuring. A profiler that cannot start is reported in the result."""
         if self._profiling is not None:
             try:
                 self._profiling.start()
@@ -49,7 +50,7 @@ class Measurement:
         self._began = (time.perf_counter(), time.process_time(), time.thread_time())
 
     def stop(self, launched: int) -> None:
-        """Up to here, at the first call."""
+        """Stop measuring; later calls have no effect. `launched` is the number of collectives by now."""
         if self._times is not None:
             return
         wall, cpu, main_cpu = self._began
@@ -68,32 +69,32 @@ class Measurement:
                 self._profiling, self._trouble = None, f"torch's profiler did not see the cell: {error}"
 
     def tell(self) -> Measured:
-        """What there is to tell, after `stop`."""
+        """Return the measurement, after `stop`."""
         assert self._times is not None
         profile: Profile | None = None
         if self._profiling is not None:
             try:
                 profile = self._profiling.tell()
-            except Exception as error:  # noqa: BLE001 - told; the cell's own end must not hang on its profile
+            except Exception as error:  # noqa: BLE001 - reported; a profile must not fail its cell
                 self._trouble = f"what torch's profiler saw could not be told: {type(error).__name__}: {error}"
         return Measured(self._times, profile, self._trouble)
 
-    # interruptible_work.WaitObserver
+    # WaitObserver
 
     @contextlib.contextmanager
     def begins(self, word: str) -> Iterator[None]:
-        """A thread begins a collective."""
+        """Note that a thread launches a collective."""
         with self._note(word):
             yield
 
     @contextlib.contextmanager
     def waits_for(self, word: str) -> Iterator[None]:
-        """A thread waits for one."""
+        """Note that a thread waits for a collective."""
         with self._note(f"{word}: wait"), self._clock.during(word):
             yield
 
     def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
-        """C++ will wait for one."""
+        """Note that C++ code will wait for a collective, until `future` is done."""
         self._clock.promised(future)
 
     def _note(self, word: str) -> contextlib.AbstractContextManager[object]:
@@ -104,7 +105,12 @@ Clock = Callable[[], float]
 
 
 class WaitClock:
-    """Counts what is under way. Any thread. `cpu` is the main thread's processor time, `wall` everybody's; seconds."""
+    """Measure the time in which threads wait for collectives. Any thread.
+
+    `cpu` is the main thread's CPU clock, `wall` the wall clock, in seconds. While at least one wait is in progress,
+    wall time counts as waiting, less the CPU time that the main thread uses meanwhile. So overlapping waits count once,
+    and a collective that overlaps with computation counts only for its remainder.
+    """
 
     def __init__(self, cpu: Clock, wall: Clock = time.perf_counter) -> None:
         self._cpu = cpu
@@ -117,7 +123,7 @@ class WaitClock:
 
     @contextlib.contextmanager
     def during(self, word: str) -> Iterator[None]:  # noqa: ARG002 - see `interruptible_work.WaitObserver`
-        """A thread waits."""
+        """Count the time of the context as waiting."""
         self._begin()
         try:
             yield
@@ -125,12 +131,12 @@ class WaitClock:
             self._end()
 
     def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
-        """C++ will wait for it."""
+        """Count the time until `future` is done as waiting."""
         self._begin()
         future.add_done_callback(lambda _: self._end())
 
     def stop(self) -> float:
-        """The seconds that were waited. What is under way counts up to now."""
+        """Return the seconds of waiting. Waits in progress count up to now."""
         with self._lock:
             if self._under_way and not self._ended:
                 self._add()
@@ -155,7 +161,10 @@ class WaitClock:
 
 
 def cpu_clock_of(thread: int) -> Clock:
-    """The processor time of a thread. Where the system tells of none but the caller's (macOS) it counts as waiting."""
+    """Return a clock of a thread's CPU time.
+
+    Where the system cannot read another thread's clock (macOS), CPU time counts as waiting.
+    """
     if not hasattr(time, "pthread_getcpuclockid"):
         return lambda: 0.0
     clock = time.pthread_getcpuclockid(thread)

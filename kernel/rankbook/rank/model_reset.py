@@ -1,7 +1,7 @@
-"""Models that an error left half way through a step.
+"""Reset of DDP and FSDP2 models after an error left them in the middle of a training step.
 
-Owns: which models there are, and how each kind is made ready for its next step. Refuses: weights, gradients that were
-reduced, and groups; `process_group.py` makes those anew at the same moment.
+Clears the state of the failed step: pending buckets and all-gathers, unsharded parameters. Weights and reduced
+gradients stay. `process_groups/manager.py` re-forms the process groups at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RUNTIME = "rankbook.runtime.recovery"
 
 
 def remember_models() -> None:
-    """Have each DistributedDataParallel that is made from here on known. A second time changes nothing."""
+    """Record all DistributedDataParallel instances created from now on. Can be called twice."""
     original = DistributedDataParallel.__init__
     if not hasattr(original, "__wrapped__"):
         DistributedDataParallel.__init__ = _remembered(original)  # type: ignore[method-assign]
@@ -38,17 +38,20 @@ def _remembered(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def reset_after_abort() -> None:
-    """End the steps that failed: what waits in a bucket or an all-gather is dropped, what was gathered is freed."""
+    """Reset all models after an aborted step: drop pending buckets and all-gathers, free gathered parameters."""
     for model in _with_reducers():
         model.reducer._reset_state()
     _reset_sharded()
     runtime = sys.modules.get(_RUNTIME)
-    if runtime is not None:  # else no cell has used it
+    if runtime is not None:  # otherwise no cell has used it
         runtime.restart_accumulation()
 
 
 def restart_step() -> None:
-    """Have each DDP model agree with the other ranks about its buckets anew: one of them is a fresh process."""
+    """Rebuild the reducers of the DDP models, so that all ranks agree on the buckets again.
+
+    Needed when one of the ranks is a new process.
+    """
     for model in _with_reducers():
         parameters, sparse = model._build_params_for_reducer()
         names = model._build_debug_param_to_name_mapping(parameters)
@@ -58,19 +61,22 @@ def restart_step() -> None:
 
 
 def _with_reducers() -> list[DistributedDataParallel]:
-    """Those that are in use: a model that was prepared again has left its reducer to the later wrapper."""
+    """Return the DDP models in use.
+
+    A model that was prepared again has passed its reducer to the later wrapper.
+    """
     return [each for each in tuple(_models) if "reducer" in each.__dict__]
 
 
 def _reset_sharded() -> None:
-    """Let every FSDP2 model of this process begin its next step as if the failed one had not been.
+    """Reset every FSDP2 model of this process to the state before the failed step.
 
-    A rank that raised between the forward and the end of the backward holds whole parameters where the others hold
-    shards, and would take part in other collectives than they. Gradients of this rank that have not been reduced are
-    dropped with a backward that failed, or the next one would add to them.
+    A rank that raised between the forward pass and the end of the backward pass holds unsharded parameters where the
+    others hold shards, and would run other collectives than they. If a backward pass failed, unreduced gradients of
+    this rank are dropped, because the next one would add to them.
     """
     module = sys.modules.get(_STATES)
-    if module is None:  # no model is sharded, and the import is slow
+    if module is None:  # no model is sharded, and importing FSDP is slow
         return
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -84,7 +90,7 @@ def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
     groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
     in_backward = any(group._training_state.name in {"PRE_BACKWARD", "POST_BACKWARD"} for group in groups)
     for group in groups:
-        group._all_gather_result = None  # broken off: nobody can wait for it
+        group._all_gather_result = None  # aborted: waiting for it would fail
         if in_backward:
             for each in group.fsdp_params:
                 each.unsharded_accumulated_grad = None

@@ -1,7 +1,6 @@
-"""Puts back builtins, and functions of `os` and `time`, that a cell has replaced and the rank cannot do without.
+"""Restore builtins, and functions of `os` and `time`, that a cell has replaced.
 
-Owns: what they were before the first cell. Refuses: to look after them as long as the rank's own code works: a cell may
-replace what it likes.
+Called only when the rank's own code has failed: a cell may replace these functions as long as the rank still works.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import time
 from types import ModuleType
 
 _DEBUGGERS = ("exec", "fork", "posix_spawn", "spawn")
-"""How those names begin that a debugger replaces, and needs."""
+"""Prefixes of functions that a debugger replaces and needs."""
 
 _originals: list[tuple[ModuleType, str, object]] = []
 
 
 def remember_originals() -> None:
-    """Take what is there now for the originals."""
+    """Record the current functions as the originals, before the first cell."""
     _originals[:] = [
         (module, name, value)
         for module in (builtins, os, time)
@@ -28,7 +27,7 @@ def remember_originals() -> None:
 
 
 def restore_originals() -> list[str]:
-    """Put the originals back; return the names of those that had been replaced. No builtin is called here."""
+    """Restore the originals; return the names that had been replaced. Calls no builtin function."""
     replaced = []
     for module, name, value in _originals:
         if module.__dict__.get(name) is not value:
@@ -38,5 +37,5 @@ def restore_originals() -> list[str]:
 
 
 def describe_restored(replaced: list[str]) -> str:
-    """Return the line that tells a person what `restore` has put back."""
+    """Return a message that lists the restored names."""
     return f"{', '.join(replaced)}: a cell had replaced this, and the rank cannot work so; it was put back\n"

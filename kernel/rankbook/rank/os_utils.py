@@ -1,6 +1,6 @@
-"""What a rank and the forkserver ask of the operating system.
+"""Operating-system helpers of the forkserver and the ranks, for Linux and macOS.
 
-Owns: sessions, parent-death signals, descriptor set-up, on Linux and macOS. Refuses: policy.
+Parent-death signals, pipes, sockets, and finding and killing the processes that a rank has started.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PIPE_SIZE = 1 << 20
 DETACHED = "RANKBOOK_DETACHED"
-"""In the environment of a process that is to outlive its rank; it must lead a session of its own as well."""
+"""Environment variable of a process that may outlive its rank; it must also lead its own session."""
 
 
 def die_with_parent() -> None:
-    """Ask for SIGKILL when the parent's thread that forked us ends (Linux; elsewhere the liveness pipe does it)."""
+    """Request SIGKILL for this process when the parent thread that forked it ends (Linux).
+
+    Elsewhere the liveness pipe has this effect.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what a dead rank leaves behind, so that it can be found and killed (Linux)."""
+    """Become the parent of a dead rank's descendants, so that they can be found and killed (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -44,26 +47,26 @@ def _prctl(option: int, value: int) -> None:
 
 
 def malloc_trim() -> None:
-    """Have the allocator return what it keeps for nobody (glibc; others have no such call). It takes milliseconds."""
+    """Return the allocator's free memory to the system (glibc only). Takes some milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def output_pipe() -> tuple[int, int]:
-    """A pipe with a non-blocking read end and as much room as the system gives."""
+    """Return a pipe with a non-blocking read end and the largest buffer that the system allows."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     if sys.platform == "linux":
         import fcntl
 
-        with contextlib.suppress(OSError):  # the user's pipe quota is used up: the default size does
+        with contextlib.suppress(OSError):  # pipe quota exhausted: keep the default size
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
     return read, write
 
 
 def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
-    """What can be read without waiting."""
+    """Read without waiting, at most `most` bytes."""
     chunks: list[bytes] = []
     size = 0
     while size < most:
@@ -79,14 +82,14 @@ def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
 
 
 def is_hung_up(connection: int) -> bool:
-    """Whether the other end of a socket is closed, whatever there still is to read."""
+    """Return True if the peer has closed the socket, even with unread data."""
     poll = select.poll()
     poll.register(connection, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int | None, int | None]:
-    """The process and the user at the other end of a unix socket; None where the system does not tell."""
+    """Return the process id and user id of a Unix socket's peer; None where the system has no such call."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -95,7 +98,10 @@ def peer_credentials(connection: socket.socket) -> tuple[int | None, int | None]
 
 
 def exit_watcher(pid: int) -> Callable[[], bool]:
-    """Tells whether the process that has the id `pid` now has ended."""
+    """Return a function that returns True once the process has ended.
+
+    The process is the one that has the id `pid` now; a later process with this id is not taken for it.
+    """
     try:
         process = psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -111,7 +117,7 @@ def exit_watcher(pid: int) -> Callable[[], bool]:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL every process of the session that `leader` led, whatever became of its parents."""
+    """Send SIGKILL to all processes of a session, including those that lost their parents."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for process in psutil.Process().children(recursive=True):
@@ -121,10 +127,10 @@ def kill_session(leader: int) -> None:
 
 
 def kill_leftovers(belongs: Callable[[psutil.Process], bool]) -> None:
-    """SIGKILL the processes that `belongs` accepts, in whatever session, but for those that were asked to stay.
+    """Send SIGKILL to the processes that `belongs` accepts, in any session, unless they are marked as detached.
 
-    On Linux only descendants are looked at: `adopt_orphans` has made them of all that is left. A process may start
-    another one meanwhile, so this is repeated until none is found, for a tenth of a second at most.
+    On Linux it looks at descendants only, because `adopt_orphans` makes all leftovers descendants. A process may start
+    another one meanwhile, so this repeats until none is found, for a tenth of a second at most.
     """
     for _ in range(20):
         candidates = psutil.Process().children(recursive=True) if sys.platform == "linux" else psutil.process_iter()
@@ -138,7 +144,7 @@ def kill_leftovers(belongs: Callable[[psutil.Process], bool]) -> None:
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
-    """The environment that the process was started with; empty where it cannot be read."""
+    """Return the environment that the process was started with; empty if it cannot be read."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -146,7 +152,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 def holds_pipe(process: psutil.Process, inode: int) -> bool:
-    """Whether the process has an end of this pipe open (Linux)."""
+    """Return True if the process has an end of this pipe open (Linux)."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -167,7 +173,10 @@ def _stays(process: psutil.Process) -> bool:
 
 
 def interrupt_group() -> None:
-    """SIGINT for every other process of our process group, if we lead it: for what a rank has started."""
+    """Send SIGINT to the other processes of our process group, which a cell has started.
+
+    Does nothing unless this process leads the group.
+    """
     own = os.getpid()
     if os.getpgrp() != own:
         return

@@ -1,8 +1,7 @@
-"""torch's profiler around one cell.
+"""PyTorch's profiler around one cell, and its trace as part of a trace of all ranks.
 
-Owns: its start and its end, and what of its trace is told. Refuses: to read a trace that would hold up the rank.
-
-torch's trace of one rank, as a piece of one trace of all ranks.
+`Profiling` runs the profiler. `RankTrace` moves the events to a common time base, with one process per rank.
+`add_up` computes the times of the ops.
 """
 
 from __future__ import annotations
@@ -24,14 +23,17 @@ from rankbook.formatting import format_bytes
 from rankbook.protocol.profiling import OpTime, Profile
 
 _MOST = 400_000_000
-"""Bytes of a trace: reading it keeps the interpreter for some seconds, in which the rank answers nobody."""
+"""Maximum bytes of a trace. Parsing it holds the GIL for some seconds, during which the rank does not respond."""
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _OURS = 1
-"""What torch's note of whether a profiler runs is set to: true, and not the True that another one's start sets."""
+"""Value for torch's flag that a profiler runs. Another profiler's start sets True, which is distinct from 1."""
 
 
 class Profiling:
-    """Of one cell on `rank`. `epoch` is the zero of its times, in unix nanoseconds."""
+    """Profile one cell on `rank`.
+
+    `epoch` is the zero of the trace's times, in Unix nanoseconds.
+    """
 
     def __init__(self, epoch: int, rank: int, device: torch.device) -> None:
         self._epoch = epoch
@@ -43,7 +45,7 @@ class Profiling:
         self._profiler = profile(activities=activities)
 
     def start(self) -> None:
-        """From here on. Raises RuntimeError where somebody else profiles already."""
+        """Start profiling. Raises RuntimeError if another profiler is running."""
         if torch.autograd._profiler_enabled():
             raise RuntimeError("one that an earlier cell has started still runs, and there can be but one")
         with _quiet():
@@ -51,9 +53,9 @@ class Profiling:
         torch.autograd.profiler._is_profiler_enabled = _OURS  # type: ignore[assignment]
 
     def stop(self) -> None:
-        """Up to here. Raises RuntimeError where the cell has started a profiler itself: that ends this one.
+        """Stop profiling. Raises RuntimeError if the cell has started a profiler itself, which ends this one.
 
-        torch would say so in C++, and with a segmentation fault where the trace is read.
+        torch would report that from C++, and crash with a segmentation fault when the trace is read.
         """
         if not torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled is not _OURS:
             raise RuntimeError("the cell has started one itself, and there can be but one")
@@ -61,11 +63,14 @@ class Profiling:
             self._profiler.stop()
 
     def note(self, word: str) -> AbstractContextManager[object]:
-        """A span with a name of `torch.distributed`'s."""
+        """Return a context that records a span for a `torch.distributed` operation."""
         return record_function(f"dist.{word}")
 
     def tell(self) -> Profile:
-        """What ran. Raises ValueError where that was too much, or cannot be read; OSError."""
+        """Return the op times and the trace.
+
+        Raises ValueError if the trace is too large or cannot be parsed, and OSError.
+        """
         with tempfile.TemporaryDirectory(prefix="rankbook-profile-") as folder:
             file = Path(folder) / "trace.json"
             with _quiet():
@@ -82,13 +87,13 @@ class Profiling:
             epoch=self._epoch,
         )
         ops = trace.ops()
-        events = json.dumps(trace.events(), separators=(",", ":"))  # all at once is C code, and twice as fast
+        events = json.dumps(trace.events(), separators=(",", ":"))  # one call runs in C, twice as fast
         return Profile(ops, events[1:-1].encode())
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that kineto writes to standard error at its start and end."""
+    """Suppress the lines that Kineto prints to stderr at start and stop."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
@@ -102,20 +107,20 @@ Event = dict[str, Any]
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _NO_OPS = frozenset({"gpu_user_annotation", "Trace"})
-"""What only spans other events."""
+"""Categories of events that only span other events."""
 _FLOWS = frozenset({"s", "t", "f"})
 
 
 class RankTrace:
-    """The trace that torch's profiler wrote in process `pid` of `rank`, which computes on `device`.
+    """The trace that PyTorch's profiler wrote in process `pid` of `rank`, which computes on `device`.
 
-    `epoch` is the new zero, in unix nanoseconds. Raises ValueError where `trace` does not say what its own one is.
+    `epoch` is the new zero of its times, in Unix nanoseconds. Raises ValueError if `trace` has no base time.
     """
 
     def __init__(self, trace: Mapping[str, Any], *, rank: int, device: str, pid: int, epoch: int) -> None:
         base = trace.get("baseTimeNanoseconds")
         if not isinstance(base, int):
-            raise ValueError("this torch writes no baseTimeNanoseconds into its traces")  # noqa: TRY004 - see above
+            raise ValueError("this torch writes no baseTimeNanoseconds into its traces")  # noqa: TRY004 - bad data
         self._rank = rank
         self._device = device
         self._pid = pid
@@ -123,7 +128,10 @@ class RankTrace:
         self._events: list[Event] = [each for each in trace["traceEvents"] if isinstance(each.get("pid"), int)]
 
     def events(self) -> list[Event]:
-        """As in torch's trace, but in process `rank`, whose name says so; its main thread first."""
+        """Return the events in process `rank`, after metadata that names the process and its threads.
+
+        The main thread is the first one.
+        """
         names = {(each["pid"], each["tid"]): each["args"]["name"] for each in self._events if _names_thread(each)}
         threads = {(self._pid, self._pid): 1}
         found = []
@@ -133,7 +141,7 @@ class RankTrace:
             thread = threads.setdefault((event["pid"], event["tid"]), len(threads) + 1)
             moved = {**event, "pid": self._rank, "tid": thread, "ts": round(event["ts"] + self._shift, 3)}
             if event["ph"] in _FLOWS:
-                moved["id"] = (self._rank << 40) + int(event["id"])  # the ranks count alike
+                moved["id"] = (self._rank << 40) + int(event["id"])  # all ranks count from the same id
             found.append(moved)
         told = {key: self._name(key, names) for key in threads}
         head = [
@@ -148,7 +156,7 @@ class RankTrace:
         return head + found
 
     def ops(self) -> tuple[OpTime, ...]:
-        """The time of each op, without the ops that it called."""
+        """Return the time per op, excluding the ops that it called."""
         return add_up(each for each in self._events if each["ph"] == "X" and each.get("cat") not in _NO_OPS)
 
     def _name(self, key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> str:
@@ -161,16 +169,18 @@ class RankTrace:
 
 
 def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
-    """Complete events (with `ts` and `dur`, in microseconds) by name, the longest first.
+    """Return the total time per op, the longest first.
 
-    One that starts within another one of its thread was called by it, unless it goes on for longer: then it runs beside
-    it, as gloo's collectives do.
+    `events` are complete events with `ts` and `dur` in microseconds. An op that starts within another op of the same
+    thread was called by it, and its time is subtracted from the caller's. An op that ends later than its caller runs
+    beside it, as gloo's collectives do, and is not subtracted.
     """
     threads: dict[tuple[object, object], list[Event]] = defaultdict(list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
     calls: dict[tuple[str, str], int] = defaultdict(int)
     micros: dict[tuple[str, str], float] = defaultdict(float)
+    # `open_` is the stack of calls in progress: end time and key.
     for one in threads.values():
         one.sort(key=lambda each: (each["ts"], -each["dur"]))
         open_: list[tuple[float, tuple[str, str]]] = []
@@ -182,7 +192,7 @@ def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
             micros[key] += long
             while open_ and open_[-1][0] <= start:
                 open_.pop()
-            if open_ and start + long > open_[-1][0] + 0.001:  # the times are rounded to nanoseconds
+            if open_ and start + long > open_[-1][0] + 0.001:  # tolerance: times are rounded to nanoseconds
                 continue
             if open_:
                 micros[open_[-1][1]] -= long

@@ -1,13 +1,12 @@
-"""What a rank hands to the one that takes a dead rank's place, and how that one takes it over.
+"""Transfer of a rank's variables to the rank that replaces a dead one.
 
-Owns: which variables travel, and why others do not. Refuses: to choose the peer, and to make groups.
+A peer lists which variables can be pickled (`list_state`), exports them (`export_state`), and the new rank adopts them
+(`adopt_state`). The coordinator chooses the peer, and re-forms the process groups.
 
-The variables are checked one by one first. Those that can be pickled are then pickled at once, so that an optimizer
-still holds the parameters of its model. Where that pickle cannot be opened, the coordinator asks for parts of it until
-it knows which variables to leave out. Functions and classes of cells keep to the namespace they are in: on the new
-rank they see its variables.
-
-Check in a forked child which values can be pickled.
+Variables are first checked one by one, in a forked child, where a value that crashes or hangs does no harm. Those that
+can be pickled are then pickled in one piece, so that an optimizer still holds the parameters of its model. If that
+pickle cannot be loaded, the coordinator asks for parts of it until it knows which variables to leave out. Functions and
+classes of cells are bound to the namespace that they arrive in: on the new rank they use its variables.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from rankbook.transport.shared_memory import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
 _namespace: dict[str, Any] = {}
-"""The namespace of this rank's cells, which functions that arrive from a peer see."""
+"""The namespace of this rank's cells, to which functions from a peer are bound."""
 
 
 class Exportable(TypedDict):
-    """The names of the variables that a rank can export, and the reason for each that it cannot."""
+    """The names of the variables that a rank can export, and the reason for every one that it cannot."""
 
     names: list[str]
     missing: dict[str, str]
 
 
 class ExportedState(TypedDict):
-    """The exported part of a rank's state. `imports` maps names to modules."""
+    """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`."""
 
     variables: dict[str, Any]
     imports: dict[str, str]
@@ -60,7 +59,7 @@ class ExportedState(TypedDict):
 
 
 class AdoptedState(TypedDict):
-    """What the new rank has: how many of each kind, and the reasons for what it has not.
+    """The number of adopted values by kind, and the reasons for missing ones.
 
     `refused` is the reason why nothing was adopted; empty otherwise.
     """
@@ -73,7 +72,10 @@ class AdoptedState(TypedDict):
 
 
 def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportable:
-    """Check which variables of `namespace` can be pickled. Those in `hidden` every rank has by itself."""
+    """Check which variables of `namespace` can be pickled.
+
+    Skips modules, private names, and the names in `hidden`, which are defined on every rank.
+    """
     missing: dict[str, str] = {}
     values: dict[str, Any] = {}
     for name, value in namespace.items():
@@ -90,7 +92,7 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportab
 def export_state(
     namespace: dict[str, Any], hidden: Mapping[str, Any], names: Collection[str], store: SegmentStore
 ) -> Packed:
-    """Pickle the variables `names`, with the imports and the paths. Raises `TransferError`."""
+    """Pickle the variables `names`, with the imports, `sys.path` and the current folder. Raises `TransferError`."""
     imports = {
         name: value.__name__
         for name, value in namespace.items()
@@ -102,9 +104,9 @@ def export_state(
 
 
 def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:
-    """Put the state that `open_state` returns into `namespace`, or nothing where it raises.
+    """Copy the state that `open_state` returns into `namespace`; copy nothing if it raises.
 
-    Without it, make this rank's models ready for the new ranks.
+    Without `open_state`, prepare this rank's models for training with the new ranks.
     """
     adopted = AdoptedState(variables=0, functions=0, imports=0, missing={}, refused="")
     if open_state is None:
@@ -114,7 +116,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
         state = open_state()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - reported; a value's own code may raise SystemExit
+    except BaseException as error:  # noqa: BLE001 - reported; a value's code may raise even SystemExit
         adopted["refused"] = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         return adopted
     missing = adopted["missing"]
@@ -137,15 +139,16 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
 
 
 def set_cell_namespace(namespace: dict[str, Any]) -> None:
-    """Functions that arrive from a peer see this namespace."""
+    """Set the namespace that functions from a peer are bound to."""
     global _namespace
     _namespace = namespace
 
 
 class _Reducer:
-    """Takes apart what pickle cannot, or would take along too much of.
+    """Pickle reducer for cell functions, process groups, and tensors.
 
-    Without `with_data` plain tensors are left out: that is enough to find out what can be pickled, and needs no CUDA.
+    Raises `TransferError` for a sharded DTensor. Without `with_data`, plain tensors are left out: that suffices to find
+    out which values can be pickled, and needs no CUDA.
     """
 
     def __init__(self, namespace: dict[str, Any], *, with_data: bool = True) -> None:
@@ -172,18 +175,18 @@ class _Reducer:
 
 
 def _last_saved() -> str:
-    """Where a sharded variable may lie still."""
-    saving = sys.modules.get(_SAVES)  # without it no cell has saved anything
+    """Return a hint at the last checkpoint, from which a sharded variable can be loaded."""
+    saving = sys.modules.get(_SAVES)  # not imported: no cell has saved anything
     saved = saving.last_save() if saving is not None else None
     if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
         return ""
     return f"; the last checkpoint is {saved.folder}/{saved.name}"
 
 
-def _group_here(name: str) -> Any:  # noqa: ANN401 - a group, or what torch has for those that are in none
+def _group_here(name: str) -> Any:  # noqa: ANN401 - a group, or torch's value for a non-member
     try:
         return _resolve_process_group(c10d.GroupName(name))
-    except RuntimeError:  # this rank is no member
+    except RuntimeError:  # this rank is not a member
         return dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -208,35 +211,37 @@ def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | 
 
 
 def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> None:
-    """Afterwards, for a function may be in its own closure."""
+    """Set a function's attributes and closure. A second step, as a function may be in its own closure."""
     function.__dict__.update(state.pop("attributes"))
     for own, sent in zip(function.__closure__ or (), state.pop("cells") or (), strict=True):
         try:
             own.cell_contents = sent.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # an unassigned variable
             continue
     for name, value in state.items():
         setattr(function, name, value)
 
 
 def _on_this_device(tensor: torch.Tensor, kind: type | None, requires_grad: bool) -> torch.Tensor:
-    moved = tensor.to("cuda")  # the rank's own: it is the current one
+    moved = tensor.to("cuda")  # the current device is the rank's own
     if kind is not None:
         return torch.nn.Parameter(moved, requires_grad=requires_grad)
     return moved.requires_grad_(requires_grad)
 
 
 VALUE_SECONDS = 10.0
-"""How long pickling one value may take. It pickles no tensor data, and writes nothing."""
+"""Time limit for pickling one value, in seconds. No tensor data is pickled and nothing is stored."""
 _LENGTH = struct.Struct("I")
 _NO_CUDA = "forked subprocess"
-"""In torch's error where a forked child uses CUDA."""
+"""Part of torch's error message when a forked child uses CUDA."""
 
 
 def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: float = VALUE_SECONDS) -> dict[str, str]:
-    """Return why values cannot be pickled, by name; those that can be are left out.
+    """Return the names of values that cannot be pickled, with the reasons.
 
-    Each value may take `seconds`. This process pickles nothing unless the check needs CUDA, or no child can be made.
+    A forked child pickles the values in order. When it dies or spends more than `seconds` on a value, that value is at
+    fault, and another child continues with the next one. This process pickles only what needs CUDA, or all if it cannot
+    fork.
     """
     problems: dict[str, str] = {}
     names = list(values)
@@ -267,7 +272,10 @@ def _check_here(names: list[str], values: Mapping[str, object], reduce: Reduce) 
 
 
 class _Child:
-    """A forked process that pickles `values` and writes an answer for each: its length, then the problem or nothing."""
+    """A forked process that pickles `values`.
+
+    It answers per value, with the length of a text, then the text: the problem, or nothing.
+    """
 
     def __init__(self, values: Mapping[str, object], reduce: Reduce) -> None:
         self._read, write = os.pipe()
@@ -287,7 +295,10 @@ class _Child:
         os.close(write)
 
     def answers(self, count: int, seconds: float) -> Iterator[str]:
-        """Yield an empty string as the child begins, then the answers; stop early where none comes within `seconds`."""
+        """Yield an empty string when the child begins, then its answers.
+
+        Stops early if none arrives within `seconds`.
+        """
         received, taken = b"", 0
         deadline = time.monotonic() + seconds
         while taken <= count:
@@ -305,10 +316,13 @@ class _Child:
                 deadline = time.monotonic() + seconds
 
     def end(self) -> str:
-        """Kill the child, unless it has ended, and return how it ended by itself: "" where it had to be killed."""
+        """Kill the child if it is still running.
+
+        Returns how it ended by itself, or an empty string if it had to be killed.
+        """
         os.close(self._read)
         ended, status = os.waitpid(self._pid, os.WNOHANG)
-        deadline = time.monotonic() + 0.2  # its end of the pipe closes a moment before the process is gone
+        deadline = time.monotonic() + 0.2  # the pipe closes a moment before the process has exited
         while not ended and time.monotonic() < deadline:
             time.sleep(0.002)
             ended, status = os.waitpid(self._pid, os.WNOHANG)
@@ -322,19 +336,19 @@ class _Child:
 
 
 def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
-    """Pickle `values` and answer. In the child."""
+    """Pickle `values` and write the answers. Runs in the child."""
     own = os.getpid()
-    os.setpgid(0, 0)  # a value that kills its process group kills this one
+    os.setpgid(0, 0)  # a value that kills its process group kills only this child
     faulthandler.disable()  # its file belongs to the parent
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    torch.set_num_threads(1)  # the parent's threads are not there
+    torch.set_num_threads(1)  # the parent's threads do not exist in the child
     _answer(write, "")
     for name, value in values.items():
         problem = pickle_error(value, name=name, reduce=reduce)
         if os.getpid() != own:
-            os._exit(1)  # the value has forked, and this is its child
+            os._exit(1)  # the value's own code has forked, and this is that child
         _answer(write, problem or "")
     os._exit(0)
 

@@ -1,10 +1,10 @@
-"""What a kept rank has sent and nobody has seen yet, so that a new owner can be told.
+"""Replay buffer of a detached rank: messages that no owner has acknowledged, kept for the next owner.
 
-Owns: the copy of a cell's messages, its bounds, and whether anybody is there to send to. Refuses: to wait for an owner
-that is gone: without one a rank runs on, and what it says lies here.
+`ReplayBuffer` stores copies of a cell's messages within a memory limit. `DetachableLink` is the rank's link: it copies
+what it sends, answers `RequestReplay`, and never waits for an owner that is gone, so that the rank runs on without one.
 
-zmq's own queue does not do: it has room for a number of messages and not of bytes, a full one blocks, and what was on
-its way when the notebook died is in no queue.
+ZeroMQ's own queue does not serve this purpose: its limit counts messages and not bytes, it blocks when it is full, and
+messages that were in transit when the notebook died are in no queue.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
 from rankbook.transport.link import Frames, RankLink
 
 MOST = 16 << 20
-"""Bytes that are kept; the oldest output goes first. Text alone is bounded by capture.py."""
+"""Maximum size in bytes; the oldest output is dropped first. `io/output_capture.py` limits text on its own."""
 OFFER_SECONDS = 0.2
-"""How long a full link may keep a rank waiting before it looks whether the owner is still there."""
+"""Seconds to wait for a full link before checking if the owner still exists."""
 
 Kept = Text | TextCut | Display | Clear | InputRequest | Done
 
@@ -56,7 +56,10 @@ class _Entry:
 
 
 class ReplayBuffer:
-    """The messages of the cell that runs, or of the last one until it was seen. Knows no link and no clock."""
+    """Store the messages of the running cell, or of the last one until it is acknowledged.
+
+    `most` is the limit in bytes. Pure code: uses no link and no clock.
+    """
 
     def __init__(self, *, most: int = MOST) -> None:
         self._most = most
@@ -73,7 +76,7 @@ class ReplayBuffer:
         self._dropped = 0
 
     def begin(self, task: Task) -> None:
-        """A task has come. Whoever sends one has seen the one before."""
+        """Start a new task; the sender of a task has seen all earlier ones."""
         self.seen(self._cell)
         self._cell = task.cell
         self._number = task.number if isinstance(task, RunCell) else -1 if isinstance(task, Regroup) else 0
@@ -82,7 +85,11 @@ class ReplayBuffer:
         self._running = True
 
     def add(self, message: Message, when: float) -> None:
-        """A message is sent. Of those that say nothing about a cell no copy is kept."""
+        """Store a message that is being sent, at time `when`.
+
+        Ignores messages that are not part of a cell's output or result. Over the limit, drops the oldest messages, but
+        no `Done`.
+        """
         if not isinstance(message, Kept):
             return
         if isinstance(message, Done) and message.cell == self._cell:
@@ -100,7 +107,7 @@ class ReplayBuffer:
             self._dropped += 1
 
     def seen(self, cell: int) -> None:
-        """The owner has all of `cell`, and of those before."""
+        """Drop the messages of `cell` and of earlier cells: the owner has received them."""
         self._seen = max(self._seen, cell)
         self._entries = [each for each in self._entries if each.message.cell > self._seen]
         self._displays = {name: each for name, each in self._displays.items() if each.message.cell > self._seen}
@@ -109,12 +116,15 @@ class ReplayBuffer:
             self._dropped = 0
 
     def answered(self) -> None:
-        """Nobody waits for a line any more."""
+        """Drop pending input requests."""
         for each in [each for each in self._entries if isinstance(each.message, InputRequest)]:
             self._remove(each)
 
     def recall(self, nonce: str, since: float) -> tuple[ReplayStart, list[Kept]]:
-        """What a new owner is told: see `RequestReplay`."""
+        """Return the messages to replay to a new owner, with their header; see `RequestReplay`.
+
+        Includes unacknowledged messages, and those sent at `since` or later.
+        """
         kept = [each.message for each in self._entries if each.message.cell > self._seen or each.when >= since]
         here = ReplayStart(
             nonce=nonce,
@@ -143,7 +153,10 @@ class ReplayBuffer:
             del self._displays[name]
 
     def _updates(self, message: Display) -> bool:
-        """Whether it only changes a display that is here: of a progress display the last state is enough."""
+        """Apply an update to a stored display; return False if there is none.
+
+        A progress display then takes the space of one message.
+        """
         entry = self._displays.get(message.display_id or "") if message.kind == "update" else None
         if entry is None or not isinstance(entry.message, Display):
             return False
@@ -171,14 +184,14 @@ def _label(task: Task) -> str:
 
 
 class TimeoutLink(RankLink, Protocol):
-    """A rank's link that does not wait for ever."""
+    """A rank's link whose sends time out."""
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
-        """Send, if there is room within a moment; whether there was."""
+        """Send the message if there is room in time; return True if it was sent."""
 
 
 class DetachableLink:
-    """A rank's link that keeps a copy. `owned()` says whether there is a notebook to send to."""
+    """A rank's link with a replay buffer. `owned()` returns True while there is a notebook to send to."""
 
     def __init__(self, link: TimeoutLink, token: str, owned: Callable[[], bool]) -> None:
         self._link = link
@@ -194,7 +207,7 @@ class DetachableLink:
             self._pass_on(message, frames)
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
-        """See `RankLink`. What is about the copies is dealt with here."""
+        """See `RankLink`. Handles messages for the replay buffer itself."""
         while (parcel := self._link.receive()) is not None:
             with self._lock:
                 if not self._deal_with(parcel[0]):
@@ -211,7 +224,7 @@ class DetachableLink:
                 self._outbox.answered()
                 return False
             case _:
-                if isinstance(message, Task):  # a look, a widget or a debugger may come in the midst of one
+                if isinstance(message, Task):  # a query, comm or debugger message may arrive during a task
                     self._outbox.begin(message)
                 return False
         return True
@@ -225,7 +238,7 @@ class DetachableLink:
 
     def _pass_on(self, message: Message, frames: Frames) -> None:
         while self._owned() and not self._link.offer(message, frames):
-            pass  # the notebook is there and slow
+            pass  # the notebook exists but is slow
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """See `RankLink`."""

@@ -1,6 +1,7 @@
-"""The IPython shell that a rank's cells run in.
+"""The IPython shell that a rank's cells run in: display, `input()`, and shell commands (`!`).
 
-Owns: display, input and `!` on a rank. Refuses: the wire's details; it calls the rank's `ShellSession`.
+The shell sends through a `ShellSession`, the rank's executor, and knows nothing of the wire format. Several overrides
+avoid work that IPython does for every cell and that would dominate the time of a small one.
 """
 
 from __future__ import annotations
@@ -48,31 +49,31 @@ _NOT_HERE = {
     "%distributed": _FIRST,
     "%local": _FIRST,
 }
-"""Line magics that stand in a rank's cell by mistake; IPython would say that there are none."""
+"""Line magics that are misplaced in a rank's cell, for which IPython would report an unknown magic."""
 _DEEPEST = 200
-"""Levels of lists and dicts that a display may have."""
+"""Maximum nesting of lists and dicts in a display."""
 _AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class ShellSession(Protocol):
-    """What the shell needs of its rank."""
+    """Interface through which the shell reaches its rank."""
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
         """Send a mime bundle."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether an interrupt has reached the cell that runs."""
+        """Return True if an interrupt has reached the running cell."""
 
     def clear(self, *, wait: bool) -> None:
         """Send a clear_output."""
 
     def ask(self, prompt: str, *, password: bool) -> str:
-        """Ask the person for a line and wait for it."""
+        """Request a line of input from the front end and wait for it."""
 
 
 class RankDisplayPublisher(DisplayPublisher):
-    """Sends what `display()` makes to the notebook."""
+    """Send the output of `display()` to the notebook."""
 
     session: ShellSession | None = None
 
@@ -80,7 +81,7 @@ class RankDisplayPublisher(DisplayPublisher):
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
-        source: object = None,  # noqa: ARG002 - IPython's signature; nobody uses it
+        source: object = None,  # noqa: ARG002 - IPython's signature
         *,
         transient: dict[str, Any] | None = None,
         update: bool = False,
@@ -104,39 +105,41 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 class RankDisplayHook(DisplayHook):
-    """Sends a cell's last expression to the notebook."""
+    """Send the value of a cell's last expression to the notebook."""
 
     session: ShellSession | None = None
     source = ""
 
     def quiet(self) -> bool:
-        """Whether the cell ends with a semicolon. IPython would look for it in its history, which ranks have not."""
+        """Return True if the cell ends with a semicolon.
+
+        IPython's implementation reads the source from its history, which ranks do not keep.
+        """
         if ";" not in self.source or self.shell is None:
             return False
         return bool(self.semicolon_at_end_of_expression(self.shell.transform_cell(self.source)))
 
     def write_output_prompt(self) -> None:
-        """The notebook writes no prompt: the cell's number is its own."""
+        """Write no prompt: the notebook numbers the cells."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        """Send the bundle."""
+        """Send the result's mime bundle."""
         if self.session is not None and format_dict:
             metadata = {**plain_bundle(md_dict or {}), RESULT: True}
             self.session.display("result", plain_bundle(format_dict), metadata, None)
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
-        """Nothing: IPython's history would keep every figure that was ever shown."""
+        """Store nothing: IPython's history would keep every displayed figure alive."""
 
     def finish_displayhook(self) -> None:
-        """Nothing to end: no prompt was begun."""
+        """Write nothing, because no prompt was written."""
 
 
 def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """The bundle with bytes as base64 and text as keys, checked to be plain data.
+    """Return a mime bundle as plain JSON data: text as keys, bytes encoded in base64.
 
-    Raises `TransferError`, in the user's cell.
-
-    Without the view of a widget whose model the front end does not have: it would show an error and not the text.
+    Drops the view of a widget whose model the front end does not have, because it would show an error and not the text.
+    Raises `TransferError` in the user's cell if a value is not plain data.
     """
     plain: dict[str, Any] = {}
     for key, value in bundle.items():
@@ -150,7 +153,7 @@ def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _plain(value: object) -> Any:  # noqa: ANN401 - what JSON can hold
+def _plain(value: object) -> Any:  # noqa: ANN401 - a JSON value
     if isinstance(value, str):
         return text_of(value)
     if isinstance(value, bytes):
@@ -162,13 +165,16 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - what JSON can hold
 
 
 def _plain_number(digits: str) -> int | float:
-    """Return the number; one that has more than 64 bits, which no message can hold, as a browser would read it."""
+    """Parse an integer; beyond 64 bits, the limit of a message, return the nearest float as a browser would."""
     number = int(digits)
     return number if -(1 << 63) <= number < 1 << 64 else float(number)
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether a list or dict is nested more than `levels` deep: the notebook, which reads it, has less stack left."""
+    """Return True if a list or dict is nested more than `levels` deep.
+
+    The notebook process, which decodes the message, has less stack left than the rank.
+    """
     if not isinstance(value, (list, dict)):
         return False
     parts = value.values() if isinstance(value, dict) else value
@@ -182,20 +188,20 @@ def _plain_bytes(value: object) -> str:
 
 
 class RankCompiler(CachingCompiler):
-    """Names a cell's code without OpenSSL's SHA-1, which costs a small cell a tenth of its time."""
+    """Name code objects by CRC-32: IPython's SHA-1 takes a tenth of a small cell's time."""
 
     source = file = ""
-    """The cell that runs, and what a debugger knows it as."""
+    """The running cell's source, and the name by which a debugger knows it."""
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        """A file name of the form that IPython's tracebacks know, or the debugger's."""
+        """Return a file name in the form that IPython's tracebacks recognize, or the debugger's name."""
         if self.file and raw_code == self.source:
             return self.file
         return f"<ipython-input-{number}-{crc32(transformed_code.encode(errors='surrogatepass')):08x}>"
 
 
 class RankShell(InteractiveShell):
-    """An IPython shell whose person sits elsewhere."""
+    """An IPython shell whose front end is in another process."""
 
     compiler_class = Type(RankCompiler)
     display_pub_class = Type(RankDisplayPublisher)
@@ -208,19 +214,20 @@ class RankShell(InteractiveShell):
         self._stock = tuple(list(each) for each in self._transformations())
 
     def give(self, names: dict[str, object]) -> None:
-        """Have these names in every cell, and hidden where variables are listed."""
+        """Define names for every cell and hide them from lists of variables."""
         self._given = dict(names)
         self.push(names, interactive=False)
 
     def init_user_ns(self) -> None:
-        """As IPython's, which `%reset` calls too: a rank without its number would be none."""
+        """Define the rank's names as well: `%reset` calls this too."""
         super().init_user_ns()
         self.push(self._given, interactive=False)
 
     def run(self, source: str, number: int, file: str = "") -> None:
-        """Run a cell; raises what it raises, or else the first error that IPython would only show: a failed repr.
+        """Run a cell and raise its error.
 
-        `file` is what a debugger knows it as.
+        If the cell itself succeeds, raise the first error that IPython would only print, such as a failed repr. `file`
+        is the name by which a debugger knows the cell.
         """
         self.execution_count = number
         assert isinstance(self.displayhook, RankDisplayHook)
@@ -235,10 +242,11 @@ class RankShell(InteractiveShell):
                 raise error
 
     def transform_cell(self, raw_cell: str) -> str:
-        """As IPython's, but for cells that are Python as they stand: its tokenizer would change nothing in these.
+        """Return the cell as Python source; skip IPython's tokenizer for a cell that already is plain Python.
 
-        It takes a quarter of the time of a small cell. One line may be a magic without its `%`, so that is asked for,
-        unless it gives a name its value, as is a backslash, about which Python may warn.
+        The tokenizer takes a quarter of a small cell's time. It runs for a single line, which may be a magic without
+        its `%`, unless that line is an assignment; for a cell with a backslash, about which Python may warn; and if
+        user code has changed the input transformers.
         """
         if (
             (raw_cell.count("\n") > 1 or _ASSIGNS.match(raw_cell))
@@ -249,11 +257,14 @@ class RankShell(InteractiveShell):
                 compile(raw_cell, "<cell>", "exec", _AS_A_CELL, dont_inherit=True)
                 return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
         transformed = str(super().transform_cell(raw_cell))
-        empty = _EMPTY_LINES.match(raw_cell)  # IPython leaves them out, and then no line has the number that it shows
+        empty = _EMPTY_LINES.match(raw_cell)  # IPython drops leading empty lines, which shifts the line numbers
         return transformed if empty is None else "\n" * empty[0].count("\n") + transformed.lstrip("\n")
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:  # noqa: ANN401 - IPython's signature
-        """As IPython's, which compiles the cell to find out, but without that where no word of it says so."""
+        """Return True if the cell has a top-level `await`.
+
+        IPython compiles the cell to find out; skip that if neither `await` nor `async` occurs in it.
+        """
         return ("await" in raw_cell or "async" in raw_cell) and bool(super().should_run_async(raw_cell, **kwargs))
 
     def _transformations(self) -> tuple[list[object], ...]:
@@ -262,9 +273,12 @@ class RankShell(InteractiveShell):
         return (*lists, self.input_transformers_post)
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - IPython's signature
-        """Keep the error, put it into no words yet: the executor does, once, and an interrupt may not come between."""
+        """Record the error without formatting it.
+
+        The executor formats it once, at the end of the cell, where an interrupt is handled.
+        """
         _, value, _ = self._get_exc_info(exc_tuple)
-        if threading.current_thread() is not threading.main_thread():  # what listens to a widget is no part of a cell
+        if threading.current_thread() is not threading.main_thread():  # a widget's callback is not part of the cell
             traceback.print_exception(value, file=sys.stderr)
             return
         self._errors.append(value)
@@ -272,15 +286,15 @@ class RankShell(InteractiveShell):
             self.debugger(force=True)
 
     def _showtraceback(self, etype: type, evalue: BaseException, stb: list[str]) -> None:  # noqa: ARG002 - as above
-        """Nothing: the executor reports the error, once, when the cell ends."""
+        """Record the error only: the executor reports it at the end of the cell."""
         self._errors.append(evalue)
 
     def show_usage_error(self, exc: BaseException) -> None:
-        """As above."""
+        """Print nothing: the executor reports the error."""
 
     @contextlib.contextmanager
     def _tee(self, channel: str) -> Iterator[None]:  # noqa: ARG002 - IPython's signature
-        """Nothing: IPython's history would keep all text that was ever printed."""
+        """Capture nothing: IPython's history would keep all printed text."""
         yield
 
     def attach(self, session: ShellSession) -> None:
@@ -294,7 +308,7 @@ class RankShell(InteractiveShell):
             try:
                 return session.ask(text_of(prompt), password=False)
             except KeyboardInterrupt:
-                if sys._getframe(1).f_globals.get("__name__") == "cmd":  # a debugger would only ask again
+                if sys._getframe(1).f_globals.get("__name__") == "cmd":  # pdb would only prompt again
                     raise BdbQuit from None
                 raise
 
@@ -305,7 +319,10 @@ class RankShell(InteractiveShell):
         getpass.getpass = ask_secretly
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:  # noqa: ANN401 - IPython's types
-        """A script that is interrupted is an interrupted cell; with older versions of IPython it would end well."""
+        """Run a cell magic; raise KeyboardInterrupt if an interrupt ended its script.
+
+        Older versions of IPython report such a cell as successful.
+        """
         assert isinstance(self.display_pub, RankDisplayPublisher)
         session = self.display_pub.session
         before = session is None or session.interrupted
@@ -316,11 +333,14 @@ class RankShell(InteractiveShell):
         return value
 
     def system(self, cmd: str) -> None:
-        """`!cmd`: in the rank's process group, so that an interrupt ends it, and on its descriptors, so it is heard."""
+        """Run `!cmd` in the rank's process group and on its descriptors.
+
+        So an interrupt reaches the command, and its output is captured.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         command = self.var_expand(cmd, depth=1)
-        with subprocess.Popen(  # noqa: S602 - a shell is what `!` asks for
+        with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
             command, shell=True, stdin=subprocess.DEVNULL
         ) as process:
             try:
@@ -333,7 +353,10 @@ class RankShell(InteractiveShell):
     system_raw = system
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:  # noqa: ANN401 - IPython's types
-        """`x = !cmd`. IPython's would take an interrupt for the command's own and go on with the cell."""
+        """Run `x = !cmd` and return its output.
+
+        IPython's version treats an interrupt as the command's own and continues the cell.
+        """
         command = self.var_expand(cmd, depth=depth + 1)
         with subprocess.Popen(  # noqa: S602 - as above
             command,
@@ -351,13 +374,16 @@ class RankShell(InteractiveShell):
         return SList(text.splitlines()) if split else LSString(text)
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """No event loops of desktop toolkits on a rank."""
+        """Refuse the event loops of desktop toolkits: a rank has no display."""
         if gui not in (None, "inline"):
             raise UsageError(f"%gui {gui}: a rank has no screen; figures are shown with %matplotlib inline")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The interrupt reached its whole process group; this is for those who did not go."""
+    """Wait 0.2 s for an interrupted command, then kill it and its children.
+
+    The interrupt has already reached its whole process group.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=0.2)
         return
@@ -376,24 +402,24 @@ def _refuse(name: str, why: str) -> Callable[[str], None]:
 
 
 def make_shell() -> RankShell:
-    """The shell, made in the forkserver, so that each rank has it at once."""
+    """Return the shell. Called in the forkserver, so that forked ranks share it."""
     config = Config()
     config.HistoryManager.enabled = False
-    config.InteractiveShell.cache_size = 0  # Out[n] would keep every tensor that was ever shown on its device
+    config.InteractiveShell.cache_size = 0  # Out[n] would keep every displayed tensor in device memory
     shell: RankShell = RankShell.instance(config=config)
     set_cell_numbers(shell.compile._filename_map)
-    load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # not in older versions of IPython
+    load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # absent from older versions of IPython
     if load_magics is not None:
-        load_magics()  # the first use of a magic is an import, and an interrupt in the middle of it breaks it for good
+        load_magics()  # an interrupt of the import at a magic's first use would break the magic for good
     for name, why in _NOT_HERE.items():
         shell.magics_manager.register_function(_refuse(name, why), "line", name)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
-        namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's ask the terminal
-    # IPython would change `builtins` before and after each cell, and with it void what the interpreter has learnt about
-    # every use of a builtin, everywhere.
+        namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's versions ask for confirmation at the terminal
+    # Enter the trap once. IPython would change `builtins` before and after every cell, and every change invalidates the
+    # interpreter's inline caches for all uses of builtins.
     shell.builtin_trap.__enter__()
     warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
-    warnings.filterwarnings("ignore", message=".*run_cell_async' was never awaited")  # an interrupt came before it
+    warnings.filterwarnings("ignore", message=".*run_cell_async' was never awaited")  # interrupted before the await
     return shell
 
 

@@ -1,6 +1,6 @@
-"""What a rank still has to do before it leaves: saves in the background, exit functions, open files.
+"""Graceful shutdown of a rank: background saves, `atexit` functions, and unflushed files.
 
-Owns: the time for it, and the words where that was not enough. Refuses: to import what the person has not.
+Imports nothing that the user's code has not imported.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from collections.abc import Callable
 
 
 def clear_atexit() -> None:
-    """Drop what was registered in the forkserver, for its own end. To be called as a rank begins."""
+    """Drop the exit functions that the forkserver registered for itself. Called when a rank starts."""
     atexit._clear()
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of temporary folders, for one
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # for example of temporary folders
         each.atexit = False
-    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # which registers itself but once
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # weakref registers it only once
 
 
 def run_atexit(patience: float, ask: Callable[[float], None]) -> None:
-    """Do what an interpreter does that ends: call what cells registered with `atexit`, write what open files hold.
+    """Call the exit functions that cells registered with `atexit`, and flush open files, as Python does at exit.
 
-    Experiment trackers send their last steps so. `ask(seconds)` is called first where there is something to call.
+    Experiment trackers upload their last steps this way. Calls `ask(seconds)` first if there are functions to call, to
+    ask the notebook for that time.
     """
     if atexit._ncallbacks() > 1 or any(each.atexit for each in list(weakref.finalize._registry)):  # type: ignore[attr-defined]
         ask(patience)
-    atexit._run_exitfuncs()  # prints what one of them raises, and goes on
+    atexit._run_exitfuncs()  # prints exceptions and continues
     _write_files()
 
 
 def _write_files() -> None:
-    """Write what Python still holds of files that nobody has closed."""
-    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # the outer ones first
+    """Flush regular files that are still open."""
+    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # outer layers first
     found = [each for each in gc.get_objects() if type(each) in layers]
     for each in sorted(found, key=lambda each: layers.index(type(each))):
-        with contextlib.suppress(OSError, ValueError):  # a full disk; closed, or no file of the system's
-            if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe's reader may be gone
+        with contextlib.suppress(OSError, ValueError):  # full disk, closed file, or no file descriptor
+            if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # flushing a pipe could block
                 each.flush()
 
 
 def report_lost_saves() -> None:
-    """Print, into the output of the cell that runs, what became of a save in the background that failed."""
+    """Print the error of a failed background save to the running cell's stderr."""
     saving = sys.modules.get("rankbook.checkpoint.async_save")
     if saving is not None and (words := saving.lost_saves()):
-        with contextlib.suppress(Exception):  # the cell may have put its own stream there
+        with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
             print(words, file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
 
 
 def wait_for_saves(patience: float, ask: Callable[[float], None]) -> str:
-    """Wait until nothing is being saved, for `patience` seconds: what has to be said of it, "" for nothing.
+    """Wait at most `patience` seconds for a background save; return a message if it failed or did not finish.
 
-    `ask(seconds)` is called first where there is something to wait for.
+    Returns an empty string otherwise. Calls `ask(seconds)` first if there is a save to wait for.
     """
     saving = sys.modules.get("rankbook.checkpoint.async_save")
     handle = None if saving is None else saving.current_save()
@@ -64,7 +65,7 @@ def wait_for_saves(patience: float, ask: Callable[[float], None]) -> str:
         return ""
     if not handle.done:
         ask(patience)
-        saving.wait_for_saves(patience)  # type: ignore[union-attr]  # as of the handle
+        saving.wait_for_saves(patience)  # type: ignore[union-attr]  # loaded: there is a handle
     if not handle.done:
         return f"{handle!r} was not done {patience:g} s after the rank was to leave, and is lost"
     if handle.error is None or handle.heard:

@@ -1,6 +1,8 @@
-"""Errors for people: the user's frames, with the cell's lines, and one line for what lies between.
+"""Error reports with short tracebacks: the user's frames, and a count of the library frames left out.
 
-Owns: what is left out of a traceback. Refuses: to print.
+An error's class is user code, which may raise, return odd types, or run for long. So the error's built-in attributes
+are read through `BaseException`'s own descriptors, strings are converted to plain `str`, and the functions that call
+user code say so.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdl
 _DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
 _MOST_FRAMES = 12
 _MOST_VALUE, _MOST_TEXT = 32 << 10, 256 << 10
-"""Characters of an error's own words, and of its traceback, that are told."""
+"""Maximum characters of an error's message, and of its traceback."""
 _MOST_LINES = 1 << 31
 _class_name = type.__dict__["__name__"].__get__
 _own_traceback = BaseException.__dict__["__traceback__"].__get__
@@ -33,62 +35,66 @@ _own_members = BaseExceptionGroup.__dict__["exceptions"].__get__
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's own: a cell or a module of theirs, not a library's."""
+    """Return True if a file is the user's: a cell or module of theirs, not part of a library."""
     return not file.startswith((*_LIBRARIES, *PACKAGE_FOLDERS)) and "site-packages" not in file
 
 
 def text_of(value: object) -> str:
-    """Return `str(value)` as a `str` and no subclass of it, which may do anything where it is used."""
+    """Return `str(value)` as a plain `str`.
+
+    A subclass of `str` could run user code wherever it is used.
+    """
     return str.__str__(str(value))
 
 
 def name_of(error: BaseException) -> str:
-    """Return the name of the error's class, whatever its metaclass says."""
+    """Return the name of the error's class. Bypasses a metaclass."""
     return str.__str__(_class_name(type(error)))
 
 
 def traceback_of(error: BaseException) -> types.TracebackType | None:
-    """Return the error's own traceback, whatever its class says."""
+    """Return the error's `__traceback__`. Bypasses overrides."""
     found: types.TracebackType | None = _own_traceback(error)
     return found
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Return what the error was raised from, whatever its class says."""
+    """Return the error's `__cause__`. Bypasses overrides."""
     found: BaseException | None = _own_cause(error)
     return found
 
 
 def context_of(error: BaseException) -> BaseException | None:
-    """Return what was being handled as the error was raised, whatever its class says."""
+    """Return the error's `__context__`. Bypasses overrides."""
     found: BaseException | None = _own_context(error)
     return found
 
 
 def members_of(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the errors of a group; none for any other error."""
+    """Return the members of an exception group; an empty tuple for other errors."""
     found: tuple[BaseException, ...] = _own_members(error) if issubclass(type(error), BaseExceptionGroup) else ()
     return found
 
 
 def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
-    """Tell `error`, and at which line of cell `number` it was. `cells`: the numbers of cells by their file names.
+    """Return the report of `error`, with a traceback and the line of cell `number` where it was raised.
 
-    User code runs (`__str__`). Raises KeyboardInterrupt where it does.
+    `cells` maps the file names of cells to their numbers. Calls user code (`__str__`); raises KeyboardInterrupt if that
+    does.
     """
     name = name_of(error)
     shortened, hidden = _shorten(traceback_of(error))
     value = value_of(error)
     try:
         if issubclass(type(error), SyntaxError):
-            hidden, value = 0, text_of(error.msg)  # type: ignore[attr-defined] # what else it says, the traceback shows
+            hidden, value = 0, text_of(error.msg)  # type: ignore[attr-defined] # the traceback shows the rest
             lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
         else:
             lines = shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0)
         text = "\n".join(map(text_of, lines))
     except KeyboardInterrupt:
         raise
-    except BaseException as failure:  # noqa: BLE001 - told below: an error must arrive whatever its class does
+    except BaseException as failure:  # noqa: BLE001 - named in the text: every error needs a report
         text = f"{name}: {value}\n(no traceback: {name_of(failure)} while it was made)"
     if hidden:
         text += (
@@ -98,7 +104,10 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
 
 
 def one_line_error(error: BaseException) -> ErrorReport:
-    """Tell `error` without a traceback. User code runs; raises KeyboardInterrupt where it does."""
+    """Return a report of `error` without a traceback.
+
+    Calls user code; raises KeyboardInterrupt if that does.
+    """
     name = name_of(error)
     value = value_of(error)
     return as_report(name, value, f"{name}: {value}".removesuffix(": "), None)
@@ -107,7 +116,10 @@ def one_line_error(error: BaseException) -> ErrorReport:
 def brief_report(
     error: BaseException, failure: BaseException | None, cells: dict[str, int], number: int = 0
 ) -> ErrorReport:
-    """Tell `error` without calling any code of the user's; `failure` ended the attempt to tell more."""
+    """Return a report of `error` without calling user code.
+
+    `failure` is the exception that ended the attempt to make a full report.
+    """
     name, value = name_of(error), ""
     if failure is not None and failure is not error:
         value = _no_words(failure, name)
@@ -116,12 +128,15 @@ def brief_report(
 
 
 def value_of(error: BaseException) -> str:
-    """Return the error's own words, or why there are none. User code runs; raises KeyboardInterrupt where it does."""
+    """Return the error's message, or a note why it has none.
+
+    Calls user code; raises KeyboardInterrupt if that does.
+    """
     try:
         return text_of(error)
     except KeyboardInterrupt:
         raise
-    except BaseException as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
+    except BaseException as failure:  # noqa: BLE001 - the user's __str__ may raise anything; its error is named
         return _no_words(failure, name_of(error))
 
 
@@ -130,7 +145,7 @@ def _no_words(failure: BaseException, name: str) -> str:
 
 
 def as_report(name: str, value: str, text: str, line: int | None) -> ErrorReport:
-    """Return the report of an error, with `text` for its traceback; what is too long is cut."""
+    """Return an `ErrorReport`; `text` is its traceback. Long texts are truncated."""
     text = _cut(text, _MOST_TEXT)
     return ErrorReport(
         name=_cut(name, _MOST_VALUE), value=_cut(value, _MOST_VALUE), traceback=text, plain=strip_ansi(text), line=line
@@ -138,7 +153,7 @@ def as_report(name: str, value: str, text: str, line: int | None) -> ErrorReport
 
 
 def _cut(text: str, most: int) -> str:
-    """Return `text`, or its beginning and its end where it has more than `most` characters."""
+    """Return `text`, reduced to its beginning and end if it has more than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -146,19 +161,23 @@ def _cut(text: str, most: int) -> str:
 
 
 def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, int]:
-    """The user's frames and the innermost one, at most `_MOST_FRAMES`; and how many others there were."""
+    """Return a traceback of the user's frames and the innermost frame, and the number of frames left out.
+
+    At most `_MOST_FRAMES` frames, the outermost and the innermost ones. Frames above the user's first one are not
+    counted.
+    """
     entries: list[types.TracebackType] = []
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
     for place, entry in enumerate(entries):
-        if "pydevd" in entry.tb_frame.f_code.co_filename:  # interrupted while it was paused in the debugger
+        if "pydevd" in entry.tb_frame.f_code.co_filename:  # interrupted while paused in the debugger
             del entries[place:]
-            if place > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # once for the line, once for its tracing
+            if place > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # one for the line, one for its tracing
                 entries.pop()
             break
     while entries and entries[-1].tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
-        entries.pop()  # an interrupt is raised in a handler of ours
+        entries.pop()  # KeyboardInterrupt is raised in our signal handler
     first = next((i for i, entry in enumerate(entries) if is_users(entry.tb_frame.f_code.co_filename)), 0)
     entries = entries[first:]
     kept = [e for i, e in enumerate(entries) if i == len(entries) - 1 or is_users(e.tb_frame.f_code.co_filename)]
@@ -179,7 +198,7 @@ def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int 
 
 
 def _line_in(traceback: types.TracebackType | None, cells: dict[str, int], number: int) -> int | None:
-    """Return the innermost line of cell `number` that a traceback leads through."""
+    """Return the innermost line of cell `number` in a traceback."""
     found: int | None = None
     while traceback is not None:
         if _is_of(traceback.tb_frame.f_code.co_filename, cells, number):
@@ -189,12 +208,18 @@ def _line_in(traceback: types.TracebackType | None, cells: dict[str, int], numbe
 
 
 def _is_of(file: str | None, cells: dict[str, int], number: int) -> bool:
-    """Whether the file is that cell, or for number 0 any cell: a function of another cell has lines of its own."""
+    """Return True if the file is cell `number`, or any cell if `number` is 0.
+
+    A function that another cell defined has that cell's line numbers.
+    """
     return file in cells and number in (0, cells[file])
 
 
 def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
-    """The main thread's stack below the outermost user's frame, outermost first; a cell's file is `Cell In[5]`."""
+    """Return the main thread's stack from the first frame of a cell on, outermost first.
+
+    Without a cell's frame, return the user's frames. The file of a cell is `Cell In[5]`. Any thread.
+    """
     import linecache
 
     ident = threading.main_thread().ident
@@ -207,14 +232,14 @@ def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
         source = linecache.getline(code.co_filename, line).strip()
         found.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
         if _DEBUGGER in code.co_filename:
-            found.clear()  # what it does there, while the rank is paused, is no part of the stack
+            found.clear()  # the debugger's own frames, while the rank is paused
         frame = frame.f_back
     first = next((i for i, each in enumerate(found) if each.file.startswith("Cell In[")), None)
     return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))
 
 
 def main_thread_line(cells: dict[str, int], number: int = 0) -> int | None:
-    """The line of cell `number` that the main thread is at, the innermost such; 0: of any cell. Any thread."""
+    """Return the innermost line of cell `number`, or of any cell if 0, that the main thread executes. Any thread."""
     ident = threading.main_thread().ident
     frame: Any = sys._current_frames().get(ident) if ident is not None else None
     while frame is not None and not _is_of(frame.f_code.co_filename, cells, number):
@@ -223,7 +248,10 @@ def main_thread_line(cells: dict[str, int], number: int = 0) -> int | None:
 
 
 def _line(frame: types.FrameType) -> int:
-    """The line a frame is at. The jump back in a loop may have none of its own: then that of what stands before it."""
+    """Return the line of a frame.
+
+    The jump at the end of a loop may have no line; then return the line of the instruction before it.
+    """
     here: int | None = frame.f_lineno
     if here is not None:
         return here

@@ -1,58 +1,29 @@
-"""The shared-state runtime: one training script for one device and for many.
+"""Training runtime with the API of Hugging Face Accelerate: one script for one device and for many ranks.
 
-Owns: its public names, imported when they are used. Refuses: to know notebooks, cells and clusters; the same code runs
-under torchrun, or alone.
+The runtime does not depend on notebooks: the same code runs in a Rankbook rank, under torchrun, or in a single process.
+Public names are imported when they are first used.
 
-environment.py     which setup this process is part of, read from what its launcher set
-process_state.py   PartialState: this process among the others, its device, its turn
-gradient_state.py  GradientState: accumulation, and which loader is being read
-state.py           AcceleratorState: PartialState with the settings of training
-splitting.py       one process's share of a list, a dict or a tensor
-tree.py            nested containers of tensors: apply, move, concatenate, describe
-packing.py         small tensors that travel together
-agreement.py       all ranks learn that one of them cannot go on
-collectives.py     gather, broadcast, reduce and pad, over such containers
-memory.py          what holds memory let go; a batch size that fits on every rank
-logs.py            a logger that knows its rank
-progress.py        tqdm on one process
-trackers.py        where metrics go
-options.py         plugins and handlers
-parallelism.py     how the ranks are divided
-precision.py       bf16 and fp16: autocast, the scaler, a prepared model's forward
-strategies/        how a model is spread over the ranks, one class for each way
-prepare/           one module for each kind of object that is prepared
-optimizer.py       an optimizer that acts when gradients sync
-scheduler.py       a scheduler that steps with its optimizers
-accumulation.py    which batches make one optimizer step
-clipping.py        gradients within bounds, over shards too
-core.py            what an Accelerator is set to
-training.py        its steps of training
-communication.py   its collectives, and metrics over uneven data
-saved_state.py     parts of its state, and folders of checkpoints
-checkpoints.py     what a checkpoint of it holds
-model_files.py     a model in files that other programs read
-saving.py          its checkpoints
-tracking.py        its trackers
-recovery.py        what begins anew after a collective was broken off
-accelerator.py     the Accelerator
-streams.py         random numbers of prepared loaders: every batch has its own seed
-seeding.py         one seed for a run; the same random state on all ranks
-samplers.py        which rank gets which samples
-tickets.py         what is to be read in one pass over the data
-fetch.py           reads one batch, in a worker or here
-position.py        where a loader is, and how a fresh process continues there
-reader_state.py    what torchdata's loader keeps of its dataset
-loader_options.py  DataLoaderConfiguration
-loader_base.py     what every prepared loader does
-lent.py            memory for what arrives, lent again once it is free
-slots.py           shared memory between two ranks of one host
-parcels.py         batches on their way from one rank to another
-collating.py       puts a batch together where it is to lie
-lanes.py           the ways between rank 0, which reads, and the others
-dispatcher.py      DataLoaderDispatcher: rank 0 reads for all ranks
-loaders.py         DataLoaderShard: each rank reads its own part; prepare_data_loader
-skipping.py        a loader without its first batches
-trim.py            from what all ranks gathered to the dataset's own samples
+    accelerator.py         Accelerator: prepare and release objects, trackers
+    settings.py            the Accelerator's constructor and readable settings
+    training.py            the Accelerator's training methods: backward, accumulation, clipping, autocast, profiling
+    prepare.py             preparation of models, optimizers, loaders and schedulers
+    prepared.py            registry of prepared models and of replaced parameters
+    process_state.py       PartialState: rank, device and process group; splitting of inputs
+    state.py               AcceleratorState: PartialState with the settings of training
+    gradient_state.py      GradientState and the window of gradient accumulation
+    launch_environment.py  environment variables of torchrun, MPI and Slurm
+    launched_function.py   run a function with fresh shared state, as notebook_launcher does
+    config.py              plugins, handlers, loader and parallelism configuration
+    precision.py           mixed precision: autocast, gradient scaler, forward of a prepared model
+    optimizer.py           AcceleratedOptimizer and AcceleratedScheduler
+    memory.py              release memory; find a batch size that fits
+    logging.py             get_logger and tqdm
+    trackers.py            experiment trackers
+    recovery.py            consistent state of all ranks after an aborted collective
+    comm/                  collectives over nested containers, consistency checks
+    data/                  prepared loaders, samplers, dispatcher, random numbers
+    saving/                checkpoints and model files
+    strategies/            DDP, FSDP2 and tensor parallelism
 """
 
 from __future__ import annotations

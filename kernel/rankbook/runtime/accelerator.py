@@ -1,8 +1,7 @@
-"""The `Accelerator`: one object that makes a training script for one device run on many.
+"""Prepare and release models, optimizers, loaders and schedulers: the `Accelerator` class.
 
-Owns: `prepare` and its kin, and what a person lets go. Refuses: everything the classes it is made of do.
-
-Metrics sent to trackers, as methods of the `Accelerator`.
+The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (comm/methods.py), saving
+(saving/methods.py), and experiment tracking, which this module defines.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rankbook.runtime.training import TrainingMethods
 
 
 class TrackingMethods(AcceleratorSettings):
-    """See `Accelerator`."""
+    """Tracking methods of the `Accelerator`."""
 
     def init_trackers(
         self,
@@ -44,9 +43,12 @@ class TrackingMethods(AcceleratorSettings):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start every tracker of `log_with` for a run called `project_name`; earlier ones end first.
+        """Start all trackers of `log_with`. Trackers that are running end first.
 
-        `config` are the run's settings. `init_kwargs` maps a tracker's name to what it is made with.
+        Args:
+            project_name: name of the run.
+            config: settings of the run, which the trackers store.
+            init_kwargs: maps a tracker's name to keyword arguments of its constructor.
         """
         self.end_training()
         for each in self.log_with:
@@ -58,9 +60,10 @@ class TrackingMethods(AcceleratorSettings):
                 tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ANN401 - a tracker, or its own object
-        """The tracker that is called `name`; on ranks without one, a tracker that does nothing.
+        """Return the tracker called `name`, or with `unwrap` the object that it writes to.
 
-        Raises `BadRequest` for a name that none of `log_with` has.
+        On a rank where the tracker does not run, return a tracker that does nothing. Raises `BadRequest` for a name
+        that is not in `log_with`.
         """
         for each in self.trackers:
             if each.name == name:
@@ -73,12 +76,18 @@ class TrackingMethods(AcceleratorSettings):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Send `values` to every tracker. `log_kwargs` maps a tracker's name to further arguments."""
+        """Send `values` to all trackers, on the ranks where they run.
+
+        Args:
+            values: maps metric names to values.
+            step: the training step.
+            log_kwargs: maps a tracker's name to further keyword arguments of its `log`.
+        """
         for each in self.trackers:
             each.log(values, step=step, **(log_kwargs or {}).get(each.name, {}))
 
     def end_training(self) -> None:
-        """End every tracker."""
+        """Close all trackers."""
         while self.trackers:
             self.trackers.pop().finish()
 
@@ -87,28 +96,57 @@ _HERE_ONLY = {"state", "gradient_state", "_references", "trackers"}
 
 
 class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMethods):
-    """Prepares models, optimizers, loaders and schedulers for the ranks there are, and trains with them.
+    """Prepare models, optimizers, loaders and schedulers for distributed training, and train with them.
 
-    A second `Accelerator()` keeps the settings that all in this process share; one with other settings changes them,
-    live. What was prepared before keeps its own until it is prepared again.
+    All instances in a process share the precision, the gradient accumulation, and the plugins for sharding and
+    compilation: a second `Accelerator()` keeps these settings, and explicit arguments change them. Objects that were
+    prepared before keep theirs until they are prepared again.
 
-    `device_placement`: models and batches go to the rank's device. `mixed_precision`: "no", "fp16" or "bf16".
-    `gradient_accumulation_steps` or `gradient_accumulation_plugin`: batches to a step. `fsdp_plugin` shards models;
-    `parallelism_config` divides the ranks; `ParallelismConfig(dp_replicate_size=world_size)` alone goes back to whole
-    copies. `step_scheduler_with_optimizer`: schedulers step once per optimizer step;
-    `scheduler_steps_times_num_processes` has them step once per rank each time instead. `kwargs_handlers`: at most one
-    of a class. `dynamo_backend` or `dynamo_plugin`: models are compiled. `rng_types`: whose states the ranks share as a
-    loop begins. `log_with`, `project_dir`, `project_config`: trackers and where files go.
+    Args:
+        device_placement: move models and batches to the rank's device.
+        split_batches: see `DataLoaderConfiguration`.
+        mixed_precision: "no", "fp16" or "bf16".
+        gradient_accumulation_steps: number of batches per optimizer step.
+        cpu: use the CPU although an accelerator is available.
+        dataloader_config: treatment of loaders.
+        fsdp_plugin: shard models with FSDP2.
+        rng_types: generators that the ranks synchronize when a loop starts.
+        log_with: trackers, by name or as instances.
+        project_dir: directory of checkpoints and logs.
+        project_config: see `ProjectConfiguration`.
+        gradient_accumulation_plugin: further settings of accumulation, instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: step a scheduler only when its optimizer steps.
+        kwargs_handlers: handlers such as `AutocastKwargs`, at most one per class.
+        dynamo_backend: compile models with this backend of `torch.compile`.
+        dynamo_plugin: further settings of `torch.compile`, instead of `dynamo_backend`.
+        parallelism_config: mesh of the ranks. `ParallelismConfig(dp_replicate_size=world_size)` restores whole
+            replicas.
+        scheduler_steps_times_num_processes: step a scheduler once per rank for every optimizer step.
 
-    Raises `BadRequest` for what makes no sense here; nothing has changed then.
+    Raises `BadRequest` for invalid or contradictory arguments, without changing any shared state.
+
+    Example::
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401 - what was given
-        """Each of `args` made ready for the ranks, in order; one alone comes back bare. A collective.
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401 - types of the arguments
+        """Prepare `args` for distributed training and return them in the same order. A collective.
 
-        Models come first, then optimizers, which follow their parameters, loaders, and schedulers; anything else passes
-        through. `device_placement`: for each argument, whether it is placed. Raises `BadRequest` on every rank, before
-        anything is touched.
+        Models are prepared first, then optimizers (whose parameters may be replaced), loaders and schedulers. Other
+        objects are returned unchanged. A single argument is returned without a tuple.
+
+        Args:
+            args: models, optimizers, loaders and schedulers.
+            device_placement: for every argument, whether it is moved to the rank's device.
+
+        Raises `BadRequest` on all ranks, before any object is changed.
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise prepare.misplaced(len(device_placement), len(args))
@@ -117,9 +155,12 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model to call from now on.
+        """Prepare `model` and return the model to call. A collective.
 
-        `evaluation_mode`: placed and in mixed precision, and not spread. A collective.
+        Args:
+            model: the model.
+            device_placement: move it to the rank's device; defaults to the setting of the `Accelerator`.
+            evaluation_mode: only move it and set up mixed precision, without DDP or sharding.
         """
         wrapped = prepare_model(model, self._context(), place=device_placement, evaluation=evaluation_mode)
         self._keep("model", wrapped)
@@ -128,14 +169,14 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """The optimizer to step from now on."""
+        """Prepare `optimizer` and return the optimizer to step."""
         wrapped = prepare_optimizer(optimizer, self._context(), place=device_placement)
         window.scaler = wrapped.scaler
         self._keep("optimizer", wrapped)
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # noqa: ANN401 - anything with `step`
-        """The scheduler to step from now on."""
+        """Prepare `scheduler` and return the scheduler to step."""
         wrapped = prepare_scheduler(scheduler, self._context(), self._optimizers)
         self._keep("scheduler", wrapped)
         return wrapped
@@ -146,20 +187,26 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:  # noqa: ANN401 - a loader
-        """The loader that gives this rank its share."""
+        """Prepare `data_loader` and return a loader of this rank's share of the data.
+
+        `slice_fn_for_dispatch` cuts a rank's share out of a batch that rank 0 has read.
+        """
         context = self._context()
         wrapped = prepare_loader(data_loader, context, place=device_placement, slice_fn=slice_fn_for_dispatch)
         self._keep("loader", wrapped)
         return wrapped
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # noqa: ANN401 - a loader
-        """A loader that begins `num_batches` later."""
+        """Return a loader that skips the first `num_batches` batches."""
         from rankbook.runtime.data.loaders import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:  # noqa: ANN401 - anything
-        """Let go of all that was prepared here, and of what is given: `a, b = accelerator.free_memory(a, b)`."""
+        """Release all prepared objects and `objects`, and empty the device's cache.
+
+        Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
+        """
         for each in self._models:
             release_model(each)
         for kept in self._references.values():
@@ -170,10 +217,12 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         return cleared
 
     def clear(self, *objects: Any) -> list[None]:  # noqa: ANN401 - anything
-        """As `free_memory`."""
+        """Alias of `free_memory`."""
         return self.free_memory(*objects)
 
-    # On a rank that takes a lost one's place
+    # Pickling: the replacement of a lost rank receives the Accelerator of a surviving rank. Objects of the process (the
+    # shared states, the trackers, the weak references) are not sent: they are created anew on the receiving rank, with
+    # the sender's settings, and the models and optimizers that came along are registered there as prepared.
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self.__dict__.items() if name not in _HERE_ONLY}
@@ -196,7 +245,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         self._references = {kind: [] for kind in state["kept"]}
         context = self._context()
         if fresh and context.scaler is not None and state["scale"]:
-            context.scaler.load_state_dict(state["scale"])  # gradients that are averaged have one scale
+            context.scaler.load_state_dict(state["scale"])  # averaged gradients need the same loss scale on all ranks
         models, optimizers = state["known"]
         for model in (*models, *state["kept"]["model"]):
             adopt_model(model, context)
@@ -205,7 +254,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         for kind, things in state["kept"].items():
             for each in things:
                 self._keep(kind, each)
-        if fresh:  # a new rank among others: they begin with an agreement, so it does too
+        if fresh:  # a replacement rank takes part in the collective with which the survivors start (recovery._agree)
             recovery.restart_accumulation()
 
     def _context(self) -> PrepareContext:

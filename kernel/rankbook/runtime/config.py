@@ -1,11 +1,6 @@
-"""What a person can ask of the runtime, as plain objects.
+"""Configuration objects of the runtime: plugins and handlers, loader options, and the mesh of the ranks.
 
-Owns: the plugins and handlers, their fields and defaults, and what of them makes no sense. Refuses: to apply any of it,
-and to import torch's distributed parts before they are needed.
-
-What one may ask of prepared loaders.
-
-How the ranks are divided.
+They validate their fields and are applied by other modules. torch's distributed modules are imported only when needed.
 """
 
 from __future__ import annotations
@@ -21,14 +16,14 @@ from rankbook.errors import BadRequest
 
 
 class KwargsHandler:
-    """Base of the handlers: each is a dataclass of keyword arguments for something of torch's."""
+    """Base class of handlers: dataclasses that hold keyword arguments of a torch class or function."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name."""
+        """Return all fields by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that are not at their default."""
+        """Return the fields whose value differs from the default."""
         return {
             each.name: getattr(self, each.name)
             for each in fields(self)  # type: ignore[arg-type]
@@ -42,14 +37,14 @@ def _default_of(each: Any) -> Any:  # noqa: ANN401 - a dataclass field and its d
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Of `torch.autocast`. `cache_enabled` None means torch's own choice."""
+    """Keyword arguments of `torch.autocast`. `cache_enabled` None selects torch's default."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How gradients travel under DDP: as they are, in a type of half the size, or as matrices of low rank."""
+    """Compression of gradients under DDP: none, half precision, or low-rank matrices (PowerSGD)."""
 
     NO = "no"
     FP16 = "fp16"
@@ -60,10 +55,14 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of `torch.nn.parallel.DistributedDataParallel`.
+    """Keyword arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
 
-    `comm_hook` is one of `DDPCommunicationHookType`, or its name; `comm_wrapper`, "fp16" or "bf16", has what the hook
-    sends travel in that type. `comm_state_option` are keywords of torch's `PowerSGDState`.
+    Args:
+        comm_hook: a `DDPCommunicationHookType` or its name.
+        comm_wrapper: "fp16" or "bf16" sends the hook's tensors in that dtype.
+        comm_state_option: keyword arguments of torch's `PowerSGDState`.
+
+    The other fields are described by torch. Raises `BadRequest` for an unknown hook or a contradictory combination.
     """
 
     dim: int = 0
@@ -100,7 +99,7 @@ def _one_of(name: str, given: object, known: list[str]) -> str:
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Of `torch.amp.GradScaler`, which fp16 needs."""
+    """Keyword arguments of `torch.amp.GradScaler`, which fp16 uses."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -111,7 +110,10 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Of `torch.distributed.init_process_group`; used only where no process group is there yet."""
+    """Keyword arguments of `torch.distributed.init_process_group`.
+
+    They have no effect if a process group exists already.
+    """
 
     backend: str | None = None
     init_method: str | None = None
@@ -120,9 +122,14 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Of `torch.profiler.profile`. `output_trace_dir`: each rank writes its trace there, named by its rank.
+    """Keyword arguments of `torch.profiler.profile`.
 
-    `schedule_option` has the keywords of `torch.profiler.schedule`.
+    Args:
+        activities: names of profiler activities ("cpu", "cuda"); by default all that the machine supports.
+        schedule_option: keyword arguments of `torch.profiler.schedule`.
+        output_trace_dir: directory where every rank writes its trace, in a file named by its rank.
+
+    The other fields are described by torch.
     """
 
     activities: Sequence[str] | None = None
@@ -136,7 +143,10 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> Any:  # noqa: ANN401 - torch.profiler.profile
-        """A `torch.profiler.profile` that has not begun."""
+        """Return a `torch.profiler.profile` that has not started.
+
+        Raises `BadRequest` for an activity that the machine cannot profile.
+        """
         from torch import profiler
 
         known = {each.name.lower(): each for each in profiler.supported_activities()}
@@ -157,11 +167,16 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients gather up before a step.
+    """Settings of gradient accumulation.
 
-    `num_steps` batches make a window. `sync_with_dataloader`: the end of a loader ends its window, which then divides
-    by its own length. `sync_each_batch`: the ranks reduce at every batch, which saves memory with FSDP and costs time.
-    `adjust_scheduler` is kept for programs that read it; a scheduler steps once per optimizer step either way.
+    Args:
+        num_steps: number of batches per window, that is per optimizer step.
+        adjust_scheduler: accepted for compatibility; a scheduler steps once per optimizer step in any case.
+        sync_with_dataloader: the end of a loader ends its window, whose loss is then divided by the window's actual
+            length.
+        sync_each_batch: reduce gradients at every batch, which saves memory with FSDP and costs time.
+
+    Raises `BadRequest` unless `num_steps` is an integer >= 1.
     """
 
     num_steps: int = 1
@@ -170,13 +185,13 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        given: Any = self.num_steps  # a notebook is not type-checked
+        given: Any = self.num_steps  # notebook code is not type-checked
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise BadRequest(f"gradient accumulation over {given!r} steps: it takes a whole number from 1 on")
 
 
 class DynamoBackend(StrEnum):
-    """Backends of `torch.compile` by the names that people know; any name that torch knows may be given instead."""
+    """Common backends of `torch.compile`. The name of any other registered backend is accepted as well."""
 
     NO = "no"
     EAGER = "eager"
@@ -187,9 +202,13 @@ class DynamoBackend(StrEnum):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Of `torch.compile`.
+    """Keyword arguments of `torch.compile`.
 
-    `backend` "no" compiles nothing. `use_regional_compilation` compiles repeated blocks alone.
+    Args:
+        backend: name of a backend; "no" disables compilation.
+        use_regional_compilation: compile only the repeated blocks of a model.
+
+    The other fields are described by torch. Raises `BadRequest` for an unknown backend.
     """
 
     backend: str = "no"
@@ -211,11 +230,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def active(self) -> bool:
-        """Whether anything is to be compiled."""
+        """Return True if models are compiled."""
         return self.backend != "no" and not self.disable
 
     def compile_kwargs(self) -> dict[str, Any]:
-        """What `torch.compile` is given."""
+        """Return the keyword arguments of `torch.compile`."""
         chosen = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
         given = {name: value for name, value in chosen.items() if value is not None}
         return {"backend": self.backend, "fullgraph": self.fullgraph, **given}
@@ -223,13 +242,21 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class FullyShardedDataParallelPlugin(KwargsHandler):
-    """Of `torch.distributed.fsdp.fully_shard` (FSDP2).
+    """Settings of `torch.distributed.fsdp.fully_shard` (FSDP2).
 
-    `auto_wrap_policy` tells which modules below the model are gathered on their own: None or "no_wrap" for none,
-    "size_based_wrap" with `min_num_params`, "transformer_based_wrap" with `transformer_cls_names_to_wrap`, or a
-    function from a module to a bool. `mixed_precision_policy` is torch's, or "bf16" or "fp16" for parameters in that
-    type; without one the forward runs under autocast, as everywhere. `ignored_modules`: modules, or a regular
-    expression over names; they stay whole, and their gradients each rank's own.
+    Args:
+        fsdp_version: only 2 is supported.
+        reshard_after_forward: as in `fully_shard`.
+        mixed_precision_policy: torch's `MixedPrecisionPolicy`, or "fp16" or "bf16" for parameters of that dtype; by
+            default the forward runs under autocast, as with other strategies.
+        auto_wrap_policy: selects the submodules that are gathered separately. None or "no_wrap" for none,
+            "size_based_wrap" with `min_num_params`, "transformer_based_wrap" with `transformer_cls_names_to_wrap`, or a
+            function from a module to a bool.
+        ignored_modules: modules, or a regular expression over module names, that are not sharded; their gradients are
+            not reduced.
+        state_dict_type: accepted for compatibility; `save_state` stores shards that any layout can load.
+
+    Raises `BadRequest` for unknown or unsupported values.
     """
 
     fsdp_version: int = 2
@@ -245,7 +272,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
-            self.ignored_modules = tuple(self.ignored_modules)  # looked at by each prepare()
+            self.ignored_modules = tuple(self.ignored_modules)  # an iterator would be exhausted by the first prepare()
         if self.fsdp_version != 2:
             raise BadRequest(
                 f"fsdp_version={self.fsdp_version} is not offered: Rankbook shards with fully_shard, that is version "
@@ -265,13 +292,22 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             )
 
     def set_reshard_after_forward(self, value: bool | int) -> None:
-        """As the field."""
+        """Set the field `reshard_after_forward`."""
         self.reshard_after_forward = value
 
 
 @dataclass
 class ProjectConfiguration:
-    """Where a project's files go. `total_limit`: how many numbered checkpoints are kept."""
+    """Directories of a project.
+
+    Args:
+        project_dir: directory of checkpoints.
+        logging_dir: directory of logs, by default `project_dir`.
+        automatic_checkpoint_naming: number the checkpoints that are saved without a name.
+        total_limit: number of numbered checkpoints to keep; older ones are deleted.
+        iteration: number of the next checkpoint.
+        save_on_each_node: write files that are not sharded on every host rather than on rank 0 only.
+    """
 
     project_dir: str | None = None
     logging_dir: str | None = None
@@ -285,14 +321,14 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Put the project, and its logs unless they have their own place, into `project_dir`."""
+        """Set `project_dir`, and `logging_dir` too unless it is set already."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of numbered checkpoints."""
+        """Return the directory of numbered checkpoints."""
         return Path(self.project_dir or ".") / "checkpoints"
 
 
@@ -307,7 +343,7 @@ HANDLERS: tuple[type[KwargsHandler], ...] = (
 
 @dataclass
 class Handlers:
-    """The handlers that an `Accelerator` was given, one per class."""
+    """Handlers of an `Accelerator`, one per class."""
 
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
@@ -317,9 +353,9 @@ class Handlers:
 
     @classmethod
     def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
-        """From `kwargs_handlers`.
+        """Create the handlers from the argument `kwargs_handlers`.
 
-        Raises `BadRequest` for a second one of a class, or one of a class that is unknown.
+        Raises `BadRequest` for two handlers of one class, or a handler of an unknown class.
         """
         places: dict[type, str] = {
             AutocastKwargs: "autocast",
@@ -342,22 +378,28 @@ class Handlers:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How `Accelerator.prepare` treats loaders.
+    """Treatment of loaders by `Accelerator.prepare`.
 
-    `split_batches`: a loader's batch is that of all ranks together, and is cut.
-    `dispatch_batches`: rank 0 reads and sends; False: every rank reads its own part; None: as True for iterable
-    datasets whose batches go to a device, as False for all others.
-    `even_batches`: the last round is filled up, so that every rank has as many batches.
-    `use_seedable_sampler`: a shuffle is drawn by a `SeedableRandomSampler`, which can be looked at; prepared loaders
-    draw theirs from (seed, epoch) in any case.
-    `data_seed`: the loaders' own seed, instead of that of `set_seed`.
-    `non_blocking`: copies to the device do not wait, which needs pinned memory.
-    `use_stateful_dataloader`: batches come from torchdata's StatefulDataLoader. A dataset with a `state_dict` and a
-    `load_state_dict` is resumed with its own state, in each worker: a map-style one on as many ranks with as many
-    workers; an iterable one, or its iterators, on any, within a pass, and no sample before is read again but a round's.
-    What such a state leaves out is lost, a shuffle buffer for instance; without the option a stream is read again up to
-    there, which takes longer and loses nothing. One that rank 0 reads for all is not resumed so. Raises `BadRequest`
-    where torchdata is not installed.
+    Args:
+        split_batches: the loader's batch size is that of all ranks together, and batches are split between the ranks.
+        dispatch_batches: if True, rank 0 reads all batches and sends the other ranks their part; if False, every rank
+            reads its own part. None means True for iterable datasets whose batches go to a device, otherwise False.
+        even_batches: repeat samples at the end, so that all ranks have the same number of batches.
+        use_seedable_sampler: shuffle with a `SeedableRandomSampler`, which can be inspected. Prepared loaders derive
+            their order from (seed, epoch) in any case.
+        data_seed: seed of the loaders, instead of that of `set_seed`.
+        non_blocking: do not wait for copies to the device; requires pinned memory.
+        use_stateful_dataloader: read with torchdata's StatefulDataLoader, see below.
+
+    With `use_stateful_dataloader`, a dataset with `state_dict` and `load_state_dict` is resumed from its own state, in
+    every worker. The state of a map-style dataset is restored only if the numbers of ranks and of workers are
+    unchanged. That of an iterable dataset, or of its iterators, is restored on any number, within a pass, without
+    reading earlier samples again except the first batch of every rank, which fills up the last batches. Anything that
+    the dataset's state omits, such as a shuffle buffer, is lost; without the option a stream is read again up to its
+    position, which takes longer and loses nothing. The option does not apply to loaders that rank 0 reads for all
+    ranks.
+
+    Raises `BadRequest` if `use_stateful_dataloader` is set and torchdata is not installed.
     """
 
     split_batches: bool = False
@@ -373,12 +415,12 @@ class DataLoaderConfiguration:
             require_stateful_dataloader()
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name."""
+        """Return all fields by name."""
         return asdict(self)
 
 
 def require_stateful_dataloader() -> type[Any]:
-    """Torchdata's StatefulDataLoader. Raises `BadRequest` where torchdata is not installed."""
+    """Return torchdata's StatefulDataLoader. Raises `BadRequest` if torchdata is not installed."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
@@ -392,9 +434,11 @@ def require_stateful_dataloader() -> type[Any]:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """The tensor-parallel plan: names of modules (with `*`) to "colwise", "rowwise", or a ParallelStyle of torch's.
+    """Tensor-parallel plan.
 
-    Without a plan the model's own `tp_plan` is used.
+    Args:
+        plan: maps module names (`*` is a wildcard) to "colwise", "rowwise", or a torch `ParallelStyle`. By default the
+            model's own `tp_plan` is used.
     """
 
     plan: dict[str, Any] | None = None
@@ -402,10 +446,18 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class ParallelismConfig:
-    """How the ranks are divided: `dp_replicate_size * dp_shard_size * tp_size` must be the world size.
+    """Mesh of the ranks: replication, sharding and tensor parallelism.
 
-    An axis that is left out, or None, has size 1. The mesh's axes are named `dp_replicate`, `dp_shard`, `tp`. Raises
-    `BadRequest` for a size that is no whole number from 1 on, and for a `cp_size` or `sp_size` that is not 1.
+    Args:
+        dp_replicate_size: number of replicas of the model.
+        dp_shard_size: number of ranks that shard a replica.
+        tp_size: number of ranks that divide a layer.
+        cp_size, sp_size: not supported; must be 1.
+        tp_handler: tensor-parallel plan.
+
+    A size of None is 1. `dp_replicate_size * dp_shard_size * tp_size` must be the world size. The mesh axes are named
+    `dp_replicate`, `dp_shard` and `tp`. Raises `BadRequest` for a size that is not an integer >= 1, and for a `cp_size`
+    or `sp_size` other than 1.
     """
 
     dp_replicate_size: int | None = None
@@ -429,7 +481,7 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The mesh's axes, outermost first."""
+        """Return the sizes of the mesh axes by name, outermost first."""
         return {
             "dp_replicate": self.dp_replicate_size or 1,
             "dp_shard": self.dp_shard_size or 1,
@@ -438,43 +490,43 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """How many ranks it is for."""
+        """Return the number of ranks in the mesh."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Over how many ranks the batches are divided."""
+        """Return the number of ranks that read different batches."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many ranks get the same batches."""
+        """Return the number of ranks that read the same batches."""
         return self.tp_size or 1
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
+        """Return True if there is more than one replica of the model."""
         return self.sizes["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a copy is sharded over several ranks."""
+        """Return True if a replica is sharded over several ranks."""
         return self.sizes["dp_shard"] > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
+        """Return True if layers are divided over several ranks."""
         return self.sizes["tp"] > 1
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """The rank's number on each axis."""
+        """Return the rank's coordinate on every mesh axis."""
         place = {}
         for name, size in reversed(self.sizes.items()):
             rank, place[name] = divmod(rank, size)
         return place
 
     def check(self, world_size: int) -> None:
-        """Raise `BadRequest` with the arithmetic unless the axes multiply to `world_size`."""
+        """Raise `BadRequest` with the arithmetic unless the sizes multiply to `world_size`."""
         if self.total_size != world_size:
             product = " * ".join(f"{name}({size})" for name, size in self.sizes.items())
             raise BadRequest(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")

@@ -1,8 +1,7 @@
-"""Gradient accumulation, and which loader is being read.
+"""Gradient accumulation: the shared `GradientState`, and the window of batches that form one optimizer step.
 
-Owns: `GradientState`. Refuses: to keep a loader alive, or one whose loop was left active.
-
-Which batches make one optimizer step.
+Loaders are referenced weakly: the state does not keep a loader alive, and a loop that was left early ends with its
+iterator.
 """
 
 from __future__ import annotations
@@ -24,13 +23,17 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class GradientState:
-    """What accumulation is doing now. All instances in a process share what the first one has.
+    """Shared state of gradient accumulation.
 
-    `gradient_accumulation_plugin`: new settings, a `GradientAccumulationPlugin` or any object with its fields; an
-    instance without one keeps the shared settings.
+    All instances in a process share the state of the first one.
 
-    `sync_gradients`: whether the gradients are synchronised at this step. A loader is *active* from the start of a loop
-    over it to its end, however it ends; the innermost loop's counts.
+    Args:
+        gradient_accumulation_plugin: new settings, a `GradientAccumulationPlugin` or any object with its fields. An
+            instance without one keeps the shared settings.
+
+    `sync_gradients` is True if the current batch ends its window, that is if its gradients are synchronized between
+    ranks. A loader is *active* from the start of a loop over it until the loop ends in any way; in nested loops the
+    innermost loader counts.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -55,48 +58,50 @@ class GradientState:
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what is not there has no type
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a missing attribute has no type
         if name not in GradientState.__annotations__ and not hasattr(GradientState, name):
             raise AttributeError(f"'GradientState' object has no attribute {name!r}")
         raise AttributeError(f"GradientState has no {name!r} now: its state was reset. Build it first: GradientState()")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On another rank it is that rank's own; one that is fresh takes the settings over."""
+        """Pickle as a reference to the receiving process's state.
+
+        A process without one takes over the settings.
+        """
         return _arrive, (dict(GradientState._shared_state.get("plugin_kwargs", {})),)
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget settings and loaders."""
         GradientState._shared_state.clear()
 
     @property
     def initialized(self) -> bool:
-        """Whether an instance was made since the last reset."""
+        """Return True if an instance was created since the last reset."""
         return bool(GradientState._shared_state)
 
     # Settings
 
     @property
     def num_steps(self) -> int:
-        """Over how many steps gradients are accumulated."""
+        """Return the number of batches per optimizer step."""
         return int(self._setting("num_steps"))
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As it was given, for programs that read it: here a scheduler steps with its optimizer either way."""
+        """Return the setting; it has no effect, as schedulers step with their optimizers."""
         return bool(self._setting("adjust_scheduler"))
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether a loader's last batch ends a window, however short it is."""
+        """Return True if the last batch of a loader ends a window that is not full."""
         return bool(self._setting("sync_with_dataloader"))
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are synchronised at each batch, which takes less memory and more time."""
+        """Return True if gradients are synchronized at every batch, which saves memory and costs time."""
         return bool(self._setting("sync_each_batch"))
 
-    def _setting(self, name: str) -> Any:  # noqa: ANN401 - the setting's
+    def _setting(self, name: str) -> Any:  # noqa: ANN401 - type of the setting
         return self.plugin_kwargs.get(name, _DEFAULTS[name])
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -105,51 +110,54 @@ class GradientState:
     # Loaders
 
     @property
-    def active_dataloader(self) -> Any:  # noqa: ANN401 - whatever has `end_of_dataloader` and `remainder`
-        """The loader of the innermost loop; None outside of any."""
+    def active_dataloader(self) -> Any:  # noqa: ANN401 - any object with `end_of_dataloader` and `remainder`
+        """Return the loader of the innermost loop, None outside of loops."""
         return self.dataloader_references[-1]
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """None, then the active loaders from the outermost loop to the innermost."""
+        """Return None, followed by the active loaders from the outermost loop to the innermost."""
         self._active[:] = [each for each in self._active if each[0]() is not None and each[1]() is not None]
         return [None, *(loader() for loader, _ in self._active)]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a loader is being read."""
+        """Return True inside a loop over a loader."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the active loader has given its last batch."""
+        """Return True if the active loader has returned its last batch."""
         loader = self.active_dataloader
         return False if loader is None else bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
-        """How many samples of the active loader's last global batch are its own; -1 where nobody knows."""
+        """Return the number of samples in the active loader's last global batch that are not padding.
+
+        -1 if it is unknown, or outside of loops.
+        """
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
     def _add_dataloader(self, dataloader: object, iteration: object | None = None) -> None:
-        """Make `dataloader` the active one. Only weak references are kept.
+        """Make `dataloader` the active loader.
 
-        `iteration` is what gives the batches, an iterator or a generator: once it is gone, the loop was left. A loader
-        that is active already has started anew, its earlier loop is over.
+        `iteration`, the iterator or generator that returns the batches, ends the loop when it is garbage collected. A
+        loader that was active already has started a new loop, which ends the previous one.
         """
         self._remove_dataloader(dataloader)
         self._active.append((weakref.ref(dataloader), weakref.ref(dataloader if iteration is None else iteration)))
 
     def _remove_dataloader(self, dataloader: object) -> None:
-        """Its loop is over. Nothing happens where it was not active."""
+        """End the loop over `dataloader`, if it is active."""
         self._active[:] = [each for each in self._active if each[0]() is not dataloader]
 
     @contextmanager
     def iterating(self, dataloader: object) -> Iterator[None]:
-        """`dataloader` is active within the block, also when it is left by `break`, by an exception or by an interrupt.
+        """Keep `dataloader` active within the block, which may end by `break`, an exception or an interrupt.
 
-        For a loader whose `__iter__` is a generator: its body stands in this block, and Python closes the generator as
+        For a loader whose `__iter__` is a generator: its body runs in this block, and Python closes the generator when
         the loop is left.
         """
         try:
@@ -169,7 +177,7 @@ def _arrive(settings: dict[str, Any]) -> GradientState:
 
 
 def _settings(plugin: object) -> dict[str, Any]:
-    """The plugin's fields that are set."""
+    """Return the plugin's fields that are not None."""
     if dataclasses.is_dataclass(plugin):
         found = {each.name: getattr(plugin, each.name) for each in dataclasses.fields(plugin)}
     elif hasattr(plugin, "to_kwargs"):
@@ -180,11 +188,15 @@ def _settings(plugin: object) -> dict[str, Any]:
 
 
 class AccumulationWindow:
-    """The window that is open now; one for the process, as there is one `GradientState`.
+    """Window of gradient accumulation; the process has one.
 
-    `divisor` is what a loss is divided by. `scaler` is that of the optimizers that are prepared now. `parameters` gives
-    theirs; `drop` clears every gradient of what is prepared; `agree` makes the ranks' copies alike again after a
-    collective `was_broken_off`.
+    Attributes:
+        divisor: number that the loss of a batch is divided by.
+        scaler: loss scaler of the optimizers that are prepared now.
+        parameters: returns the parameters of these optimizers.
+        drop: clears the gradients of all prepared models and optimizers.
+        agree: makes the replicas on all ranks equal again, after a collective was aborted (`was_broken_off`). A
+            collective.
     """
 
     def __init__(self) -> None:
@@ -205,10 +217,20 @@ class AccumulationWindow:
         self._rescale = 1.0
 
     def __reduce__(self) -> str:
-        return "window"  # a process has one: on another rank it is that rank's
+        return "window"  # unpickled as the receiving process's window
+
+    # Theory of operation. A window is the sequence of batches whose gradients are summed for one optimizer step. The
+    # loss must be divided by the window's length before the length is certain: it is `num_steps`, or the number of
+    # batches that the loader has left. If the loader ends earlier than its length promised, `settle` multiplies the
+    # gradients by divisor / count just before they are used. A window ends when it is full or its loader ends. If a
+    # loop is left in the middle of one (`break`, an error), the window is stale: its gradients are cleared when the
+    # next batch begins, on all ranks alike.
 
     def begin_batch(self, gradients: GradientState) -> bool:
-        """Count one batch. Returns whether gradients sync at it, which `gradients` tells from now on."""
+        """Count one batch. Returns True if its gradients are synchronized.
+
+        `gradients.sync_gradients` is set to the same value.
+        """
         self.batches += 1
         steps = gradients.num_steps
         loop = gradients._active[-1] if gradients._active else None
@@ -235,24 +257,27 @@ class AccumulationWindow:
         gradients._set_sync_gradients(sync)
         return sync
 
-    def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - GradientState's own entry
+    def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
         self._loop, self._position, self._length = loop, 0, None
         if not gradients.sync_with_dataloader or loop is None:
             return
-        if self._open:  # the last loop was left in the middle of a window
+        if self._open:  # the previous loop was left in the middle of a window
             self._open = False
             self._stale = True
         loader = loop[0]()
         try:
             self._length = len(loader)
-        except TypeError:  # an iterable dataset: nobody knows
+        except TypeError:  # an iterable dataset has no length
             self._length = None
-        # A loop that was resumed, or one in which an error was caught, is not at its start any more.
+        # A resumed loop, or one that continues after a caught error, does not start at the first batch.
         delivered = getattr(getattr(loader, "position", None), "delivered", 1)
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
 
     def settle(self) -> None:
-        """Ahead of a step or of clipping: scale the gradients of a window that was shorter than foreseen. Once."""
+        """Rescale the gradients of a window that was shorter than expected.
+
+        Called before a step and before clipping; only the first call has an effect.
+        """
         if self._rescale != 1.0:
             factor, self._rescale = self._rescale, 1.0
             for each in self.parameters():
@@ -260,9 +285,9 @@ class AccumulationWindow:
                     each.grad.mul_(factor)
 
     def abandon(self, gradients: GradientState) -> None:
-        """An error came out of a batch: its window is over, and what it gathered is dropped before the next batch.
+        """End the window after an error in a batch; its gradients are dropped before the next batch.
 
-        The other ranks may have been at another batch, and all have to begin alike.
+        The other ranks may have failed at a different batch, and all ranks have to start with the same state.
         """
         self._open = False
         self._stale = True
@@ -273,11 +298,14 @@ class AccumulationWindow:
 
 
 window = AccumulationWindow()
-"""This process's."""
+"""Accumulation window of this process."""
 
 
 class AccumulateContext:
-    """The block of one batch. `set_sync` is told whether the models reduce their gradients in it."""
+    """Context manager for one batch.
+
+    `set_sync` is called with False on entry and True on exit if the models do not reduce their gradients at this batch.
+    """
 
     __slots__ = ("_gradients", "_held", "_set_sync")
 

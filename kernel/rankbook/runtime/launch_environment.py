@@ -1,9 +1,8 @@
-"""Which setup this process is part of, read from what its launcher set in the environment.
+"""Rank and world size from the environment variables of torchrun, PMI, Open MPI, MVAPICH and Slurm.
 
-Owns: the spellings of torchrun, PMI, Open MPI, MVAPICH and Slurm. Refuses: to import torch, to change the environment.
-
-Each launcher tells at least a rank and a world size. The first spelling that is there counts, in the order of
-`SPELLINGS`: torchrun's is the one that all of PyTorch reads, so it goes first.
+A launcher sets at least a rank and a world size. The first family in `SPELLINGS` whose two variables are set is used;
+torchrun comes first, because its variables are the ones that PyTorch itself reads. The environment is not changed, and
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import dataclass
 from rankbook.errors import BadRequest
 
 DEFAULT_PORT = 29500
-"""torch's own, where nobody says another."""
+"""torch's default of MASTER_PORT."""
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """How one family of launchers names the four numbers."""
+    """Names of the environment variables that one family of launchers sets."""
 
     launcher: str
     rank: str
@@ -47,14 +46,17 @@ SPELLINGS = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    # The step's size, not the job's: a script that sbatch runs without srun is alone, whatever the job could hold.
+    # The size of the step, not of the job: a script that sbatch runs without srun is a single process.
     LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
 @dataclass(frozen=True)
 class LaunchSetup:
-    """This process among the others of its launch. `master` is where rank 0 is met; None when nobody has to meet."""
+    """Position of this process in its launch.
+
+    `master` is the address of rank 0's store, None for a single process.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -65,9 +67,9 @@ class LaunchSetup:
 
 
 def read_setup(environment: Mapping[str, str] | None = None) -> LaunchSetup:
-    """The setup that the environment describes; one process alone where it describes none.
+    """Return the setup that the environment describes; a single process if it describes none.
 
-    Raises `BadRequest` for a description that contradicts itself or that has a hole.
+    Raises `BadRequest` for a contradictory or incomplete description.
     """
     environment = os.environ if environment is None else environment
     for spelling in SPELLINGS:
@@ -82,7 +84,7 @@ def read_setup(environment: Mapping[str, str] | None = None) -> LaunchSetup:
 
 
 def local_rank_of(environment: Mapping[str, str] | None = None) -> int | None:
-    """The place among the processes of this host that the environment tells, if it does."""
+    """Return the local rank, that is the index on this host, or None if the environment does not define it."""
     environment = os.environ if environment is None else environment
     for spelling in SPELLINGS:
         if spelling.local_rank in environment:
@@ -91,7 +93,10 @@ def local_rank_of(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def read_flag(*names: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the first of these variables that is set says yes."""
+    """Return the boolean value of the first of these variables that is set; False if none is.
+
+    Raises `BadRequest` for a value that is not a boolean.
+    """
     value = read_text(*names, environment=environment)
     if value is None:
         return False
@@ -103,7 +108,7 @@ def read_flag(*names: str, environment: Mapping[str, str] | None = None) -> bool
 
 
 def read_text(*names: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """The first of these variables that is set."""
+    """Return the value of the first of these variables that is set."""
     environment = os.environ if environment is None else environment
     return next((environment[name] for name in names if name in environment), None)
 
@@ -153,7 +158,7 @@ def _master(environment: Mapping[str, str], rank: int, world_size: int, local_wo
 
 
 def _first_host(nodes: str) -> str | None:
-    """`node[03-07,9],other` → `node03`."""
+    """Return the first host of a Slurm node list: `node[03-07,9],other` becomes `node03`."""
     match = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else None
 

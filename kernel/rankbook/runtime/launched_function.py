@@ -1,7 +1,7 @@
-"""A function that a launcher runs on a rank, as if the rank were fresh.
+"""Run a launched function on a rank with fresh shared state, as in a newly started process.
 
-Owns: the shared state during such a call, and its return to what it was. Refuses: to start anything, and to import
-torch: the notebook names `run` when it sends a function.
+This implements `notebook_launcher`. torch is not imported here, because the notebook process imports this module to
+name `run_launched` when it sends a function.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""Where a script finds the precision that its launcher was given; Accelerate's name."""
+"""Environment variable with the launcher's mixed precision; the name is Accelerate's."""
 USE_CPU = "ACCELERATE_USE_CPU"
 
 
-def run_launched(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
-    """Call `function(*args)` with `environment` set, and with shared state of its own; what it returns.
+def run_launched(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - return value of the function
+    """Return `function(*args)`, called with `environment` set and with fresh shared state.
 
-    Settings that cells of this rank have made (accumulation, precision) are neither seen nor changed by it.
+    The call neither sees nor changes settings that cells of this rank have made, such as accumulation and precision.
     """
     with _set(environment), _own_state(anew=USE_CPU in environment):
         return function(*args)
@@ -41,7 +41,10 @@ def _set(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _own_state(*, anew: bool) -> Iterator[None]:
-    """Within it the shared states are as if nobody had made them; `anew`: which device this is, too."""
+    """Clear the shared states within the block, and restore them afterwards.
+
+    `anew`: also that of `PartialState`, so that the device is chosen again.
+    """
     from rankbook.runtime.gradient_state import GradientState
     from rankbook.runtime.process_state import PartialState
     from rankbook.runtime.state import AcceleratorState

@@ -1,8 +1,6 @@
-"""A logger that knows its rank.
+"""Rank-aware logging: a logger adapter that selects the ranks that log, and tqdm on one process per host.
 
-Owns: which rank's records are let through. Refuses: handlers and formats; those are the program's.
-
-tqdm on one process.
+Handlers and formats are left to the program.
 """
 
 from __future__ import annotations
@@ -18,20 +16,28 @@ from rankbook.runtime.process_state import PartialState
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """`log.info(message, main_process_only=True, in_order=False)`, and so for each level.
+    """Logger adapter whose methods accept `main_process_only` and `in_order`.
 
-    `main_process_only` (the default): only rank 0 logs. `in_order`: every rank does, one after the other; all of them
-    have to make that call. Before a `PartialState` was built this process counts as the only one.
+    Args:
+        main_process_only: log on rank 0 only (the default).
+        in_order: with `main_process_only=False`, log on all ranks, in rank order. A collective.
+
+    Before a `PartialState` is created, the process counts as the only one.
+
+    Example::
+
+        log = get_logger(__name__)
+        log.info("loss %f", loss, main_process_only=False, in_order=True)
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # noqa: ANN401 - logging's
-        """As `logging.Logger.log`, on the ranks that are asked for."""
+        """Log `msg % args` as `logging.Logger.log` does, on the selected ranks."""
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and the next
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # skip this method and `_emit`
         state = PartialState() if PartialState._shared_state else None
         if in_order and not main_only and state is not None:
-            for index in range(state.num_processes):  # a rank whose level is higher waits for its turn all the same
+            for index in range(state.num_processes):  # ranks with a higher level take part in the barriers, too
                 if index == state.process_index:
                     self._emit(level, msg, args, kwargs)
                 state.wait_for_everyone()
@@ -44,7 +50,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             self.logger.log(level, msg, *args, **processed)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:  # noqa: ANN401 - logging's
-        """Put `rank` and `world_size` beside the record's other fields, for formats that show them."""
+        """Add `rank` and `world_size` to the record's extra fields, for formats that show them."""
         state = PartialState() if PartialState._shared_state else None
         extra: Mapping[str, object] = kwargs.get("extra") or {}
         rank, size = (0, 1) if state is None else (state.process_index, state.num_processes)
@@ -53,14 +59,17 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     @cache  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as `warning`
-        """As `warning`, and the second time nothing."""
+        """Log a warning; later calls with the same arguments do nothing."""
         self.warning(*args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """The logger `name`, which logs on rank 0 only unless told otherwise.
+    """Return a logger that logs on rank 0 only, unless a call selects more ranks.
 
-    `log_level`: "DEBUG", "INFO", ...; its default comes from RANKBOOK_LOG_LEVEL, else the level stays.
+    Args:
+        name: name of the logger, as in `logging.getLogger`.
+        log_level: "DEBUG", "INFO" and so on; by default RANKBOOK_LOG_LEVEL. If neither is set, the level is not
+            changed.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("RANKBOOK_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
@@ -70,9 +79,14 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # noqa: ANN401 - tqdm's
-    """`tqdm.auto.tqdm`, shown on the first process of each host only; elsewhere it iterates silently.
+    """Return a `tqdm.auto.tqdm` bar that is visible only on the first process of every host.
 
-    Raises `BadRequest` where tqdm is not installed, and for a bool in the iterable's place, which is an old signature.
+    Args:
+        args: arguments of tqdm; the first one is the iterable.
+        main_process_only: if False, show the bar on all processes.
+        kwargs: keyword arguments of tqdm.
+
+    Raises `BadRequest` if tqdm is not installed, and for a bool as the first argument, which is an obsolete signature.
     """
     try:
         from tqdm.auto import tqdm as bar

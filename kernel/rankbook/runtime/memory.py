@@ -1,6 +1,6 @@
-"""What holds memory let go, and a batch size that fits on every rank.
+"""Release memory, and find the largest batch size that fits on all ranks.
 
-Owns: which errors mean that memory ran out. Refuses: to hide any other error.
+Only out-of-memory errors are handled; any other error propagates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the accelerator's unused memory back; with `garbage_collection` what only cycles hold, too."""
+    """Return unused cached memory to the device.
+
+    Args:
+        garbage_collection: collect reference cycles first.
+    """
     if garbage_collection:
         gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -40,7 +44,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[None]:
-    """Free memory that the caller lets go of: gives as many None as there are objects, to put in their place."""
+    """Run garbage collection and empty the device's cache.
+
+    Returns one None per object, to overwrite the caller's references: `a, b = release_memory(a, b)`.
+    """
     count = len(objects)
     del objects
     clear_device_cache(garbage_collection=True)
@@ -48,7 +55,7 @@ def release_memory(*objects: object) -> list[None]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether it says that memory ran out."""
+    """Return True if `exception` is an out-of-memory error."""
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(exception, RuntimeError) and any(words in str(exception) for words in _OUT_OF_MEMORY)
@@ -71,15 +78,30 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Have `function(batch_size, ...)` run with the largest batch size that fits on every rank.
+    """Call `function(batch_size, ...)` with the largest batch size that fits on all ranks.
 
-    It is called with `starting_batch_size` samples; when memory runs out on any rank, all ranks leave it and call it
-    again with the same smaller size: 0.9 of it, or what `reduce_batch_size_fn()` gives. The ranks agree at the end of
-    each try, so each rank calls the decorated function. Where one runs out between collectives that the others are in
-    already, nobody can agree any more: the cell ends with the error of the collective, which notes that memory ran out.
+    Args:
+        function: function whose first parameter is the batch size; callers leave it out. Without it, return a
+            decorator.
+        starting_batch_size: first batch size to try, in samples.
+        reduce_batch_size_fn: returns the next batch size; by default 0.9 times the current one.
 
-    Raises what `function` raises otherwise; `PeerFailed` on the other ranks then; `RuntimeError` when no size is left;
-    `BadRequest` when the caller gives a batch size of its own.
+    If any rank runs out of memory, all ranks call the function again with the same smaller size. The ranks agree at the
+    end of every attempt, so all ranks must call the decorated function. If a rank runs out of memory while others wait
+    in a collective, they cannot agree: the cell fails with the error of the collective, to which a note about memory is
+    added.
+
+    Raises other errors of `function`, then `PeerFailed` on the other ranks; `RuntimeError` if no batch size is left;
+    and `BadRequest` if `reduce_batch_size_fn` returns a size that is not smaller. A call that passes a batch size
+    raises `TypeError`.
+
+    Example::
+
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size): ...
+
+
+        train()
     """
     if function is None:
         return functools.partial(
@@ -91,7 +113,7 @@ def find_executable_batch_size(
 
 
 def _shrinking(function: _F, starting: int, shrink: Callable[[], int] | None) -> _F:
-    size = starting  # the next call starts with what fitted last
+    size = starting  # the next call starts with the size that fitted last
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's
@@ -122,12 +144,15 @@ def _attempt(
     args: Any,  # noqa: ANN401 - the function's
     kwargs: Any,  # noqa: ANN401 - the function's
 ) -> tuple[bool, Any]:
-    """Whether it fitted on every rank, and this rank's result."""
+    """Return True if the attempt fitted on all ranks, and this rank's result."""
+    # Every rank ends an attempt with one collective, in which it reports an out-of-memory error as level 1. A rank with
+    # another error announces that instead, and the ranks in the collective raise PeerFailed. A rank whose collective
+    # inside `function` was aborted takes no part: the other ranks were aborted too.
     ran_out, result = False, None
     try:
         result = function(size, *args, **kwargs)
     except CollectiveAborted:
-        raise  # the others know: their wait was broken off too
+        raise  # not announced: the collectives of the other ranks were aborted too
     except Exception as error:
         ran_out = should_reduce_batch_size(error)
         if not ran_out:

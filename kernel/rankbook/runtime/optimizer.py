@@ -1,8 +1,6 @@
-"""An optimizer that acts when the gradients are whole.
+"""Prepared optimizers and schedulers, which step once per window of gradient accumulation.
 
-Owns: `AcceleratedOptimizer`. Refuses: to decide when gradients sync, which `GradientState` knows, and to scale a loss.
-
-A learning-rate scheduler that steps with its optimizers.
+`GradientState` decides at which batches gradients are synchronized; the loss is scaled in training.py.
 """
 
 from __future__ import annotations
@@ -15,13 +13,21 @@ import torch
 from rankbook.runtime.state import GradientState
 
 _HERE_ONLY = {"step", "before_step", "gradient_state", "scaler"}
-"""What belongs to this process: torch's schedulers put a `step` of their own on it, the rest is shared with others."""
+"""Attributes that are not pickled.
+
+They belong to the process. `step` is among them because torch's schedulers patch it on the instance.
+"""
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Wraps `optimizer`: `step` and `zero_grad` do nothing while gradients accumulate.
+    """Optimizer wrapper whose `step` and `zero_grad` do nothing while gradients accumulate.
 
-    `step_was_skipped` tells whether the last real step was left out, because fp16 gradients overflowed.
+    Args:
+        optimizer: the optimizer to wrap; other attributes are looked up on it.
+        device_placement: whether the optimizer's state was moved to the rank's device.
+        scaler: loss scaler for fp16.
+
+    `step_was_skipped` is True if the last step was skipped because fp16 gradients overflowed.
     """
 
     def __init__(
@@ -30,7 +36,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # No super().__init__(): it would copy the parameter groups, and every field is the wrapped optimizer's.
+        # super().__init__() is not called: it would copy the parameter groups, which belong to the wrapped optimizer.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -40,11 +46,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._was_skipped = False
         self._unscaled = False
 
-    # What an optimizer has
+    # The interface of torch.optim.Optimizer
 
     @property
     def state(self) -> Any:  # noqa: ANN401 - as torch's
-        """As the optimizer's."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -53,7 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As the optimizer's."""
+        """Return the parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -62,7 +68,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """As the optimizer's."""
+        """Return the default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -70,36 +76,40 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's."""
+        """Return the state dict of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's."""
+        """Load a state dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For optimizers that know it, those without a schedule."""
+        """Call `train()` of the wrapped optimizer, if defined (schedule-free optimizers have it)."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
 
     def eval(self) -> None:
-        """For optimizers that know it, those without a schedule."""
+        """Call `eval()` of the wrapped optimizer, if defined (schedule-free optimizers have it)."""
         if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
-    # What it does
+    # Steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, where this batch ends its window."""
+        """Clear the gradients, if the current batch ends its window."""
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
-        """Step, where this batch ends its window. Returns what the optimizer returns, None while gradients gather."""
+        """Step, if the current batch ends its window.
+
+        Returns the wrapped optimizer's return value, None while gradients accumulate. The fp16 scaler accepts no
+        closure.
+        """
         if not self.gradient_state.sync_gradients:
             return None
         if self.before_step is not None:
@@ -116,7 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         stepped: list[bool] = []
         handle = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         try:
-            # The scaler takes no closure: it could not tell whether the loss in it was scaled.
+            # The scaler raises for a closure: it cannot know whether the loss in it was scaled.
             result = (
                 self.scaler.step(self.optimizer, closure) if closure is not None else self.scaler.step(self.optimizer)
             )
@@ -129,7 +139,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def unscale(self) -> None:
-        """Take fp16's scale off the gradients; a second time before the next step changes nothing."""
+        """Unscale fp16 gradients. Calls after the first one before a step do nothing."""
         assert self.scaler is not None
         if not self._unscaled:
             self.scaler.unscale_(self.optimizer)
@@ -137,13 +147,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last real step was left out, because fp16 gradients overflowed."""
+        """Return True if the last step was skipped because fp16 gradients overflowed."""
         return self._was_skipped
 
-    # A copy on another rank
+    # Attribute lookup and pickling
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - hooks and whatever else a subclass has
-        if name == "optimizer":  # not there yet: this one is being unpickled
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - attributes of any optimizer class
+        if name == "optimizer":  # not set yet while the wrapper is unpickled
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -158,9 +168,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 class AcceleratedScheduler:
-    """Wraps `scheduler`; `optimizers` are those whose steps it follows.
+    """Learning-rate scheduler that steps when its optimizers step.
 
-    `step_with_optimizer` False: each call steps. `num_processes` is what `steps_times_num_processes` multiplies by.
+    Args:
+        scheduler: the scheduler to wrap; other attributes are looked up on it.
+        optimizers: optimizers whose steps it follows.
+        step_with_optimizer: if False, every call steps.
+        split_batches: see `DataLoaderConfiguration`.
+        steps_times_num_processes: step `num_processes` times per optimizer step, unless batches are split.
+        num_processes: number of data-parallel ranks.
     """
 
     def __init__(
@@ -181,7 +197,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the scheduler's
-        """Step, if the optimizers have."""
+        """Step, if the current batch ends its window and no optimizer skipped its step."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -192,23 +208,23 @@ class AcceleratedScheduler:
         for _ in range(self.repeats):
             total = getattr(self.scheduler, "total_steps", None)
             if self.repeats > 1 and total is not None and self.scheduler._step_count > total:
-                return  # a one-cycle schedule refuses to go on past its end
+                return  # a one-cycle schedule raises for steps past its end
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:  # noqa: ANN401 - as torch's
-        """As the scheduler's."""
+        """Return the last learning rates of the wrapped scheduler."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the scheduler's."""
+        """Return the state dict of the wrapped scheduler."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the scheduler's."""
+        """Load a state dict into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the scheduler has
-        if name == "scheduler":  # not there yet: this one is being unpickled
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - attributes of any scheduler class
+        if name == "scheduler":  # not set yet while the wrapper is unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

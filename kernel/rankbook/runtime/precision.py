@@ -1,7 +1,6 @@
-"""In which floating-point type a forward runs.
+"""Mixed precision: autocast, the gradient scaler of fp16, and the forward of a prepared model.
 
-Owns: which types a device can do, autocast, the scaler that fp16 needs, and the forward of a prepared model. Refuses:
-the types of the parameters, which stay as the person made them.
+The dtypes of parameters are not changed.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from rankbook.errors import BadRequest
 from rankbook.runtime.config import AutocastKwargs, GradScalerKwargs
 
 PRECISIONS = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""What may be asked for, with the type that autocast uses."""
+"""Values of `mixed_precision` and the dtypes that autocast uses for them."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raise `BadRequest` where `device` cannot train in `precision`."""
+    """Raise `BadRequest` if `precision` is unknown, or if `device` cannot train in it."""
     if precision not in PRECISIONS:
         raise BadRequest(f"mixed_precision={precision!r} is unknown: choose from {', '.join(map(repr, PRECISIONS))}")
     if precision == "fp16" and device.type != "cuda":
@@ -35,7 +34,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def autocast(precision: str, device: torch.device, handler: AutocastKwargs) -> AbstractContextManager[Any]:
-    """The context in which a forward runs; one that does nothing for precision "no"."""
+    """Return the autocast context for `precision`; a null context for "no"."""
     kind = PRECISIONS[precision]
     if kind is None or not handler.enabled:
         return nullcontext()
@@ -43,12 +42,12 @@ def autocast(precision: str, device: torch.device, handler: AutocastKwargs) -> A
 
 
 def make_scaler(precision: str, device: torch.device, handler: GradScalerKwargs) -> torch.amp.GradScaler | None:
-    """The gradient scaler of fp16, None for other precisions."""
+    """Return the gradient scaler for fp16, None for other precisions."""
     return torch.amp.GradScaler(device.type, **handler.to_dict()) if precision == "fp16" else None
 
 
-def in_fp32(value: Any) -> Any:  # noqa: ANN401 - whatever a model returns
-    """`value` with every half-precision tensor in it as fp32; containers keep their types."""
+def in_fp32(value: Any) -> Any:  # noqa: ANN401 - any output of a model
+    """Return `value` with all half-precision tensors in it converted to fp32; container types are preserved."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _HALVES else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -58,15 +57,15 @@ def in_fp32(value: Any) -> Any:  # noqa: ANN401 - whatever a model returns
     if isinstance(value, dict):
         if type(value) is dict:
             return {key: in_fp32(each) for key, each in value.items()}
-        for key in value:  # an output class of a library: its attributes mirror its items
+        for key in value:  # an output class (transformers) mirrors its items in attributes: assign in place
             value[key] = in_fp32(value[key])
     return value
 
 
 class MixedForward:
-    """Stands as `forward` on a prepared model: autocast around the model's own, outputs in fp32.
+    """Replacement of a prepared model's `forward`: run the original under autocast, return fp32 outputs.
 
-    An object and not a closure, so that a copy or a pickle of the model has one that runs the copy.
+    It is an object rather than a closure, so that a copied or unpickled model has one that runs the copy.
     """
 
     def __init__(self, module: nn.Module, kind: torch.dtype, device: torch.device, cache: bool | None) -> None:
@@ -77,7 +76,7 @@ class MixedForward:
         self.cache = cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model's
-        """As the model's forward."""
+        """Return the output of the original forward, in fp32."""
         with torch.autocast(self.device_type, dtype=self.kind, cache_enabled=self.cache):
             output = self.original(*args, **kwargs)
         if isinstance(output, torch.Tensor):
@@ -86,7 +85,7 @@ class MixedForward:
 
 
 def install_forward(module: nn.Module, precision: str, device: torch.device, handler: AutocastKwargs) -> None:
-    """Have `module` run under autocast, in place of an earlier such forward: they never nest."""
+    """Make `module` run under autocast. Replaces a forward that was installed earlier: they never nest."""
     remove_forward(module)
     kind = PRECISIONS[precision]
     if kind is not None and handler.enabled:
@@ -94,7 +93,7 @@ def install_forward(module: nn.Module, precision: str, device: torch.device, han
 
 
 def remove_forward(module: nn.Module) -> None:
-    """Give `module` its own forward back."""
+    """Restore the original forward of `module`."""
     installed = module.__dict__.get("forward")
     if isinstance(installed, MixedForward):
         del module.__dict__["forward"]

@@ -1,14 +1,11 @@
-"""Which module of `prepare` an object belongs to, and in what order.
+"""Prepare models, optimizers, loaders and schedulers for distributed training.
 
-Owns: the table of kinds. Refuses: what stands in no row; it passes through.
+- Models are moved to the device, wrapped for DDP or sharded, set to mixed precision, and compiled.
+- Optimizers are wrapped, and follow parameters that were replaced.
+- Loaders are replaced by ones that read this rank's share of the data.
+- Schedulers are wrapped to step with their optimizers.
 
-Loaders: each rank gets its share.
-
-Models: placed, spread over the ranks, run in mixed precision, compiled.
-
-Optimizers: they follow their parameters, and act when gradients sync.
-
-Schedulers: they step with their optimizers.
+`KINDS` maps types to these functions; other objects are returned unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_load
 from rankbook.runtime.strategies.base import full_tensor, mesh_for
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
-    # in the order in which they are prepared: each one looks at those before it
+    # in the order of preparation: later kinds depend on earlier ones
     ("prepare_model", (nn.Module,)),
     ("prepare_optimizer", (torch.optim.Optimizer,)),
     ("prepare_data_loader", (DataLoader,)),
@@ -43,7 +40,7 @@ KINDS: list[tuple[str, tuple[type, ...]]] = [
 
 
 def kind_of(thing: object) -> str | None:
-    """The method that prepares `thing`; None for what passes through."""
+    """Return the name of the method that prepares `thing`, None if it is returned unchanged."""
     for method, types in KINDS:
         if isinstance(thing, types):
             return method
@@ -51,12 +48,15 @@ def kind_of(thing: object) -> str | None:
 
 
 def prepare_all(
-    accelerator: Any,  # noqa: ANN401 - an Accelerator, which imports this
+    accelerator: Any,  # noqa: ANN401 - an Accelerator, whose module imports this one
     context: PrepareContext,
     things: Sequence[Any],
     placement: Sequence[bool] | None,
-) -> Any:  # noqa: ANN401 - what was given
-    """Each thing prepared, in the order in which they came; one alone bare, none for none."""
+) -> Any:  # noqa: ANN401 - types of the arguments
+    """Prepare `things` and return them in the given order.
+
+    A single thing is returned without a tuple, None for no things.
+    """
     kinds = [kind_of(each) for each in things]
     if context.strategy.shards:
         of = {name: [t for t, kind in zip(things, kinds, strict=True) if kind == name] for name, _ in KINDS}
@@ -75,7 +75,7 @@ def prepare_all(
 
 
 def misplaced(given: int, things: int) -> BadRequest:
-    """The error for a list of placements that is not as long as what is to be placed."""
+    """Return the error for a `device_placement` whose length is not the number of arguments."""
     return BadRequest(f"device_placement has {given} entries for {things} arguments: give one for each")
 
 
@@ -89,7 +89,10 @@ def prepare_loader(
     place: bool | None = None,
     slice_fn: Callable[..., Any] | None = None,
 ) -> Any:  # noqa: ANN401 - a loader
-    """The loader that gives this rank its share. Ranks of one tensor-parallel group get the same."""
+    """Return a loader of this rank's share of the data.
+
+    Ranks of one tensor-parallel group read the same batches.
+    """
     options, setup = context.loader_options, context.setup
     mesh = None
     if setup.parallelism is not None and setup.data_parallel_size < setup.num_processes:
@@ -123,16 +126,18 @@ _model_numbers = itertools.count()
 def prepare_model(
     model: nn.Module, context: PrepareContext, *, place: bool | None = None, evaluation: bool = False
 ) -> nn.Module:
-    """The model to train with. A collective where there is more than one rank.
+    """Return the model to train with. A collective if there is more than one rank.
 
-    `evaluation`: it is placed and run in mixed precision, and not spread. A model that was prepared before is prepared
-    anew with the settings of now; given back as it was returned, and with the same settings, it is returned as it is.
+    With `evaluation`, the model is only moved to the device and set to mixed precision. A model that was prepared
+    before is prepared again with the current settings. If the settings are unchanged and `model` is what `prepare`
+    returned, it is returned as it is.
     """
     raw = registry.unwrap_registered(model)
     earlier = registry.generation_of(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
     name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
+    # An earlier preparation is undone first, and the model moved before its parameters are sharded.
     release_model(raw)
     if context.place_models if place is None else place:
         raw.to(context.setup.device)
@@ -157,7 +162,7 @@ def prepare_model(
 
 
 def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
-    """Know a prepared model that has arrived from another process, on a rank that replaces a lost one."""
+    """Register a prepared model that arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     if registry.generation_of(raw) is None:
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
@@ -165,7 +170,7 @@ def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
 
 
 def release_model(model: nn.Module) -> nn.Module:
-    """The person's own model, as it was before `prepare`. A collective where it is sharded."""
+    """Undo `prepare_model` and return the original model. A collective if the model is sharded."""
     raw = registry.unwrap_registered(model)
     generation = registry.generation_of(raw)
     if generation is None:
@@ -183,7 +188,10 @@ def release_model(model: nn.Module) -> nn.Module:
 
 
 def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tuple[Any, ...]:
-    """What would have to be done again, were it different: the settings, and which parameters there are."""
+    """Return everything that the preparation depends on: the settings, and the identity of the parameters.
+
+    A model must be prepared again if and only if its signature has changed.
+    """
     return (
         context.strategy.signature,
         context.precision,
@@ -195,7 +203,7 @@ def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tup
 
 
 def _compile(model: nn.Module, context: PrepareContext) -> None:
-    """In place, so that names and the state dict stay what they are."""
+    """Compile `model` in place, which keeps the names of its modules and of its state dict."""
     options = context.dynamo.compile_kwargs()
     if not context.dynamo.use_regional_compilation:
         model.compile(**options)
@@ -209,7 +217,11 @@ def _compile(model: nn.Module, context: PrepareContext) -> None:
 
 
 def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-    """The person's own model. It stays prepared; without `keep_…` it loses the forward, or the compilation, of that."""
+    """Return the original model, which stays prepared.
+
+    With `keep_fp32_wrapper=False` its mixed-precision forward is removed, with `keep_torch_compile=False` its
+    compilation.
+    """
     inner = model
     if isinstance(inner, torch._dynamo.eval_frame.OptimizedModule) and not keep_torch_compile:
         inner = inner._orig_mod
@@ -230,7 +242,10 @@ _wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Accelera
 def prepare_optimizer(
     optimizer: torch.optim.Optimizer, context: PrepareContext, *, place: bool | None = None
 ) -> AcceleratedOptimizer:
-    """The optimizer's one wrapper, with the settings of now. A collective where its parameters changed their layout."""
+    """Wrap `optimizer` with the current settings; an optimizer has one wrapper.
+
+    A collective if the layout of its parameters has changed.
+    """
     raw = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     wrapper = wrapper_of(optimizer)
     follow_parameters(raw)
@@ -247,7 +262,7 @@ def prepare_optimizer(
 
 
 def wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
-    """The wrapper of an optimizer that was prepared."""
+    """Return the wrapper of a prepared optimizer, otherwise None."""
     if isinstance(optimizer, AcceleratedOptimizer):
         return optimizer
     reference = _wrappers.get(optimizer)
@@ -255,12 +270,12 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
 
 
 def prepared_optimizers() -> list[AcceleratedOptimizer]:
-    """The wrappers that somebody still holds."""
+    """Return the wrappers that are still referenced."""
     return [wrapper for reference in tuple(_wrappers.values()) if (wrapper := reference()) is not None]
 
 
 def check_sharded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise `BadRequest` where two optimizers come for one model that is to be sharded."""
+    """Raise `BadRequest` if several optimizers are prepared with one model that is to be sharded."""
     if len(models) == 1 and len(optimizers) > 1:
         raise BadRequest(
             f"{len(optimizers)} optimizers came with one model that is sharded by fully_shard: prepare one optimizer, "
@@ -269,7 +284,11 @@ def check_sharded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Have `optimizer` hold what stands for its parameters in their model now, with its state in the same layout."""
+    """Replace the parameters of `optimizer` by those that now take their place in the model.
+
+    `fully_shard` and tensor parallelism replace a model's parameters by DTensors; releasing the model reverts that.
+    State tensors are converted to the layout of the new parameter, which is a collective.
+    """
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
             new = registry.replacement_of(old)
@@ -281,8 +300,11 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[new] = state
 
 
-def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN401 - what an optimizer keeps
-    """A tensor of the parameter's shape in the layout of its successor; anything else as it is. A collective."""
+def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN401 - any state of an optimizer
+    """Return `value` in the layout of `new`, if it is a tensor of the old parameter's shape. A collective.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or value.dim() == 0:
         return value
     whole = full_tensor(value)
@@ -292,7 +314,10 @@ def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """To where the parameters are, for an optimizer that has stepped before its model was placed."""
+    """Move state tensors to the devices of their parameters.
+
+    Needed for an optimizer that has stepped before its model was moved.
+    """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
@@ -304,7 +329,7 @@ def prepare_scheduler(
     context: PrepareContext,
     optimizers: Sequence[AcceleratedOptimizer],
 ) -> AcceleratedScheduler:
-    """The scheduler, following its own optimizer where that is prepared, else all `optimizers`."""
+    """Wrap `scheduler` to follow its own optimizer, if that is prepared, otherwise all `optimizers`."""
     raw = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
     own = getattr(raw, "optimizer", None)
     wrapper = wrapper_of(own) if own is not None else None

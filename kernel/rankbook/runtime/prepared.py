@@ -1,11 +1,7 @@
-"""Which models are prepared now, and what became of their parameters.
+"""Registry of prepared models, and of the parameters that their preparation has replaced.
 
-Owns: for each model of the person's the one generation that is prepared, and for each parameter that was replaced its
-successor. Refuses: to keep any of them alive: a cell that is run again leaves nothing behind.
-
-What an `Accelerator` was asked for, as the modules of `prepare` read it.
-
-Tells what was prepared.
+All references are weak: running a cell again leaves nothing of the previous model behind. The module also defines
+`PrepareContext`, the settings of one `prepare` call, and reports prepared objects to telemetry.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from rankbook.runtime.strategies.base import Strategy, StrategySetup
 
 @dataclass
 class PreparedModel:
-    """A model as it was prepared last. `signature`: what would have to be done again, were it different."""
+    """State of a prepared model. It must be prepared again when `signature` changes."""
 
     wrapped: weakref.ref[nn.Module]
     strategy: Strategy
@@ -43,7 +39,7 @@ _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def unwrap_registered(model: nn.Module) -> nn.Module:
-    """The person's own model, of one that `prepare` returned; any other model as it is."""
+    """Return the original model, if `model` was returned by `prepare`, otherwise `model`."""
     if isinstance(model, DistributedDataParallel):
         inner: nn.Module = model.module
         if "reducer" not in model.__dict__ or inner in _generations:
@@ -52,64 +48,71 @@ def unwrap_registered(model: nn.Module) -> nn.Module:
 
 
 def generation_of(raw: nn.Module) -> PreparedModel | None:
-    """How the model is prepared now, if it is."""
+    """Return the current preparation of the original model `raw`, otherwise None."""
     return _generations.get(raw)
 
 
 def strategy_of(model: nn.Module) -> Strategy | None:
-    """The way the model was prepared, if it was."""
+    """Return the strategy that `model` was prepared with, otherwise None."""
     found = _generations.get(unwrap_registered(model))
     return found.strategy if found is not None else None
 
 
 def register_model(raw: nn.Module, generation: PreparedModel) -> None:
-    """This is the model's generation from now on."""
+    """Record `generation` as the current preparation of `raw`."""
     _generations[raw] = generation
 
 
 def unregister_model(raw: nn.Module) -> PreparedModel | None:
-    """The model is the person's own again."""
+    """Remove the preparation of `raw` from the registry and return it."""
     return _generations.pop(raw, None)
 
 
 def prepared_models() -> list[tuple[Strategy, nn.Module]]:
-    """The prepared models that somebody still holds, with their strategies."""
+    """Return the prepared models that are still referenced, with their strategies."""
     found = [(each.strategy, each.wrapped()) for each in tuple(_generations.values())]
     return [(strategy, wrapped) for strategy, wrapped in found if wrapped is not None]
 
 
 def count_prepared() -> int:
-    """How many models are prepared now."""
+    """Return the number of prepared models."""
     return len(_generations)
 
 
 @contextmanager
 def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
-    """Note which parameters of `model` are replaced within the block."""
+    """Record which parameters of `model` are replaced within the block.
+
+    A parameter can be replaced repeatedly, by preparing its model again. The map of successors is kept free of chains
+    and cycles: every older parameter leads directly to the current one.
+    """
     before = [(each, name, parameter) for each in model.modules() for name, parameter in each._parameters.items()]
     yield
     pairs = [(old, module._parameters.get(name)) for module, name, old in before]
     replaced = {id(old): (old, new) for old, new in pairs if old is not None and new is not None and new is not old}
-    # Whoever holds what an old one has replaced is sent to the new one at once: the old one itself is about to go.
+    # Redirect predecessors of a replaced parameter to the new one: the replaced one is about to be freed.
     for earlier, reference in list(_successors.items()):
         middle = reference()
         if middle is not None and id(middle) in replaced:
             _successors[earlier] = TensorWeakRef(replaced[id(middle)][1])
     for old, new in replaced.values():
         _successors[old] = TensorWeakRef(new)
-        _successors.pop(new, None)  # or two of them could lead to each other
+        _successors.pop(new, None)  # otherwise two parameters could lead to each other
 
 
 def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What stands for `parameter` in its model now: itself, unless it was replaced."""
+    """Return the parameter that has replaced `parameter` in its model, otherwise `parameter`."""
     reference = _successors.get(parameter)
     found: torch.Tensor | None = reference() if reference is not None else None
-    return parameter if found is None else found  # None: its model is gone, and with it who would need this
+    return parameter if found is None else found  # None: the model was freed, and its successor with it
 
 
 @dataclass
 class PrepareContext:
-    """One `prepare` call's view. `before_step` is called by each optimizer ahead of a real step."""
+    """Settings of one `prepare` call.
+
+    Every prepared optimizer calls `before_step` before a step that is not skipped by accumulation.
+    """
 
     setup: StrategySetup
     strategy: Strategy
@@ -126,7 +129,7 @@ class PrepareContext:
 
 
 def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrapper: str) -> None:
-    """Tell the listener, if there is one."""
+    """Report a prepared model to telemetry, if anything listens."""
     if telemetry.listener is None:
         return
     parameters = list(model.parameters())
@@ -148,7 +151,7 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
 
 
 def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the listener, if there is one."""
+    """Report a prepared optimizer to telemetry, if anything listens."""
     if telemetry.listener is None:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -169,12 +172,12 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def report_loader(name: str, loader: object) -> None:
-    """Tell the listener, if there is one."""
+    """Report a prepared loader to telemetry, if anything listens."""
     if telemetry.listener is None:
         return
     try:
         batches: int | None = len(loader)  # type: ignore[arg-type]
-    except TypeError:  # nobody knows, an iterable dataset has no length
+    except TypeError:  # an iterable dataset has no length
         batches = None
     telemetry.report_value(
         telemetry.Prepared(kind="loader", name=name, class_name=type(loader).__name__, batches=batches)
@@ -190,7 +193,7 @@ def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
 
 
 def _class_of(model: nn.Module) -> str:
-    """The person's own class, and not the one that `fully_shard` made of it."""
+    """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
     names = [
         each.__name__
         for each in type(model).__mro__

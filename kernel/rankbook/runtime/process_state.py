@@ -1,9 +1,7 @@
-"""This process among the others: its rank, its device, its turn.
+"""`PartialState`: rank, device and process group of this process; splitting of inputs between processes.
 
-Owns: `PartialState`, and the process group where there was none. Refuses: a process group that somebody else made; that
-one is used, and never destroyed here.
-
-One process's share of a list, a dict or a tensor.
+An existing default process group is used, and never destroyed by this module. Otherwise the process group is created
+from the environment variables of the launcher.
 """
 
 from __future__ import annotations
@@ -28,17 +26,18 @@ from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read
 
 
 def split_bounds(length: int, index: int, count: int) -> tuple[int, int]:
-    """Start and end of the share `index` of `count`; the first `length % count` shares are one longer."""
+    """Return start and end of share `index` of `count`; the first `length % count` shares are one longer."""
     each, extra = divmod(length, count)
     start = index * each + min(index, extra)
     return start, start + each + (index < extra)
 
 
 def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> _D:
-    """The share `index` of `count` of `inputs`. `pad` repeats the last element up to the largest share's length.
+    """Return share `index` of `count` of `inputs`, which are not modified.
 
-    A mapping's values are split one by one and must have one length. What cannot be sliced is given whole. The inputs
-    are left as they are. Raises `BadRequest` for lengths that differ.
+    The values of a mapping are split separately and must have the same length. Inputs without a length are returned
+    whole. `pad` repeats the last element up to the length of the largest share. Raises `BadRequest` for lengths that
+    differ.
     """
     if count == 1:
         return inputs
@@ -53,7 +52,7 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
     length = len(values)
     start, end = split_bounds(length, index, count)
     wanted = -(-length // count) if pad else end - start
-    if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table of rows, as `datasets.Dataset`
+    if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table such as `datasets.Dataset`
         return values.select([min(start + each, length - 1) for each in range(wanted)])  # type: ignore[no-any-return]
     share = values[start:end]
     short = wanted - (end - start)
@@ -81,7 +80,7 @@ _D = TypeVar("_D")
 
 
 class DistributedType(StrEnum):
-    """How the processes of this setup work together."""
+    """Kind of distributed setup."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -90,17 +89,29 @@ class DistributedType(StrEnum):
 
 
 class PartialState:
-    """This process among the others. All instances in a process share what the first one found.
+    """Rank, device and process group of this process.
 
-    `cpu`: use the CPU although there is an accelerator. `options` go to `torch.distributed.init_process_group`
-    (backend, timeout, init_method, store, rank, world_size, ...), which is called where the environment describes
-    several processes and none has made a group so far; inside a Rankbook rank the group is there.
+    All instances in a process share the state of the first one. If the environment describes several processes and
+    there is no default process group, the constructor calls `torch.distributed.init_process_group`. Inside a Rankbook
+    rank the group exists already.
 
-    `debug` and `checks`, from RANKBOOK_DEBUG: whether the ranks compare what they bring to a collective always (1),
-    where that costs no wait for an accelerator (unset), or never (0).
+    Args:
+        cpu: use the CPU although an accelerator is available.
+        options: keyword arguments of `init_process_group`: backend, timeout (a timedelta, or seconds), init_method,
+            store, rank, world_size.
 
-    Raises `BadRequest` for an environment that contradicts itself, and torch's errors when the processes do not meet.
-    An instance that failed leaves nothing behind: the next attempt starts anew.
+    The fields `debug` and `checks` are set by RANKBOOK_DEBUG: the ranks compare their arguments before a collective
+    always (1), if that costs no wait for an accelerator (unset), or never (0).
+
+    Raises `BadRequest` for a contradictory environment, and torch's errors if the rendezvous fails. A failed
+    constructor leaves no state, so it can be called again.
+
+    Example::
+
+        state = PartialState()
+        with state.split_between_processes(prompts) as share:
+            results = [generate(prompt) for prompt in share]
+        state.print(f"rank 0 has {len(results)} results")
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -132,58 +143,58 @@ class PartialState:
             f"Device: {self.device}\n"
         )
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what is not there has no type
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a missing attribute has no type
         raise AttributeError(missing("PartialState", name, known=_is_known(name)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On another rank it is that rank's own."""
+        """Pickle as a reference to the receiving process's state."""
         return PartialState, ()
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget what was found. The process group stays."""
+        """Clear the shared state. The process group is kept."""
         PartialState._shared_state.clear()
 
-    # Who this is
+    # Identity
 
     @property
     def initialized(self) -> bool:
-        """Whether an instance was made since the last reset."""
+        """Return True if an instance was created since the last reset."""
         return bool(PartialState._shared_state)
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are other processes."""
+        """Return True if there is more than one process."""
         return self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return True on rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
+        """Return True on the first process of its host."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """Return True on the last rank."""
         return self.process_index == self.num_processes - 1
 
     @property
     def default_device(self) -> torch.device:
-        """The device that one process alone would take here."""
+        """Return the device that a single process would use on this host."""
         return _device(LaunchSetup(), cpu=False)
 
     def set_device(self) -> None:
-        """Make this process's device torch's current one."""
+        """Make this process's device torch's current CUDA device."""
         _make_current(self.device)
 
-    # Turns
+    # Synchronization
 
     def wait_for_everyone(self) -> None:
-        """Return once every process has come here."""
+        """Wait until every process has made this call: a barrier."""
         if not self.use_distributed:
             return
         if self.device.type == "cuda" and "nccl" in (self.backend or ""):
@@ -193,16 +204,24 @@ class PartialState:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block, then the others do.
+        """Run the block on rank 0 first, then on the other ranks. A collective.
 
-        Raises `PeerFailed` on the others when rank 0 raised in the block: what they would build on is not there.
+        If the block raises on rank 0, the other ranks do not run it and raise `PeerFailed`.
+
+        Example::
+
+            with state.main_process_first():
+                dataset = download_and_cache()
         """
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """As `main_process_first`, with the first process of each host."""
+        """Run the block on the first process of every host, then on the others. A collective.
+
+        Errors are handled as in `main_process_first`.
+        """
         with self._first(self.is_local_main_process):
             yield
 
@@ -218,20 +237,20 @@ class PartialState:
         try:
             yield
         except CollectiveAborted:
-            raise  # the others know: their wait was broken off too
+            raise  # not announced: the collectives of the other ranks were aborted too
         except Exception as error:
             consistency.announce_failure(error)
             raise
         consistency.raise_if_any_failed(None)
 
-    # Only some
+    # Execution on selected processes
 
     @overload
     def on_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]: ...
     @overload
     def on_main_process(self, function: None = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Have the decorated function run on rank 0 only; it gives None elsewhere."""
+        """Decorate a function to run on rank 0 only; it returns None on other ranks."""
         return _only(lambda: self.is_main_process, function)
 
     @overload
@@ -239,44 +258,59 @@ class PartialState:
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Have the decorated function run on the first process of each host only."""
+        """Decorate a function to run on the first process of every host only."""
         return _only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Have the decorated function run on the highest rank only."""
+        """Decorate a function to run on the last rank only."""
         only: Callable[_P, _T | None] = _only(lambda: self.is_last_process, function)
         return only
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:  # noqa: ANN401 - the function, or its decorator
-        """Have the decorated function run on the rank `process_index` only; in one process alone it always runs."""
+        """Decorate a function to run on rank `process_index` only.
+
+        In a single process it always runs.
+        """
         return _only(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:  # noqa: ANN401 - the function, or its decorator
-        """Have the decorated function run on the process `local_process_index` of each host only."""
+        """Decorate a function to run on the process with `local_process_index` of every host only."""
         return _only(lambda: not self.use_distributed or self.local_process_index == local_process_index, function)
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
-        """Print on the first process of each host only."""
+        """Print on the first process of every host only."""
         if self.is_local_main_process:
-            print(*values, **options)  # noqa: T201 - it is what it is for
+            print(*values, **options)  # noqa: T201 - the purpose of this method
 
-    # Shares
+    # Splitting
 
     @contextmanager
     def split_between_processes(self, inputs: _D, apply_padding: bool = False) -> Iterator[_D]:
-        """This process's share of `inputs`: a list, a tuple, a tensor (rows), or a dict of these, of one length.
+        """Return this process's share of `inputs` as a context manager.
 
-        Shares are in rank order and differ by one at most, the first ones are larger. `apply_padding` repeats the last
-        element, so that all are as large as the first. Raises `BadRequest` for values of different lengths.
+        Args:
+            inputs: a list, a tuple, a tensor (split by rows), or a dict of these with equal lengths.
+            apply_padding: repeat the last element, so that all shares have the same length.
+
+        Shares are in rank order; their lengths differ by at most one, the first ones are longer. Raises `BadRequest`
+        for a dict whose values have different lengths.
+
+        Example::
+
+            with state.split_between_processes(["a", "b", "c"]) as share:
+                ...  # rank 0 of 2: ["a", "b"], rank 1: ["c"]
         """
         yield split_for_rank(inputs, self.process_index, self.num_processes, pad=apply_padding)
 
-    # The end
+    # Shutdown
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy `group`, or the default group if this class has made it; any other is its maker's to destroy."""
+        """Destroy `group`, or the default group if this class has created it.
+
+        A default group that was created elsewhere is kept.
+        """
         if not dist.is_initialized():
             return
         if group is not None:
@@ -291,7 +325,7 @@ def _is_known(name: str) -> bool:
 
 
 def missing(owner: str, name: str, *, known: bool) -> str:
-    """The sentence for an attribute that is not there."""
+    """Return the message of the AttributeError for a missing attribute."""
     if not known:
         return f"{owner!r} object has no attribute {name!r}"
     return f"{owner} has no {name!r} now: its state was reset. Build it first, with {owner}() or Accelerator()"
@@ -309,7 +343,10 @@ def _only(chosen: Callable[[], bool], function: Callable[..., Any] | None) -> An
 
 
 def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """What the shared state holds. Nothing is kept of an attempt that fails."""
+    """Return the initial shared state, creating the process group if necessary.
+
+    A failed attempt leaves no state.
+    """
     cpu = cpu or read_flag("ACCELERATE_USE_CPU")
     debug = read_flag("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE")
     started = False
@@ -343,14 +380,14 @@ def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setup_of_group() -> LaunchSetup:
-    """As the default group has it; of the environment only the place on this host, which no group knows."""
+    """Return the setup of the default group, with the local rank from the environment."""
     rank, local_rank = dist.get_rank(), local_rank_of()
     return LaunchSetup(rank, dist.get_world_size(), rank if local_rank is None else local_rank)
 
 
 def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
     chosen = read_text("RANKBOOK_DEVICE", "ACCELERATE_TORCH_DEVICE")
-    if chosen is not None and chosen != "cuda":  # without a number it is this process's own
+    if chosen is not None and chosen != "cuda":  # "cuda" without an index selects by local rank
         return torch.device(chosen)
     if cpu and chosen is None:
         return torch.device("cpu")
@@ -358,7 +395,7 @@ def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
         return torch.device("cuda", setup.local_rank % torch.cuda.device_count())
     if chosen is not None:
         raise BadRequest(f"RANKBOOK_DEVICE={chosen}, and torch finds no CUDA device here")
-    if setup.world_size == 1 and torch.backends.mps.is_available():  # no backend talks between MPS processes
+    if setup.world_size == 1 and torch.backends.mps.is_available():  # no backend supports MPS
         return torch.device("mps")
     return torch.device("cpu")
 
@@ -369,7 +406,7 @@ def _make_current(device: torch.device) -> None:
 
 
 def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, Any]) -> None:
-    """`init_process_group`, which leaves nothing behind when it fails."""
+    """Call `init_process_group` with defaults for missing options; a failure is rolled back."""
     options = dict(options)
     if options.get("backend") is None:
         options["backend"] = _backend(setup, device)
@@ -387,7 +424,7 @@ def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, An
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
-        c10d._world.group_count = count  # torch names groups by it, and processes meet under that name
+        c10d._world.group_count = count  # torch derives group names from it, which must be equal on all ranks
         raise
     if dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -400,17 +437,20 @@ def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, An
 
 
 def _leave() -> None:
-    """Leave a group of gloo's at exit: its threads, which outlive the interpreter, now and then end in SIGABRT.
+    """Destroy a gloo group at exit, because its threads outlive the interpreter and occasionally end in SIGABRT.
 
-    Not before: a DDP model that goes after its group joins these threads with the interpreter's lock in hand.
+    Models are collected first: a DDP model that is freed after its group joins these threads while it holds the GIL.
     """
     if dist.is_initialized() and "nccl" not in str(dist.get_backend()):
-        gc.collect()  # models that nobody has any more
+        gc.collect()  # free unreachable DDP models
         dist.destroy_process_group()
 
 
 def _check_backend(wanted: str) -> None:
-    """Raise `BadRequest` before the other processes are met: they would wait for one that cannot go on."""
+    """Raise `BadRequest` for an unavailable backend.
+
+    This happens before the rendezvous: the other processes would wait for one that cannot continue.
+    """
     for name in (each.rpartition(":")[2] for each in str(wanted).lower().split(",")):
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
             there = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
@@ -418,7 +458,10 @@ def _check_backend(wanted: str) -> None:
 
 
 def _backend(setup: LaunchSetup, device: torch.device) -> str:
-    """Nccl where each process has a device of its own, beside gloo for what is on the CPU; else gloo."""
+    """Return the default backend: nccl with gloo for CPU tensors, or only gloo.
+
+    nccl requires a separate device for every process of the host.
+    """
     if device.type == "cuda" and dist.is_nccl_available() and setup.local_world_size <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
     return "gloo"

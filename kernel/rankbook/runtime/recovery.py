@@ -1,7 +1,9 @@
-"""What begins anew after a collective was broken off, and what the open window knows of the prepared.
+"""Recover training state after an aborted collective, and connect the accumulation window to prepared objects.
 
-Owns: the ties between the window, the models and the optimizers of this process. Refuses: process groups; whoever owns
-them calls `start_over` once they work again.
+The ranks may have failed at different batches: some may have taken an optimizer step that others did not. The sequence
+is: the process groups are re-formed (rank/process_groups), rank/model_reset.py calls `restart_accumulation`, and at the
+start of the next batch the window clears all gradients (`_drop`) and copies replicas that differ from rank 0
+(`_agree`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Have the window find what is prepared, and a snapshot find the window."""
+    """Register this module's functions with the accumulation window, and a telemetry source for training steps."""
     window.parameters = _parameters
     window.drop = _drop
     window.agree = _agree
@@ -30,7 +32,10 @@ def install() -> None:
 
 
 def prepared_objects() -> tuple[list[Any], list[Any]]:
-    """The models and optimizers that are prepared here, by any `Accelerator`, and whole on each rank."""
+    """Return the prepared models and optimizers of all `Accelerator` instances that are not sharded.
+
+    Their whole state is on every rank, so they can be sent to the replacement of a lost rank.
+    """
     models = [wrapped for strategy, wrapped in prepared.prepared_models() if not strategy.shards]
     wrappers = [
         each
@@ -41,7 +46,10 @@ def prepared_objects() -> tuple[list[Any], list[Any]]:
 
 
 def restart_accumulation() -> None:
-    """The next batch begins a new window on this rank, as on all: the ranks may have failed at different batches."""
+    """Start a new window at the next batch, on this rank as on all others.
+
+    The ranks may have failed at different batches.
+    """
     if GradientState._shared_state:
         window.abandon(GradientState())
         window.was_broken_off = True
@@ -61,12 +69,16 @@ def _drop() -> None:
 
 
 def _agree() -> None:
-    """Have whole copies be copies again: a rank may have failed ahead of a step that others took. A collective."""
+    """Copy replicated models and optimizer states from rank 0, if the ranks have taken different steps. A collective.
+
+    A rank may have failed before a step that others took.
+    """
     copies = [wrapped for strategy, wrapped in prepared.prepared_models() if isinstance(strategy, DataParallel)]
     wrappers = prepare.prepared_optimizers()
     if not dist.is_initialized():
         return
-    # Before anything is looked at: a rank that took a lost one's place may know fewer of them.
+    # All ranks take part in this collective, whatever they hold: a replacement rank may have fewer objects prepared.
+    # If the counts differ, there is no common order for the broadcasts below, and nothing is copied.
     own = [each.steps for each in wrappers]
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (len(copies), own))

@@ -1,9 +1,7 @@
-"""What an `Accelerator` is set to.
+"""Constructor and readable settings of the `Accelerator`.
 
-Owns: the constructor, which changes the shared state wholly or not at all, and what can be read. Refuses: to do
-anything with models, tensors or files; the classes that build on it do.
-
-Which way a setup asks for.
+The constructor validates all arguments before it changes shared state. It also selects the strategy (DDP, FSDP2, tensor
+parallelism) that fits the setup.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _RNG_TYPES = {"torch", "cuda", "generator", "xpu", "mps", "npu", "mlu", "musa", 
 
 
 class AcceleratorSettings:
-    """See `Accelerator`, whose arguments these are."""
+    """Constructor and settings of the `Accelerator`, where the arguments are described."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class AcceleratorSettings:
         *,
         scheduler_steps_times_num_processes: bool = False,
     ) -> None:
-        # All that can be wrong is looked at before anything that is shared changes.
+        # Validate everything before shared state changes.
         self.handlers = Handlers.of(kwargs_handlers)
         self.project_configuration = _project(project_dir, project_config)
         self.dataloader_config = _loader_options(split_batches, dataloader_config)
@@ -113,11 +111,11 @@ class AcceleratorSettings:
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._triggered = False
 
-    # The way models are spread
+    # Strategy
 
     @property
     def setup(self) -> StrategySetup:
-        """What the strategies are chosen by, as it is now."""
+        """Return the current settings that determine the strategy."""
         return StrategySetup(
             device=self.device,
             num_processes=self.num_processes,
@@ -129,12 +127,12 @@ class AcceleratorSettings:
 
     @property
     def strategy(self) -> Strategy:
-        """How the next model that is prepared will be spread over the ranks."""
+        """Return the strategy that distributes the next model to be prepared."""
         return make_strategy(self.setup)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16, which all in this process share; None for other precisions."""
+        """Return the gradient scaler for fp16, which all instances share; None for other precisions."""
         if self.mixed_precision != "fp16":
             return None
         shared = AcceleratorState._shared_state
@@ -145,10 +143,10 @@ class AcceleratorSettings:
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How models are compiled."""
+        """Return the settings of `torch.compile`."""
         return self.state.dynamo_plugin or TorchDynamoPlugin()
 
-    # What was prepared; only while somebody else holds it
+    # Prepared objects, as weak references
 
     def _keep(self, kind: str, thing: object) -> None:
         kept = self._references[kind]
@@ -174,102 +172,105 @@ class AcceleratorSettings:
     def _dataloaders(self) -> list[Any]:
         return self._kept("loader")
 
-    # What can be read
+    # Settings
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """Return the device of this rank."""
         return self.state.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the ranks work together."""
+        """Return the kind of distributed setup."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """The world size."""
+        """Return the world size."""
         return int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
-        """This rank's number in the world."""
+        """Return the rank of this process."""
         return int(self.state.process_index)
 
     @property
     def local_process_index(self) -> int:
-        """This rank's number on its machine."""
+        """Return the local rank, that is the index on this host."""
         return int(self.state.local_process_index)
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return True on rank 0."""
         return bool(self.state.is_main_process)
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """Return True on the first process of its host."""
         return bool(self.state.is_local_main_process)
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """Return True on the last rank."""
         return bool(self.state.is_last_process)
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """Return True if there is more than one rank."""
         return bool(self.state.use_distributed)
 
     @property
     def multi_device(self) -> bool:
-        """Whether there is more than one rank."""
+        """Return True if there is more than one rank."""
         return self.use_distributed
 
     @property
     def mixed_precision(self) -> str:
-        """What is prepared next runs in: "no", "fp16" or "bf16"."""
+        """Return the precision of objects that are prepared next: "no", "fp16" or "bf16"."""
         return self.state.mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by `fully_shard`."""
+        """Return True if models are sharded with `fully_shard`."""
         return self.strategy.shards
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the ranks are divided, where that was said."""
+        """Return the mesh of the ranks, None if it was not configured."""
         found: ParallelismConfig | None = self.state.parallelism_config
         return found
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch that is worked on ends its window."""
+        """Return True if the current batch ends its accumulation window."""
         return self.gradient_state.sync_gradients
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """How many batches make a window. It can be set; it is shared by all in this process."""
+        """Return the number of batches per accumulation window.
+
+        The property can be set; all instances in the process share it.
+        """
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        GradientAccumulationPlugin(num_steps=value)  # raises for what is no such number
+        GradientAccumulationPlugin(num_steps=value)  # raises unless value is an integer >= 1
         self.gradient_state.plugin_kwargs.update(num_steps=value)
 
     @property
     def split_batches(self) -> bool:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.split_batches`."""
         return bool(self.dataloader_config.split_batches)
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.dispatch_batches`."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.even_batches`. The property can be set."""
         return bool(self.dataloader_config.even_batches)
 
     @even_batches.setter
@@ -278,37 +279,37 @@ class AcceleratorSettings:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.use_seedable_sampler`."""
         return bool(self.dataloader_config.use_seedable_sampler)
 
     @property
     def non_blocking(self) -> bool:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.non_blocking`."""
         return bool(self.dataloader_config.non_blocking)
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """See `DataLoaderConfiguration`."""
+        """Return `DataLoaderConfiguration.use_stateful_dataloader`."""
         return bool(self.dataloader_config.use_stateful_dataloader)
 
     @property
     def project_dir(self) -> str | None:
-        """Where the project's files go."""
+        """Return the directory of the project's files."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Where logs go."""
+        """Return the directory of logs."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next numbered checkpoint."""
+        """Return the number of the next numbered checkpoint."""
         return self.project_configuration.iteration
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left its last step out, because fp16 gradients overflowed."""
+        """Return True if an optimizer skipped its last step because fp16 gradients overflowed."""
         return any(each.step_was_skipped for each in self._optimizers)
 
 
@@ -334,7 +335,10 @@ def _rng_types(given: Sequence[str] | None) -> list[str]:
 
 
 def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin | None:
-    """What to set; None keeps the shared setting, as a second plain `Accelerator()` does."""
+    """Return the new accumulation settings.
+
+    None keeps the shared settings, as a second `Accelerator()` without arguments does.
+    """
     if plugin is not None:
         if steps is not None and steps != 1:
             raise BadRequest("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
@@ -353,7 +357,10 @@ STRATEGIES: list[type[Strategy]] = [SingleDevice, DataParallel, FullyShardedData
 
 
 def make_strategy(setup: StrategySetup) -> Strategy:
-    """The way that fits. Raises `BadRequest` with the arithmetic where the mesh does not fit the world."""
+    """Return the first strategy that fits `setup`.
+
+    Raises `BadRequest` with the arithmetic if the mesh does not fit the world size.
+    """
     if setup.parallelism is not None:
         setup.parallelism.check(setup.num_processes)
     for kind in STRATEGIES:

@@ -1,6 +1,6 @@
-"""The settings of training, beside what `PartialState` knows of this process.
+"""`AcceleratorState`: the settings of training, together with the process information of `PartialState`.
 
-Owns: `AcceleratorState`; names the other two states, so that all are found here. Refuses: what one of them holds.
+`PartialState`, `GradientState` and `DistributedType` can be imported from here as well.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ _log = logging.getLogger(__name__)
 
 
 class AcceleratorState:
-    """The settings of training. All instances in a process share what the first one was given, and may change it.
+    """Settings of training. All instances in a process share the settings of the first one, and may change them.
 
-    `mixed_precision`: "no", "fp16" or "bf16"; the first time its default comes from the environment
-    (RANKBOOK_MIXED_PRECISION), else it is "no". Another value later changes it for all that is prepared from then on,
-    and says so. `cpu`, and `options` for the process group, as for `PartialState`. The plugins are kept as they are.
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; by default RANKBOOK_MIXED_PRECISION, otherwise "no". A later instance
+            with another value changes it for objects that are prepared from then on, and logs a warning.
+        cpu: use the CPU although an accelerator is available.
+        dynamo_plugin: settings of `torch.compile`.
+        deepspeed_plugin, megatron_lm_plugin: not supported; must be None.
+        fsdp_plugin: settings of sharding.
+        torch_tp_plugin: settings of tensor parallelism.
+        parallelism_config: mesh of the ranks.
+        options: keyword arguments of `init_process_group`, see `PartialState`.
 
-    Everything of `PartialState` can be read here too. Raises `BadRequest` for a precision that is not there, for the
-    CPU where the processes work on another device already, and for plugins of engines that Rankbook has no part in.
+    All attributes of `PartialState` are available too. Raises `BadRequest` for an unknown precision, for `cpu` if the
+    processes already work on another device, and for unsupported plugins.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -87,7 +94,7 @@ class AcceleratorState:
     def __repr__(self) -> str:
         return f"{PartialState()!r}Mixed precision type: {self.mixed_precision}\n"
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as PartialState's attribute
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - type of the attribute
         if not AcceleratorState._shared_state and not name.startswith("__"):
             known = any(
                 name in each.__annotations__ or hasattr(each, name) for each in (AcceleratorState, PartialState)
@@ -98,64 +105,76 @@ class AcceleratorState:
         raise AttributeError(missing("AcceleratorState", name, known=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On another rank it is that rank's own; one that is fresh takes the settings over."""
+        """Pickle as a reference to the receiving process's state.
+
+        A process without one takes over the settings.
+        """
         shared = AcceleratorState._shared_state
         plugins = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "parallelism_config")
         return _arrive, (shared.get("_mixed_precision"), {name: shared.get(name) for name in plugins})
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the settings, and on request what `PartialState` found."""
+        """Clear the settings and, on request, the state of `PartialState`."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
     @property
     def initialized(self) -> bool:
-        """Whether an instance was made since the last reset."""
+        """Return True if an instance was created since the last reset."""
         return bool(AcceleratorState._shared_state)
 
     @property
     def mixed_precision(self) -> str:
-        """What a model computes in: "no", "fp16" or "bf16"."""
+        """Return the precision of forward passes: "no", "fp16" or "bf16"."""
         return self._mixed_precision
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together: FSDP where there is a plugin for it, else as `PartialState` says."""
+        """Return the kind of distributed setup.
+
+        FSDP if there is a plugin for it and more than one process, otherwise that of `PartialState`.
+        """
         process = _process("distributed_type")
         sharded = self.fsdp_plugin is not None and process.use_distributed
         return DistributedType.FSDP if sharded else process.distributed_type
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by `fully_shard`."""
+        """Return True if models are sharded with `fully_shard`."""
         return self.distributed_type == DistributedType.FSDP
 
-    # What a type checker shall see of PartialState's
+    # Methods of PartialState that need type annotations; __getattr__ provides the others
 
     def wait_for_everyone(self) -> None:
-        """As `PartialState.wait_for_everyone`."""
+        """Wait for all processes, see `PartialState.wait_for_everyone`."""
         _process("wait_for_everyone").wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """As `PartialState.main_process_first`."""
+        """Run a block on rank 0 first, see `PartialState.main_process_first`."""
         return _process("main_process_first").main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """As `PartialState.local_main_process_first`."""
+        """Run a block on the first process of every host first.
+
+        See `PartialState.local_main_process_first`.
+        """
         return _process("local_main_process_first").local_main_process_first()
 
     def split_between_processes(self, inputs: _D, apply_padding: bool = False) -> AbstractContextManager[_D]:
-        """As `PartialState.split_between_processes`."""
+        """Return this process's share of `inputs` as a context manager.
+
+        See `PartialState.split_between_processes`.
+        """
         return _process("split_between_processes").split_between_processes(inputs, apply_padding)
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
-        """As `PartialState.print`."""
+        """Print on the first process of every host only."""
         _process("print").print(*values, **options)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """As `PartialState.destroy_process_group`."""
+        """Destroy a process group, see `PartialState.destroy_process_group`."""
         _process("destroy_process_group").destroy_process_group(group)
 
     def _change_precision(self, wanted: str, process: PartialState) -> None:
@@ -169,6 +188,11 @@ class AcceleratorState:
 
 
 def _arrive(precision: str | None, plugins: dict[str, Any]) -> AcceleratorState:
+    """Unpickle an `AcceleratorState`.
+
+    `_arrived` marks settings that were created here, for `Accelerator.__setstate__`, which runs later in the same
+    pickle.
+    """
     if AcceleratorState._shared_state:
         return AcceleratorState()
     state = AcceleratorState(precision, **plugins)
@@ -177,7 +201,10 @@ def _arrive(precision: str | None, plugins: dict[str, Any]) -> AcceleratorState:
 
 
 def _process(name: str) -> PartialState:
-    """What the process knows; not built anew here, where nobody says with which options."""
+    """Return the `PartialState`, which must exist already.
+
+    It is not created here, because its options are unknown. Raises AttributeError about the attribute `name`.
+    """
     if not PartialState._shared_state:
         raise AttributeError(missing("PartialState", name, known=True))
     return PartialState()
@@ -191,7 +218,10 @@ def _precision(name: str) -> str:
 
 
 def _move_to_cpu(process: PartialState) -> None:
-    """One process alone may change its device; several have a group for the one they have."""
+    """Change the device of a single process to the CPU.
+
+    Raises `BadRequest` if there are several processes: their process group belongs to their current device.
+    """
     if process.use_distributed:
         raise BadRequest(
             f"rank {process.process_index} works on {process.device} already, with a process group for it; start the "

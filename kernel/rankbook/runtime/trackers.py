@@ -1,6 +1,6 @@
-"""Where metrics go.
+"""Experiment trackers: the `Tracker` protocol, and adapters that write metrics to files or TensorBoard.
 
-Owns: the `Tracker` protocol, and one small adapter per destination. Refuses: to import a destination before it is used.
+The package of an adapter is imported when its tracker starts.
 """
 
 from __future__ import annotations
@@ -21,33 +21,39 @@ from rankbook.runtime.process_state import PartialState
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What takes metrics. `name` is how it is asked for; `main_process_only`: it lives on rank 0 alone."""
+    """Destination of metrics.
+
+    Attributes:
+        name: name of the tracker in `log_with` and `get_tracker`.
+        main_process_only: whether the tracker runs on rank 0 only.
+    """
 
     name: str
     main_process_only: bool
 
     @property
     def tracker(self) -> Any:  # noqa: ANN401 - the destination's own object
-        """The destination's own object."""
+        """Return the object that the tracker writes to, such as a `SummaryWriter`."""
 
     def start(self) -> None:
         """Open the destination."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Store the settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the destination's
-        """Keep metrics of one step."""
+        """Log the metrics of one step."""
 
     def finish(self) -> None:
         """Close the destination."""
 
 
 class GeneralTracker:
-    """The base of trackers: a subclass has `name`, `requires_logging_directory`, `tracker`, and what it overrides.
+    """Base class of trackers.
 
-    On ranks other than 0 the adapters below do nothing, unless `main_process_only` is False. A subclass calls
-    `super().__init__()`, which raises `NotImplementedError` for an attribute that is missing.
+    A subclass defines `name`, `requires_logging_directory` and `tracker`, overrides the methods that it needs, and
+    calls `super().__init__()`, which raises `NotImplementedError` for a missing attribute. The adapters in this module
+    do nothing on ranks other than 0, unless `main_process_only` is False.
     """
 
     main_process_only: bool = True
@@ -56,32 +62,37 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         needed = ("name", "requires_logging_directory", "tracker")
-        lacking = [each for each in needed if each not in dir(self)]  # `tracker` may be a property that is not ready
+        lacking = [each for each in needed if each not in dir(self)]  # hasattr would evaluate the property `tracker`
         if lacking and not _blank:
             raise NotImplementedError(f"{type(self).__name__} has to define {', '.join(lacking)}")
 
     @property
     def is_here(self) -> bool:
-        """Whether this tracker does anything on this rank."""
+        """Return True if this tracker runs on this rank."""
         return not self.main_process_only or PartialState().is_main_process
 
     def start(self) -> None:
-        """Open the destination. A subclass that opens nothing leaves this out."""
+        """Open the destination. Does nothing by default."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Store the settings of the run. Does nothing by default."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the destination's
-        """Keep metrics of one step."""
+        """Log the metrics of one step. Does nothing by default."""
 
     def finish(self) -> None:
-        """Close the destination. A subclass that opens nothing leaves this out."""
+        """Close the destination. Does nothing by default."""
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Writes event files for TensorBoard below `logging_dir/run_name`; `kwargs` go to its `SummaryWriter`.
+    """Tracker that writes TensorBoard event files.
 
-    `start` raises `BadRequest` where the package is not installed.
+    Args:
+        run_name: name of the run.
+        logging_dir: the files are written to `logging_dir/run_name`.
+        kwargs: keyword arguments of `torch.utils.tensorboard.SummaryWriter`.
+
+    `start` raises `BadRequest` if the package tensorboard is not installed.
     """
 
     name = "tensorboard"
@@ -96,7 +107,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:  # noqa: ANN401 - a SummaryWriter
-        """The `SummaryWriter`; None on other ranks and before `start`."""
+        """Return the `SummaryWriter`; None on other ranks and before `start`."""
         return self._writer
 
     def start(self) -> None:
@@ -114,7 +125,10 @@ class TensorBoardTracker(GeneralTracker):
         self._writer = writer(str(self.logging_dir), **self._kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings as hyperparameters. Values that TensorBoard has no type for are kept as text."""
+        """Store the settings as hyperparameters.
+
+        Values other than bool, int, float and str are stored as text.
+        """
         if self._writer is not None:
             plain = (bool, int, float, str)
             self._writer.add_hparams(
@@ -124,7 +138,10 @@ class TensorBoardTracker(GeneralTracker):
             self._writer.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
-        """Numbers as scalars, texts as text, dicts of numbers as one chart. Raises `BadRequest` for anything else."""
+        """Log numbers as scalars, strings as text, and dicts of numbers as one chart.
+
+        Raises `BadRequest` for other types.
+        """
         if self._writer is None:
             return
         for key, value in _plain(values).items():
@@ -139,7 +156,7 @@ class TensorBoardTracker(GeneralTracker):
         self._writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
-        """Batches of images, as `SummaryWriter.add_images` takes them."""
+        """Log batches of images, in the format of `SummaryWriter.add_images`."""
         if self._writer is not None:
             for key, value in values.items():
                 self._writer.add_images(key, value, global_step=step, **kwargs)
@@ -152,10 +169,11 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class JSONLinesTracker(GeneralTracker):
-    """Appends one line per call to `logging_dir/run_name/metrics.jsonl`: `{"step": …, "time": …, "values": …}`.
+    """Tracker that appends metrics to the file `logging_dir/run_name/metrics.jsonl`.
 
-    `time` is in seconds since 1970. The settings are a line of their own, under "config". It needs no package. What
-    JSON does not know is kept as text.
+    Every call of `log` adds one line: `{"step": …, "time": …, "values": …}`, with the time in seconds since the Unix
+    epoch. The settings are a line with the key "config". Values that JSON cannot represent are stored as text. No
+    package is required.
     """
 
     name = "jsonl"
@@ -168,21 +186,21 @@ class JSONLinesTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:  # noqa: ANN401 - a text file
-        """The open file; None on other ranks and before `start`."""
+        """Return the open file; None on other ranks and before `start`."""
         return self._file
 
     def start(self) -> None:
-        """Open the file, at its end."""
+        """Open the file for appending."""
         if self.is_here and self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings."""
+        """Store the settings of the run."""
         self._write({"config": _plain(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - kept as well
-        """Keep metrics of one step; tensors as numbers or lists."""
+        """Log the metrics of one step. Tensors are stored as numbers or lists."""
         self._write({"step": step, "time": time.time(), "values": _plain(values), **kwargs})
 
     def finish(self) -> None:
@@ -194,16 +212,16 @@ class JSONLinesTracker(GeneralTracker):
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line, default=str) + "\n")
-            self._file.flush()  # a rank that is killed loses nothing
+            self._file.flush()  # a killed rank loses no lines
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"jsonl": JSONLinesTracker, "tensorboard": TensorBoardTracker}
-"""The adapters by name. Add your own, or give an instance of it instead of a name."""
+"""Adapters by name. Add other classes here, or pass instances instead of names."""
 _PACKAGES = {"tensorboard": "tensorboard"}
 
 
 def available_trackers() -> list[str]:
-    """The names whose packages are installed."""
+    """Return the names of the trackers whose packages are installed."""
     return [name for name in TRACKERS if name not in _PACKAGES or find_spec(_PACKAGES[name]) is not None]
 
 
@@ -211,9 +229,13 @@ def filter_trackers(
     log_with: str | Tracker | Iterable[str | Tracker] | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[str | Tracker]:
-    """The trackers that were asked for, each once: names and instances. "all" stands for every one that is installed.
+    """Return the requested trackers without duplicates: instances, then names.
 
-    Raises `BadRequest` for a name that is not there, a package that is not installed, and a missing `logging_dir`.
+    Args:
+        log_with: names or instances; "all" selects all trackers that are installed.
+        logging_dir: directory of the trackers' files.
+
+    Raises `BadRequest` for an unknown name, a package that is not installed, and a missing `logging_dir`.
     """
     if log_with is None:
         return []
@@ -238,7 +260,10 @@ def make_tracker(
     logging_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,  # noqa: ANN401 - the tracker's
 ) -> Tracker:
-    """The tracker that `filter_trackers` let through, made for this run; not started yet. An instance as it is."""
+    """Create a tracker that `filter_trackers` returned. It is not started.
+
+    An instance is returned as it is.
+    """
     if not isinstance(tracker, str):
         return tracker
     kind = TRACKERS[tracker]
@@ -250,12 +275,12 @@ def make_tracker(
 
 
 def _is_tracker(value: object) -> TypeGuard[Tracker]:
-    """An instance, by what its class has: its `tracker` may not be ready before `start`."""
+    """Return True for a tracker instance. Checks the class, as `tracker` may not be available before `start`."""
     return not isinstance(value, str) and callable(getattr(type(value), "log", None))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and arrays as numbers or lists."""
+    """Return `values` with tensors and arrays converted to numbers or lists."""
     return {key: _number(value) for key, value in values.items()}
 
 

@@ -1,9 +1,7 @@
-"""The steps of training.
+"""Training methods of the `Accelerator`, and gradient clipping over shards.
 
-Owns: backward, accumulation, clipping, autocast, uneven inputs, triggers and profiles, as methods of the `Accelerator`.
-Refuses: to know how a model is spread; its strategy does.
-
-Gradients brought within bounds, over shards too.
+The methods cover backward, gradient accumulation, clipping, autocast, uneven inputs, triggers and profiling. How a
+model is distributed is left to its strategy.
 """
 
 from __future__ import annotations
@@ -31,10 +29,13 @@ from rankbook.runtime.strategies.base import full_tensor
 
 
 class TrainingMethods(AcceleratorSettings):
-    """See `Accelerator`."""
+    """Training methods of the `Accelerator`."""
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
-        """`loss.backward()`, with the loss divided by its window's length and scaled for fp16. `kwargs` go to torch."""
+        """Call `loss.backward()` with the loss divided by the length of its window, and scaled for fp16.
+
+        `kwargs` are passed to `torch.Tensor.backward`.
+        """
         divisor = window.divisor if window.inside else self.gradient_state.num_steps
         if divisor != 1:
             loss = loss / divisor
@@ -44,10 +45,23 @@ class TrainingMethods(AcceleratorSettings):
             loss.backward(**kwargs)
 
     def accumulate(self, *models: nn.Module) -> AccumulateContext:
-        """The block of one batch. Its gradients gather up until the window is full, or its loader ends.
+        """Accumulate the gradients of one batch: a context manager for the forward, backward and step.
 
-        `models` are those that train in it; without any, all that were prepared. A window that an error or a `break`
-        left open is dropped: the next block begins a new one, on every rank.
+        The window ends when `gradient_accumulation_steps` batches have run, or at the end of the loader. Only then are
+        gradients reduced, and only then do prepared optimizers step.
+
+        Args:
+            models: models that are trained in the block; by default all prepared models.
+
+        A window that was left open by an error or a `break` is dropped; the next block starts a new one, on all ranks.
+
+        Example::
+
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         chosen = models or tuple(self._models)
 
@@ -61,7 +75,7 @@ class TrainingMethods(AcceleratorSettings):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """A block in which backward gathers gradients on this rank and reduces nothing."""
+        """Accumulate gradients of `model` locally, without reducing them, within the block."""
         strategy = strategy_of(model)
         if strategy is None:
             yield
@@ -75,7 +89,10 @@ class TrainingMethods(AcceleratorSettings):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """A block whose backward reduces gradients, although the forward ran under `no_sync`."""
+        """Reduce gradients in the backward of the block, although the forward ran under `no_sync`.
+
+        Has an effect only for models under DDP.
+        """
         strategy = strategy_of(model)
         if strategy is None or not isinstance(model, DistributedDataParallel):
             yield
@@ -89,7 +106,7 @@ class TrainingMethods(AcceleratorSettings):
             strategy.set_sync(model, before)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context in which a prepared model's forward runs, for code of one's own: a loss, for instance."""
+        """Return the autocast context of prepared models, for other code such as a loss function."""
         return autocast(self.mixed_precision, self.device, autocast_handler or self.handlers.autocast)
 
     # Gradients
@@ -97,7 +114,10 @@ class TrainingMethods(AcceleratorSettings):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Take fp16's scale off the gradients of `optimizer`, or of all that were prepared. Twice is once."""
+        """Unscale the fp16 gradients of `optimizer`, by default of all prepared optimizers.
+
+        Repeated calls before a step have no effect.
+        """
         if window.scaler is None:
             return
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or self._optimizers)
@@ -109,10 +129,15 @@ class TrainingMethods(AcceleratorSettings):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale the gradients so that their norm over all parameters, and shards, is at most `max_norm`.
+        """Scale the gradients so that their norm over all parameters and shards is at most `max_norm`.
 
-        Returns the norm before, of the whole gradients, on every rank. While gradients gather up nothing is clipped,
-        and the norm is that of this rank's so far.
+        Args:
+            parameters: a parameter, or an iterable of parameters.
+            max_norm: maximum norm.
+            norm_type: order p of the p-norm.
+
+        Returns the total norm before clipping, on every rank. While gradients accumulate, nothing is clipped, and the
+        norm is that of the gradients accumulated on this rank so far.
         """
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self.gradient_state.sync_gradients:
@@ -122,7 +147,10 @@ class TrainingMethods(AcceleratorSettings):
         return clip_norm(chosen, max_norm, norm_type, self.device)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Bring each element of the gradients between `-clip_value` and `clip_value`. Nothing while they gather up."""
+        """Clamp all elements of the gradients to [-`clip_value`, `clip_value`].
+
+        Does nothing while gradients accumulate.
+        """
         if self.gradient_state.sync_gradients:
             window.settle()
             self.unscale_gradients()
@@ -132,9 +160,13 @@ class TrainingMethods(AcceleratorSettings):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A block in which ranks may have different numbers of batches: one without any joins in the others' steps.
+        """Allow ranks to have different numbers of batches within the block.
 
-        It takes models under DDP. `even_batches` holds for the prepared loaders within the block.
+        A rank without further batches shadows the collectives of the others (`torch.distributed.algorithms.Join`).
+
+        Args:
+            joinables: models under DDP. Raises `TypeError` for other models.
+            even_batches: setting of the prepared loaders within the block; by default unchanged.
         """
         before = []
         if even_batches is not None:
@@ -159,11 +191,19 @@ class TrainingMethods(AcceleratorSettings):
                 sampler.even_batches = value
 
     def set_trigger(self) -> None:
-        """Raise this rank's flag, which `check_trigger` sees on every rank."""
+        """Set this rank's flag, which makes `check_trigger` return True on all ranks."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether a rank has raised its flag since the last check. A collective."""
+        """Return True if any rank has set its flag since the last check, and clear the flags. A collective.
+
+        Example::
+
+            if loss < threshold:
+                accelerator.set_trigger()
+            if accelerator.check_trigger():
+                break
+        """
         flag = torch.tensor(int(self._triggered), device=self.device)
         raised = bool(reduce(flag, "max").item())
         if raised:
@@ -172,7 +212,10 @@ class TrainingMethods(AcceleratorSettings):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Torch's profiler around a block; each rank writes its trace to the handler's `output_trace_dir`."""
+        """Run the block under torch's profiler, then wait for all ranks.
+
+        Every rank writes its trace to the handler's `output_trace_dir`, if set, as `profile_<rank>.json`.
+        """
         handler = profile_handler or self.handlers.profile
         with handler.build() as profiler:
             yield profiler
@@ -186,10 +229,10 @@ class TrainingMethods(AcceleratorSettings):
 def clip_norm(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Scale the gradients of `parameters` to a norm of at most `max_norm`. Returns the norm before, whole on each rank.
+    """Scale the gradients of `parameters` to a norm of at most `max_norm`. A collective for sharded gradients.
 
-    torch's own refuses shards and whole tensors together, as a tensor-parallel model has them, and returns a share of
-    the norm for shards.
+    Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects a mix of DTensors and plain tensors,
+    as tensor-parallel models have, and returns only a partial norm for shards.
     """
     groups: dict[object, list[torch.Tensor]] = {}
     for each in parameters:
@@ -210,9 +253,9 @@ def clip_norm(
 
 
 def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
-    """Bring each element of the gradients between `-bound` and `bound`."""
+    """Clamp all elements of the gradients to [-`bound`, `bound`]."""
     whole = [each for each in parameters if each.grad is not None and not isinstance(each.grad, DTensor)]
-    if whole:  # torch's raises for none
+    if whole:  # torch's function raises for an empty list
         clip_grad_value_(whole, bound)
     clip_local = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
     for each in clip_local:

@@ -1,14 +1,13 @@
-"""Moves messages and large values between the notebook process, the forkserver and the ranks.
+"""Move messages and large values between the notebook process, the forkserver and the ranks.
 
-Owns: sockets, framing, pickles that cross a process, shared memory. Refuses: to know what a message means.
+The transport does not interpret messages.
 
-link.py       what a link is: the two ends as Protocols
-zmq_link.py   the real one; the only module that imports zmq
-stream.py     length-prefixed messages over a socket pair, for the forkserver
-payload.py    values to buffers and back
-culprit.py    what in a value cannot be pickled
-tensors.py    torch tensors out of band
-segments.py   shared memory files
-private_folder.py  a cluster's folder, made anew where it was removed
-last_words.py  what a rank sent last, in a file that outlives it
+link.py             protocols of the two ends of the link
+zmq_link.py         the link over ZeroMQ; the only module that imports zmq
+framed_socket.py    length-prefixed messages over a socket pair, for the forkserver
+serialization.py    values to buffers and back, and the error for a value that cannot be pickled
+cell_sources.py     sources of cells, sent along with their functions
+tensors.py          torch tensors out of band
+shared_memory.py    shared memory files, and the private folder of a cluster
+output_journal.py   crash-safe copy of a rank's latest output, in files that outlive the process
 """

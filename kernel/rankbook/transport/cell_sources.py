@@ -1,7 +1,7 @@
-"""The cells that functions were defined in. They travel with the functions, so that a traceback shows their lines.
+"""Sources of notebook cells, pickled along with the functions that were defined in them.
 
-Owns: which code brings its cell along, and that it is known where it arrives. Refuses: files, which are read where they
-are needed.
+With them, a traceback in another process shows the lines of the cell. Functions from files bring no source: it is read
+from the file where it is needed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _numbers: dict[str, int] | None = None
 
 
 def set_cell_numbers(numbers: dict[str, int]) -> None:
-    """Have cells told by these numbers, by their file names; those that arrive are added. IPython's own table."""
+    """Use IPython's table of cell numbers by file name. Cells that arrive from other processes are added to it."""
     global _numbers
     _numbers = numbers
 
 
 def cell_number(file: str) -> int | None:
-    """The number of the cell that is this file; None for any other file."""
+    """Return the number of the cell with this file name, or None for any other file."""
     return None if _numbers is None else _numbers.get(file)
 
 
 class CellSources:
-    """Of one pickle: each cell goes into it once."""
+    """The cells of one pickle, which contains their sources once."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
 
     def reduce(self, code: types.CodeType, plain: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`plain`, the reduction of `code`; or one that brings its cell along, if it comes from one."""
+        """Return the reduction `plain` of `code`, extended by the source of its cell if it comes from one."""
         source = self._source_of(code.co_filename)
         if not source:
             return plain
@@ -41,7 +41,7 @@ class CellSources:
     def _source_of(self, file: str) -> str:
         if file not in self._found:
             match linecache.cache.get(file):
-                case (_, None, lines, _):  # of a file that is nowhere, linecache knows no time
+                case (_, None, lines, _):  # linecache has no modification time for a source without a file
                     self._found[file] = "".join(lines)
                 case _:
                     self._found[file] = ""
@@ -49,7 +49,7 @@ class CellSources:
 
 
 def restore_code(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
-    """What `make(*args)` gives, and its cell where tracebacks look for it."""
+    """Return `make(*args)` and register the source of its cell for tracebacks."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     if number and _numbers is not None:
         _numbers[file] = number

@@ -1,6 +1,7 @@
-"""Length-prefixed messages over a connected stream socket: how notebook and forkserver speak.
+"""Length-prefixed messages over a connected stream socket, between the notebook process and the forkserver.
 
-Owns: framing. Refuses: waiting for anything but room to write. Reading never blocks, so one poll can serve it.
+Reading never blocks, so one poll can serve the socket. Sending blocks only until there is room to write. A message is
+its length, as a 32-bit little-endian integer, and its encoded bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _HEADER = struct.Struct("<I")
 
 
 class MessageStream(Generic[_T]):
-    """One end. `decode` turns a message's bytes into it. `closed` is True once the other end is gone."""
+    """A connected stream socket that carries messages. `closed` is True once the peer has disconnected.
+
+    `decode` decodes the bytes of one message.
+    """
 
     def __init__(self, connection: socket.socket, decode: Callable[[bytes], _T]) -> None:
         self._connection = connection
@@ -26,11 +30,14 @@ class MessageStream(Generic[_T]):
         self.closed = False
 
     def fileno(self) -> int:
-        """The descriptor to poll."""
+        """Return the descriptor to poll."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send all of one message. A peer that is gone sets `closed` and is no error: its exit is told otherwise."""
+        """Send one message completely. A disconnected peer sets `closed` and raises no error.
+
+        The launcher reports the exit of a peer by other means.
+        """
         data = encode(message)
         try:
             self._connection.sendall(_HEADER.pack(len(data)) + data)
@@ -38,7 +45,7 @@ class MessageStream(Generic[_T]):
             self.closed = True
 
     def read(self) -> Iterator[_T]:
-        """Every message that is complete by now. Raises `ProtocolError`."""
+        """Yield the messages that have arrived completely. Raises `ProtocolError`."""
         while not self.closed:
             try:
                 data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)

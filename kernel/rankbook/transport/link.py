@@ -1,7 +1,7 @@
-"""The link between the notebook process and its ranks: the Protocols of its two ends.
+"""Protocols of the two ends of the link between the notebook process and its ranks.
 
-Any thread may send. One thread receives: the driver thread in the notebook process, the control thread of a rank. What
-arrives for another thread is handed to it in memory.
+Any thread may send. One thread receives: the driver thread in the notebook process, the control thread in a rank. They
+hand messages for other threads on in memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Frames = Sequence[bytes | memoryview]
 
 
 class Sender(NamedTuple):
-    """Which process a message came from: the rank, and which of its incarnations."""
+    """The process that sent a message: a rank and its incarnation."""
 
     rank: int
     incarnation: int
 
 
 def read_from_rank(sender: Sender, data: bytes | memoryview) -> FromRank:
-    """Decode what `sender` sent. Raises `UnreadableMessage`, which names the sender."""
+    """Decode a message of `sender`. Raises `UnreadableMessage`, which names the sender."""
     try:
         return decode_from_rank(data)
     except ProtocolError as error:
@@ -31,33 +31,33 @@ def read_from_rank(sender: Sender, data: bytes | memoryview) -> FromRank:
 
 
 class HubLink(Protocol):
-    """The notebook's end: one for all ranks."""
+    """The notebook's end, shared by all ranks."""
 
     uplink: str
 
     def open_downlink(self, rank: int, incarnation: int) -> str:
-        """Make the way to one incarnation of a rank and return its address; an older one of that rank is closed."""
+        """Open the channel to an incarnation of a rank and return its address. Closes the channel to an older one."""
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
-        """Send to the newest incarnation of `rank`. False when it is gone. Any thread."""
+        """Send to the newest incarnation of `rank`. Return False if it is gone. Any thread."""
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """Wait, at most `timeout` seconds, for a message, a readable file descriptor, or `wake`. The receiving thread.
+        """Wait up to `timeout` seconds for a message, a readable descriptor, or `wake`. Receiving thread only.
 
-        Return whether there is a message, and which of `files` are readable.
+        Return whether a message has arrived, and the readable descriptors among `files`.
         """
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
-        """Return the next message and its sender, or None. The receiving thread.
+        """Return the next message and its sender, or None. Receiving thread only.
 
-        Raises `UnreadableMessage`; the next call goes on with the next message.
+        Raises `UnreadableMessage`; the next call continues with the next message.
         """
 
     def wake(self) -> None:
         """Make `wait` return. Any thread."""
 
     def close(self) -> None:
-        """Close everything; what was sent leaves first, for a moment."""
+        """Close the link. Messages that were sent get a short time to leave."""
 
 
 class RankLink(Protocol):
@@ -67,13 +67,13 @@ class RankLink(Protocol):
         """Send to the notebook. Any thread."""
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
-        """As on the other end."""
+        """Wait as `HubLink.wait` does."""
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
-        """As on the other end."""
+        """Return the next message and its frames, or None. Receiving thread only."""
 
     def wake(self) -> None:
-        """As on the other end."""
+        """Make `wait` return. Any thread."""
 
     def close(self) -> None:
-        """As on the other end."""
+        """Close the link. Messages that were sent get a short time to leave."""

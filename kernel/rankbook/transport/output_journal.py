@@ -1,10 +1,11 @@
-"""What a rank has sent of its output, in files that outlive it.
+"""Crash-safe journal of a rank's output: files that outlive the process and are read by the notebook after its death.
 
-Owns: those files, which the rank writes and the notebook reads once the rank is dead. Refuses: to send anything.
+A rank reads its pipes and hands the text to ZeroMQ, whose own thread writes it to the wire; text that has not left when
+the process ends would be lost. So the kernel moves the text from the pipe into a file (`splice`, in one call, so that
+at every moment it is in one of the two), and the rank sends the text that it reads back from the file.
 
-A rank takes what was printed out of its pipes and hands it to ZeroMQ, whose own thread puts it on the wire. A process
-that ends in between takes it along. So the system moves it from the pipe into a file (`splice`, in one call: there is
-no moment at which it is in neither), and what is sent is read from there.
+There is one file per stream. It begins with a header (`_HEAD`) and is started again with every cell, and after `_MOST`
+bytes. The notebook knows how many bytes of the cell it has received, and takes the missing ones from the end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STREAMS = ("stdout", "stderr")
-_HEAD = struct.Struct("<qQ")  # the cell, and how many bytes of the stream it had sent before those of the file
+_HEAD = struct.Struct("<qQ")  # the cell, and the number of bytes that it had sent before those in the file
 _MOST = 4 << 20
-"""Bytes after which a file begins anew: what went before them has long arrived."""
+"""Size in bytes after which a file is truncated: its earlier content has long arrived."""
 
 
 @dataclass(frozen=True)
 class JournalTail:
-    """The end of one stream of one cell: `total` bytes were taken in all, `tail` are the last of them."""
+    """The end of one stream of one cell: `total` bytes were read in all, and `tail` is the last of them."""
 
     cell: int
     stream: str
@@ -31,20 +32,20 @@ class JournalTail:
     tail: bytes
 
     def missing(self, heard: int) -> bytes:
-        """What has not come where `heard` bytes have."""
+        """Return the bytes that were not received, where `heard` bytes were."""
         lost = min(self.total - heard, len(self.tail))
         return self.tail[-lost:] if lost > 0 else b""
 
 
 class OutputJournal:
-    """The rank's end. Where a file cannot be written, in a full folder, or nothing spliced, it says so and ends."""
+    """The writing end, in the rank. It disables itself if a file cannot be written or the system has no `splice`."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path if hasattr(os, "splice") else None
         self._files: dict[str, _File] = {}
 
     def take(self, pipe: int, stream: str, cell: int, most: int) -> bytes | None:
-        """Up to `most` bytes out of `pipe`, which has some, kept in the file too; None: read it by other means."""
+        """Read up to `most` bytes from `pipe`, which is readable, through the file. None: read by other means."""
         if self._path is None:
             return None
         try:
@@ -58,9 +59,9 @@ class OutputJournal:
             return None
 
     def end(self) -> None:
-        """Forget what was taken: what follows is not sent."""
+        """Truncate the files: the text that follows is not sent."""
         for file in self._files.values():
-            if file.cell is not None:  # a flood says so at each of its pieces
+            if file.cell is not None:  # a flood calls this for every piece
                 os.ftruncate(file.descriptor, 0)
                 file.cell = None
 
@@ -73,7 +74,7 @@ class _File:
         self._total = 0
 
     def take(self, pipe: int, cell: int, most: int) -> bytes:
-        if cell != self.cell or self._size > _MOST:
+        if cell != self.cell or self._size > _MOST:  # start the file again
             self._total = self._total if cell == self.cell else 0
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, _HEAD.pack(cell, self._total), 0)
@@ -86,7 +87,7 @@ class _File:
 
 
 def journal_path(folder: Path, rank: int, incarnation: int) -> Path:
-    """The files of one life of a rank, but for the stream's name behind it."""
+    """Return the common part of the file names for one incarnation of a rank; the stream's name is appended."""
     return folder / f"words-{rank}.{incarnation}"
 
 
@@ -95,12 +96,12 @@ def _part(path: Path, stream: str) -> Path:
 
 
 def crash_path(path: Path) -> Path:
-    """Where the interpreter writes as it crashes."""
+    """Return the file to which the interpreter writes when it crashes (faulthandler)."""
     return _part(path, "crash")
 
 
 def read_crash(path: Path) -> str:
-    """What it wrote; the file is removed. Empty where there is none."""
+    """Read and remove the crash report; empty if none exists."""
     crash = crash_path(path)
     try:
         text = crash.read_text(errors="replace")
@@ -111,7 +112,7 @@ def read_crash(path: Path) -> str:
 
 
 def read_journal(path: Path) -> Iterator[JournalTail]:
-    """What a rank that is dead has taken last; its files are removed. Nothing where there are none."""
+    """Read and remove the journals of a dead rank."""
     for stream in _STREAMS:
         part = _part(path, stream)
         try:

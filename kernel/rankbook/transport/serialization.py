@@ -1,11 +1,11 @@
-"""Values to buffers, and back.
+"""Serialization: values to buffers and back.
 
-Owns: the pickle, what goes beside it, where each buffer travels, and the words for what cannot be opened. Refuses:
-sockets, and torch: tensors are handed to `tensors`, which is imported once torch is here or a tensor arrives.
+`pack` pickles a value with cloudpickle. Large buffers stay out of the pickle: they go into one shared memory file, or
+into frames of the message. Tensors are handed to `tensors.py`, which is imported only once torch is loaded or a tensor
+arrives. `unpack` is the reverse. The last part explains pickling errors: it searches for the part of the value that
+cannot be pickled, and names the path to it.
 
-A pickle runs code when it is opened. Nothing may be given to `unpack` that did not come from a peer of this cluster.
-
-What in a value cannot be pickled, and where in it that is.
+A pickle runs code when it is opened: `unpack` must only be given payloads from a process of this cluster.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from rankbook.transport.tensors import Storages
 
 
-_IN_PICKLE = 4 << 10  # a smaller buffer costs less when it is copied into the pickle
-_ALIGNMENT = 16  # torch reads a complex128 with instructions that fault below this
+_IN_PICKLE = 4 << 10  # bytes; copying a smaller buffer into the pickle is cheaper
+_ALIGNMENT = 16  # bytes; torch reads a complex128 with instructions that fault on a smaller alignment
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A value ready to be sent.
+    """A serialized value, ready to be sent.
 
-    `frames` travel in the message, after it, and are nobody else's memory. `segments` are files: who sends a value to
-    several receivers discards them once all have answered; the only receiver of a value removes them as it opens it.
+    `frames` follow the message and share no memory with the value. `segments` are shared memory files: the sender of a
+    value with several receivers removes them once all have answered; a single receiver removes them as it opens the
+    value.
     """
 
     payload: Payload
@@ -51,19 +52,19 @@ class Packed:
     segments: tuple[str, ...]
 
 
-Reduce = Callable[[object], Any]  # as pickle's `reducer_override`, and asked first
+Reduce = Callable[[object], Any]  # like pickle's `reducer_override`, and called before it
 
 
 def pack(
     value: object, *, store: SegmentStore | None, names: Sequence[str] = (), reduce: Reduce | None = None
 ) -> Packed:
-    """Pickle `value`; its large buffers go into one file of `store` where that is worth it, and fits.
+    """Pickle `value`, with its large buffers in one file of `store` if that is worth it and fits.
 
-    Buffers are copied exactly once, here, so that the value may be changed as soon as this returns. Without a store
-    (another host), or without room in it, they become frames. `names` is what the person calls the value, or, when
-    there are several, the parts of the tuple that it is; a dict's entries go by their keys.
+    Buffers are copied exactly once, by this function, so that the value may be changed as soon as it returns. Without a
+    store (another host), or without room in it, they become frames. `names` is the user's name of the value, or, when
+    it is a tuple of several values, of its elements; the entries of a dict are named by their keys.
 
-    Raises `TransferError` that names what cannot be pickled, and where in the value it is.
+    Raises `TransferError`, which names the part that cannot be pickled and the path to it.
     """
     try:
         pickled = _pickle(value, reduce)
@@ -73,6 +74,7 @@ def pack(
         raise TransferError(explain_pickle_error(value, names, error, _attempt)) from error
     if store is None:
         return _as_frames(pickled.buffers)
+    # The pickle itself goes into the file only if it is large, the out-of-band buffers all together or not at all.
     stream, *beside = map(_size, pickled.buffers)
     worth_a_file = [stream >= store.least, *[sum(beside) >= store.least] * len(beside)]
     chosen = list(compress(pickled.buffers, worth_a_file))
@@ -89,7 +91,7 @@ def pack(
 
 
 def pickle_error(value: object, *, name: str, reduce: Reduce | None = None) -> str | None:
-    """Why `value` cannot be packed, in words, or None if it can. Copies nothing."""
+    """Return the reason why `value` cannot be packed, or None if it can. Copies no buffer."""
     error = _attempt(value, reduce)
     if error is None:
         return None
@@ -97,10 +99,10 @@ def pickle_error(value: object, *, name: str, reduce: Reduce | None = None) -> s
 
 
 def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: Path) -> Any:  # noqa: ANN401 - any value
-    """The value of a payload. `folder` is where its segments lie; `unlink` removes them: nobody else will read them.
+    """Open a payload. `folder` holds its segments; `unlink` removes them, for the last reader.
 
-    What rests on a segment is not copied; it can be changed in place, which nobody else sees. Raises `TransferError`
-    where the value cannot be opened here, and `ProtocolError` where the payload does not hold together.
+    Arrays and tensors in a segment are not copied; they can be changed in place, which no other process sees. Raises
+    `TransferError` if the value cannot be opened here, and `ProtocolError` if the payload is inconsistent.
     """
     stream, *beside = _locate(payload, frames, unlink=unlink, store=SegmentStore(folder))
     try:
@@ -116,7 +118,7 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
         raise TransferError("cannot open the value here: there is not enough memory") from error
     except Exception as error:
         told = f"cannot open the value here: {type(error).__name__}: {error}"
-        if str(error).startswith("Can't get attribute"):  # pickle's words, for a name that the module does not have
+        if str(error).startswith("Can't get attribute"):  # pickle's message for a name that the module lacks
             told += (
                 "; the two processes see different versions of that module: restart the one that imported it first,"
                 " or define the name in a cell, then it travels along"
@@ -129,26 +131,26 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
 
 @dataclass(frozen=True)
 class _Pickled:
-    """The pickle and its out-of-band buffers, each in pieces. `owner` keeps alive what they look into."""
+    """The pickle and its out-of-band buffers, as lists of pieces. `owner` keeps their memory alive."""
 
     buffers: list[Sequence[Bytes]]
     owner: object
 
 
 class _Chunks:
-    """The file that a pickler writes to: nothing is ever joined, and a large bytes object is not even copied."""
+    """The output file of a pickler, as a list of chunks: nothing is joined, and a large bytes object is not copied."""
 
     def __init__(self) -> None:
         self.chunks: list[Bytes] = []
 
     def write(self, data: Bytes) -> int:
-        # a memoryview is of memory that the pickler frees as soon as this returns
+        # the pickler frees the memory of a memoryview as soon as this returns
         self.chunks.append(bytes(data) if isinstance(data, memoryview) else data)
         return len(data)
 
 
 class _DiscardingFile:
-    """The file of a trial."""
+    """File object that discards writes, for dry-run pickling."""
 
     @staticmethod
     def write(data: Bytes) -> int:
@@ -156,21 +158,21 @@ class _DiscardingFile:
 
 
 class _Beside:
-    """Collects the buffers that are worth taking out of the pickle."""
+    """Callback that collects the buffers worth keeping out of the pickle."""
 
     def __init__(self, storages: Storages | None) -> None:
         self.storages = storages
         self.buffers: list[pickle.PickleBuffer] = []
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether the buffer is to be copied into the pickle."""
+        """Return True if the buffer is to be copied into the pickle."""
         if memoryview(buffer).nbytes < _IN_PICKLE and not self._is_elsewhere(buffer):
             return True
         self.buffers.append(buffer)
         return False
 
     def views(self) -> Iterator[memoryview]:
-        """The bytes of each buffer."""
+        """Yield the bytes of the buffers."""
         for buffer in self.buffers:
             if self._is_elsewhere(buffer):
                 assert self.storages is not None
@@ -182,8 +184,8 @@ class _Beside:
         return self.storages is not None and self.storages.is_elsewhere(buffer)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's, with tensors out of band."""
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+    """A cloudpickle pickler that takes tensors out of band."""
 
     def __init__(self, file: _Chunks | _DiscardingFile, beside: _Beside, reduce: Reduce | None = None) -> None:
         super().__init__(file, protocol=PROTOCOL, buffer_callback=beside)
@@ -192,7 +194,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         self._sources = CellSources()
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
-        """Take tensors apart, and leave the rest to cloudpickle."""
+        """Reduce tensors and code objects, and leave everything else to cloudpickle."""
         if self._reduce is not None and (reduction := self._reduce(value)) is not NotImplemented:
             return reduction
         if self._storages is not None:
@@ -207,6 +209,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
     file, beside = _Chunks(), _Beside(_storages())
     _Pickler(file, beside, reduce).dump(value)
+    # The first pass records which parts of storages are used; a second one sends only these, see `Storages.trimmed`.
     trimmed = beside.storages.trimmed() if beside.storages is not None else None
     if trimmed is not None:
         file, beside = _Chunks(), _Beside(trimmed)
@@ -226,7 +229,7 @@ def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | Non
 
 def _storages() -> Storages | None:
     if sys.modules.get("torch") is None:
-        return None  # then there is no tensor either
+        return None  # no tensor can exist
     from rankbook.transport.tensors import Storages
 
     return Storages()
@@ -241,8 +244,8 @@ def _as_frames(outside: Sequence[Sequence[Bytes]]) -> Packed:
 
 
 def _snapshot(pieces: Sequence[Bytes]) -> bytes:
-    """The pieces in one: a frame leaves when its socket can take it, and by then the value may have changed."""
-    return b"".join(pieces)  # of one bytes object, that object
+    """Join the pieces into one copy: a frame leaves when its socket is ready, and the value may change before."""
+    return b"".join(pieces)  # returns a single bytes object itself
 
 
 def _size(pieces: Sequence[Bytes]) -> int:
@@ -250,7 +253,7 @@ def _size(pieces: Sequence[Bytes]) -> int:
 
 
 def _locate(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, store: SegmentStore) -> list[memoryview]:
-    """Where each buffer of the payload lies. Raises `ProtocolError` unless it all fits together."""
+    """Return the memory of every buffer of the payload. Raises `ProtocolError` if sizes or numbers do not match."""
     inline = sum(buffer.segment is None for buffer in payload.buffers)
     if not payload.buffers or inline != len(frames):
         raise ProtocolError(f"{inline} of {len(payload.buffers)} buffers are in frames, of which {len(frames)} came")
@@ -268,29 +271,29 @@ def _locate(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, store: S
 
 
 def _usable(buffer: memoryview) -> memoryview | bytearray:
-    """The buffer, or a copy where it cannot be written to or where arrays cannot rest on it."""
+    """Return the buffer, or a copy if it is read-only or not aligned for arrays."""
     if not buffer or buffer.readonly or ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _ALIGNMENT:
         return bytearray(buffer)
     return buffer
 
 
 PROTOCOL = 5
-"""Of all pickles."""
+"""The pickle protocol."""
 
 _MOST_ATTEMPTS = 500
 _MOST_LEVELS = 20
 _SEARCH_SECONDS = 2.0
 _LONGEST_PATH = 120
 _LONGEST_KEY = 40
-_JOINTS = ("[", ".", "'")  # how a label begins that is written behind the path; another one is a path of its own
+_JOINTS = ("[", ".", "'")  # labels that begin so are appended to the path; any other label starts a new path
 _END = object()
 
 Attempt = Callable[[object], BaseException | None]
-"""Pickles a value to nowhere, and gives what that raised."""
+"""Pickles a value to nowhere and returns the exception, if any."""
 
 
 def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
-    """One sentence: what was to be sent, what in it cannot be, where that is, and why."""
+    """Return the error message: the value, the part that cannot be pickled, the path to it, and the reason."""
     found = _culprit(value, names, error, attempt)
     kind = type(found.value)
     told = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -305,7 +308,10 @@ def explain_pickle_error(value: object, names: Sequence[str], error: BaseExcepti
 
 @dataclass(frozen=True)
 class _Culprit:
-    """What cannot be pickled. `name` is what the person calls the whole; not `sure`: the search had to stop here."""
+    """The part that cannot be pickled. `name` is the user's name of the whole value.
+
+    `sure` is False if the search stopped at a limit, so that the cause may lie deeper.
+    """
 
     name: str
     path: str
@@ -315,9 +321,9 @@ class _Culprit:
 
 
 def _culprit(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> _Culprit:
-    """Go down for as long as some part of what cannot be pickled cannot be pickled by itself.
+    """Descend into the value as long as some part of it cannot be pickled on its own.
 
-    Each step is a pickle, so their number, the depth and the time are bounded.
+    Every step is a dry-run pickle, so their number, the depth and the time are limited.
     """
     name = names[0] if len(names) == 1 else ""
     path, trail = name or "value", [value]
@@ -341,7 +347,7 @@ def _culprit(value: object, names: Sequence[str], error: BaseException, attempt:
 
 
 def _named_parts(value: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """The parts of the whole: named by the person where that can be."""
+    """Yield the parts of the whole value, by the user's names where possible."""
     if len(names) > 1 and isinstance(value, tuple) and len(value) == len(names):
         return iter(zip(names, value, strict=True))
     if not names and type(value) is dict and all(isinstance(key, str) and key.isidentifier() for key in value):
@@ -350,7 +356,7 @@ def _named_parts(value: object, names: Sequence[str]) -> Iterator[tuple[str, obj
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """What pickle would take `value` apart into, each with what to write behind the path to `value`."""
+    """Yield the parts into which pickle would take `value`, with the label to append to the path."""
     if type(value) is dict:
         for key, item in list(value.items()):
             yield f"[{_brief(key)}]", item
@@ -373,12 +379,12 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """What a function brings along: closed-over and global variables, defaults, attributes."""
+    """Yield the values that a function is pickled with: closure and global variables, defaults, attributes."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
+        with contextlib.suppress(ValueError):  # a variable without a value
             yield name, cell.cell_contents
     codes = [function.__code__]
-    for code in codes:  # it grows: functions inside functions
+    for code in codes:  # the list grows by nested functions
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
         codes.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
     defaults = function.__defaults__ or ()
@@ -397,7 +403,7 @@ def _reduced(value: object) -> Iterator[tuple[str, object]]:
     if not isinstance(reduction, tuple):
         return
     _, arguments, state, items, pairs = (*reduction, None, None, None)[:5]
-    for each in state if isinstance(state, tuple) else (state,):  # (attributes, slots), where there are slots
+    for each in state if isinstance(state, tuple) else (state,):  # (attributes, slots) for a class with slots
         for name, item in each.items() if isinstance(each, dict) else ():
             yield f".{name}", item
     if state is not None and not isinstance(state, dict):

@@ -1,14 +1,11 @@
-"""Shared memory files: how large buffers cross between processes of one host.
+"""Shared memory files, through which large buffers cross between processes of one host.
 
-Owns: the files of one folder, their names, how they are written, mapped and removed. Refuses: pickles, torch, and any
-file that it has not named itself.
+A segment is a file in the cluster's private folder. One process writes it once, and it never changes. A reader maps it
+privately: arrays and tensors in the mapping can be changed in place, because the operating system copies the pages that
+are written to, and no other reader or forked child sees the change. A mapping outlives its file, so a segment is
+removed as soon as all receivers have mapped it; the memory is freed with the last value that rests on it.
 
-A segment is written once, by one process, and never changed. Whoever reads it maps it privately, so that arrays and
-tensors which rest on it can be changed in place: the pages that are written to are copied by the operating system, and
-no other reader, nor a forked child, sees the change. A mapping outlives its file, so a segment is removed as soon as
-everyone who needs it has mapped it; the memory is given back when the last value that rests on it is gone.
-
-Makes a cluster's folder anew where somebody has removed it under the cluster.
+`ensure_private_folder` creates the folder again if a cleaner of temporary files has removed it.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from rankbook.errors import ProtocolError, TransferError
 Bytes = bytes | bytearray | memoryview
 
 _NAME = re.compile(r"segment-([0-9]+)-[0-9a-f]{16}")
-_ALIGNMENT = 64  # a cache line, and what torch aligns its own memory to
-_WRITE_AT_ONCE = 64 << 20  # an interrupt is noticed between two writes
+_ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
+_WRITE_AT_ONCE = 64 << 20  # bytes; an interrupt is handled between two writes
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _NO_FILE_OF_OURS = {errno.ELOOP, errno.EMLINK, errno.ENXIO}  # a symbolic link (EMLINK on BSD), a socket
-_MAP_FIXED = 0x10  # on Linux and macOS; Python's `mmap` does not offer it
+_MAP_FIXED = 0x10  # on Linux and macOS; Python's `mmap` module lacks it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -51,7 +48,7 @@ _libc.mmap.argtypes = [
 
 @dataclass(frozen=True)
 class Segment:
-    """One file: its bare name, where each buffer begins in it, and its size in bytes."""
+    """A shared memory file: its name, the offsets of its buffers, and its size in bytes."""
 
     name: str
     offsets: tuple[int, ...]
@@ -59,9 +56,9 @@ class Segment:
 
 
 class SegmentStore:
-    """The segments in `folder`, which only its owner can enter. Values below `least` bytes are not worth a file.
+    """The segments in `folder`. Values below `least` bytes are not worth a file.
 
-    Every process of a cluster has a store for the same folder. Any thread may use it.
+    Every process of a cluster has a store for the same folder, which only its owner can enter. Any thread may use it.
     """
 
     def __init__(self, folder: Path, *, least: int = 64 << 10) -> None:
@@ -70,20 +67,20 @@ class SegmentStore:
         self._was_there = folder.exists()
 
     def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
-        """Write one file that holds `buffers`, each given as pieces that are laid end to end.
+        """Write one file with `buffers`, given as lists of pieces to concatenate.
 
-        Returns None where the file would take more than half of what is free, or turns out not to fit. Half, because
-        torch's DataLoader workers and NCCL live in the same memory, and die when it is full. Raises `TransferError`
-        for any other trouble. Nothing is left behind when it does not succeed.
+        Returns None if the file would take more than half of the free space, or does not fit. Half, because torch's
+        DataLoader workers and NCCL use the same memory and die when it is full. Raises `TransferError` for any other
+        error. No file is left behind on failure.
         """
-        # Written, not copied into a mapping. For 200 MB into tmpfs, medians of one run in MB/s: pwrite 1,700; after
-        # posix_fallocate 1,500; into a mapping 1,000, populated, with huge pages advised or by two threads no better,
-        # for each page is faulted in. And a write says ENOSPC where a mapping dies of SIGBUS.
+        # Written, not copied into a mapping. Median rates for 200 MB into tmpfs, in MB/s: pwrite 1,700; pwrite after
+        # posix_fallocate 1,500; copy into a mapping 1,000, no better if it is populated, with huge pages advised, or
+        # by two threads, because every page is faulted in. And a write fails with ENOSPC where a mapping gets SIGBUS.
         offsets, size = _lay_out(buffers)
         name = f"segment-{getpid()}-{secrets.token_hex(8)}"
         path = self.folder / name
         try:
-            if self._was_there and not self.folder.exists():  # somebody has removed it
+            if self._was_there and not self.folder.exists():  # it was removed under the cluster
                 ensure_private_folder(self.folder)
             if size > _free(self.folder) // 2:
                 return None
@@ -96,10 +93,10 @@ class SegmentStore:
         return Segment(name, offsets, size)
 
     def read(self, name: str, *, unlink: bool = False) -> memoryview:
-        """Map the segment `name`: its bytes, which may be changed without anyone else seeing it.
+        """Map the segment `name` and return its bytes, which may be changed without any other process seeing it.
 
-        `unlink` removes the file; the memory stays until the last value that rests on it is gone. Raises
-        `ProtocolError` for what is no segment of ours, and `TransferError` when it is gone or cannot be mapped.
+        `unlink` removes the file; the memory stays until the last value that rests on it is freed. Raises
+        `ProtocolError` for an invalid name or file, and `TransferError` if the segment is gone or cannot be mapped.
         """
         path = self._path(name)
         try:
@@ -123,19 +120,19 @@ class SegmentStore:
             os.close(file)
 
     def discard(self, name: str) -> None:
-        """Remove the segment `name`; one that is gone is fine. Raises `ProtocolError` for what is no segment's name."""
+        """Remove the segment `name`, if it exists. Raises `ProtocolError` for an invalid name."""
         self._path(name).unlink(missing_ok=True)
 
     def clear(self, pid: int | None = None) -> None:
-        """Remove every segment, or those that the process `pid` wrote and, having died, will not remove."""
-        with contextlib.suppress(FileNotFoundError):  # the whole folder is gone already
+        """Remove all segments, or those of the dead process `pid`."""
+        with contextlib.suppress(FileNotFoundError):  # the folder has been removed
             for path in list(self.folder.iterdir()):
                 match = _NAME.fullmatch(path.name)
                 if match is not None and pid in {None, int(match[1])}:
                     path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
-        if _NAME.fullmatch(name) is None:  # peers name files: only a bare name that we would have made ourselves
+        if _NAME.fullmatch(name) is None:  # a peer sent the name: accept only a file name that this class generates
             raise ProtocolError(f"{name!r} is not the name of a shared memory file")
         return self.folder / name
 
@@ -179,13 +176,13 @@ def _write_file(path: Path, buffers: Sequence[Sequence[Bytes]], offsets: Sequenc
 
 
 def _map(file: int, size: int) -> mmap.mmap:
-    """A private mapping of the whole file that holds no file descriptor.
+    """Map the whole file privately, without keeping a file descriptor.
 
-    `mmap.mmap(file, …)` keeps a duplicate of the descriptor for as long as the mapping lives, that is one for each
-    value that was received, and a process may have no more than 1,024. So the object is given anonymous memory, over
-    which the file is mapped. From Python 3.13 on `trackfd=False` does the same.
+    `mmap.mmap(file, …)` keeps a duplicate of the descriptor for as long as the mapping lives, that is one per received
+    value, and a process may have no more than 1,024. So the object is given anonymous memory, over which the file is
+    mapped. From Python 3.13 on `trackfd=False` does the same.
 
-    Not populated: to populate a private mapping that can be written to is to copy all of it.
+    The mapping is not populated: populating a writable private mapping copies all of it.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -197,10 +194,9 @@ def _map(file: int, size: int) -> mmap.mmap:
 
 
 def ensure_private_folder(folder: Path) -> None:
-    """Make `folder` with mode 0700 if it is not there.
+    """Create `folder` with mode 0700 if it does not exist.
 
-    Raises PermissionError where somebody else has put something of that name there, and OSError where it cannot be
-    made.
+    Raises PermissionError if the existing one is open to other users, and OSError if it cannot be created.
     """
     try:
         folder.mkdir(mode=0o700)

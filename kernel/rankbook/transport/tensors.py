@@ -1,16 +1,18 @@
-"""Torch tensors out of band: their memory goes beside the pickle, once, without a copy.
+"""Pickle torch tensors out of band: their memory is sent beside the pickle, once and without a copy.
 
-Owns: how a tensor is taken apart and put together, and which parts of its storage travel. Refuses: files, sockets, and
-the pickles themselves. The only module of the transport that imports torch; it is imported once there is a tensor.
+This is the only module of the transport that imports torch; it is imported once a tensor exists. The receiver gets the
+result of `torch.save` and `torch.load(map_location="cpu")`: tensors of one storage alias one another again;
+`requires_grad`, strides, attributes and the type Parameter are kept; `.grad` and hooks are not sent; and all tensors
+arrive on the CPU. Three things differ: of a storage, only the parts that the tensors of the value use are sent, so that
+`data[:32]` costs 32 rows; a conjugated or negated view arrives as its values; and a tensor in shared memory cannot be
+resized in place, as if it came from `torch.from_numpy` (its `.clone()` can).
 
-What arrives is what `torch.save` and `torch.load(map_location="cpu")` would give: tensors of one storage alias each
-other again, `requires_grad`, strides, attributes and being a Parameter are kept, `.grad` and hooks are not sent, and
-every tensor arrives on the CPU. Where it differs: of a storage, only what the tensors of the value use is sent, so
-that `data[:32]` costs 32 rows; a conjugated or negated view arrives as its values; and what rests on shared memory
-cannot be resized in place, as if it came from `torch.from_numpy` (`.clone()` can).
+This module reduces dense tensors and Parameters. Other kinds (sparse, quantized, nested, meta, DTensor, any subclass)
+use torch's own reduction, which leads to dense tensors and storages that are reduced by this module in turn.
 
-Dense tensors and Parameters are taken apart here. Other kinds (sparse, quantized, nested, meta, DTensor, any subclass)
-reduce themselves as torch has it, down to dense tensors and storages, which are taken apart here again.
+Trimming a storage takes two passes, because its use is known only after the whole value was pickled. `Storages` first
+records the byte ranges that tensors use. If `trimmed` finds that at least 1 MiB can be saved, the value is pickled once
+more with the slices to send.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Any, cast
 
 import torch
 
-_ALIGNMENT = 64  # parts of a storage begin where every dtype may, so that views of different dtypes still fit
-_WORTH_TRIMMING = 1 << 20  # bytes saved, below which a value is not pickled a second time
+_ALIGNMENT = 64  # slices of a storage begin at a multiple, so that views of every dtype stay aligned
+_WORTH_TRIMMING = 1 << 20  # bytes to save, below which a value is not pickled a second time
 _SPARSE_USE = 4  # a view that uses less than 1/4 of the bytes it spans, such as one column of many, is copied first
 
 Reduction = tuple[Any, ...]
@@ -38,7 +40,7 @@ _memory_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 @dataclass(frozen=True)
 class StorageUse:
-    """Where one tensor lies in its storage: from byte `low` to `high`, `size` bytes of them its own."""
+    """The byte range `low` to `high` that one tensor spans in its storage; `size` is the bytes of its elements."""
 
     low: int
     high: int
@@ -48,7 +50,7 @@ class StorageUse:
 
 @dataclass(frozen=True)
 class StorageSlice:
-    """Bytes `low` to `high` of a storage. `one_view`: one view, of few of them, which is sent as a contiguous copy."""
+    """Bytes `low` to `high` of a storage. `one_view`: only one sparse view uses them; a contiguous copy is sent."""
 
     low: int
     high: int
@@ -56,10 +58,10 @@ class StorageSlice:
 
 
 class Storages:
-    """The storages that the tensors of one pickle rest on. It must outlive the buffers that it gave."""
+    """The storages of the tensors in one pickle. It must outlive the buffers that it returned."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[StorageSlice]] = {}  # what to send of a storage; the whole of one that is not here
+        self._parts: dict[int, list[StorageSlice]] = {}  # slices to send; a storage without an entry is sent whole
         self._uses: dict[int, list[StorageUse]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._sent: dict[tuple[int, int, int], _Sent] = {}
@@ -67,30 +69,29 @@ class Storages:
         self._elsewhere: dict[int, _Sent] = {}
 
     def reduce(self, value: object) -> Any:  # noqa: ANN401 - a reduction, or the constant NotImplemented
-        """How pickle shall take `value` apart; NotImplemented for what is not ours."""
-        kind = type(value)  # exactly: a subclass knows better how it is taken apart
+        """Return the pickle reduction of `value`, or NotImplemented for other types."""
+        kind = type(value)  # the exact type: a subclass has its own reduction
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._reduce_tensor(cast("torch.Tensor", value))
         if kind is torch.UntypedStorage:
             return self._reduce_storage(cast("torch.UntypedStorage", value))
         if kind is torch.storage.TypedStorage:
             typed = cast("torch.storage.TypedStorage", value)
-            return restore_typed_storage, (typed._untyped_storage, typed.dtype)  # the public way warns
+            return restore_typed_storage, (typed._untyped_storage, typed.dtype)  # the public attribute warns
         return NotImplemented
 
     def is_elsewhere(self, buffer: PickleBuffer) -> bool:
-        """Whether the buffer, which is empty, stands for memory of another device, that `fetch` brings here."""
+        """Return True if the buffer is an empty placeholder for memory of another device, which `fetch` copies."""
         return id(buffer) in self._elsewhere
 
     def fetch(self, buffer: PickleBuffer) -> memoryview:
-        """The bytes of a buffer that is elsewhere, copied to the CPU."""
+        """Return the bytes of a placeholder, copied to the CPU."""
         return self._elsewhere[id(buffer)].fetch()
 
     def trimmed(self) -> Storages | None:
-        """What to pickle the value with once more, so that less is sent; None if that would save little.
+        """Return the storages for a second pass that sends less, or None if that would save little.
 
-        What a storage is used for is known only when the whole value has been seen. Tensors that overlap or touch
-        stay together, for they may alias each other.
+        Tensors that overlap or touch stay in one slice, because they may alias one another.
         """
         better, saved = Storages(), 0
         for key, uses in self._uses.items():
@@ -119,6 +120,7 @@ class Storages:
         return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
 
     def _part_of(self, storage: torch.UntypedStorage, use: StorageUse) -> StorageSlice | None:
+        # The slices are sorted and disjoint, so the last one that begins before the tensor is the only candidate.
         parts = self._parts.get(self._key(storage), [])
         index = bisect_right(parts, use.low, key=lambda part: part.low) - 1
         return parts[index] if index >= 0 and use.high <= parts[index].high else None
@@ -130,7 +132,7 @@ class Storages:
         return _same, (self._send(storage),)
 
     def _copied(self, tensor: torch.Tensor, copy: Callable[[], torch.Tensor]) -> Reduction:
-        """The reduction with the memory of a copy, the same one for every tensor that is the same view."""
+        """Return the reduction with the memory of a copy, which all tensors with the same view share."""
         key = (self._key(tensor.untyped_storage()), *_use_of(tensor).view, tensor.is_conj(), tensor.is_neg())
         if key not in self._copies:
             self._copies[key] = copy()
@@ -146,13 +148,13 @@ class Storages:
         return self._sent[key]
 
     def _key(self, storage: torch.UntypedStorage) -> int:
-        key: int = storage._cdata  # its identity, which data_ptr is not: all empty storages share one
+        key: int = storage._cdata  # the identity; data_ptr is not, because all empty storages share one
         self._storages[key] = storage  # kept alive, so that no other storage gets this key
         return key
 
 
 class _Sent:
-    """Part of a storage as pickle sees it; pickle's memo makes it one storage on the other side."""
+    """A slice of a storage. pickle's memo makes it a single storage on the receiver."""
 
     def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
         self._storage = storage
@@ -171,7 +173,10 @@ class _Sent:
 
 
 def _reduction(tensor: torch.Tensor, laid: torch.Tensor, sent: _Sent, low: int = 0) -> Reduction:
-    """Kind and attributes of `tensor`, with the memory of `laid`, whose storage is sent from byte `low` on."""
+    """Return the reduction with the type and attributes of `tensor` and the memory of `laid`.
+
+    The storage of `laid` is sent from byte `low` on.
+    """
     arguments = (
         sent,
         laid.dtype,
@@ -187,14 +192,14 @@ def _reduction(tensor: torch.Tensor, laid: torch.Tensor, sent: _Sent, low: int =
 
 
 def restore_storage(buffer: bytearray | memoryview) -> torch.UntypedStorage:
-    """The storage that rests on `buffer`, without a copy."""
+    """Return a storage that rests on `buffer`, without a copy."""
     if not len(buffer):
         return torch.UntypedStorage(0)
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
 def restore_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    """A storage as torch's own reductions want it."""
+    """Return a TypedStorage, as torch's own reductions expect it."""
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -207,7 +212,7 @@ def restore_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> torch.Tensor:
-    """The tensor, a leaf of no graph."""
+    """Return the tensor as a leaf without a graph."""
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
@@ -215,7 +220,7 @@ def restore_tensor(
 
 
 def restore_attributes(tensor: torch.Tensor, attributes: dict[str, object]) -> None:
-    """Give a tensor the attributes that a person or a library had hung on it."""
+    """Set the attributes that the user or a library had added to a tensor."""
     tensor.__dict__.update(attributes)
 
 
@@ -243,7 +248,7 @@ def _use_of(tensor: torch.Tensor) -> StorageUse:
 
 
 def _needed(uses: Sequence[StorageUse]) -> tuple[list[StorageSlice], int]:
-    """The parts of a storage that hold all `uses`, apart from each other, and how many bytes will be sent."""
+    """Return the disjoint slices of a storage that hold all `uses`, and the number of bytes to send."""
     parts, total = [], 0
     for low, high, members in _clusters(uses):
         size = members[0].size
@@ -254,6 +259,7 @@ def _needed(uses: Sequence[StorageUse]) -> tuple[list[StorageSlice], int]:
 
 
 def _clusters(uses: Sequence[StorageUse]) -> Iterator[tuple[int, int, list[StorageUse]]]:
+    # Merge the byte ranges, sorted by their start, as long as they overlap or touch.
     low, high, members = 0, 0, list[StorageUse]()
     for use in sorted(uses, key=lambda use: use.low):
         start = use.low // _ALIGNMENT * _ALIGNMENT
@@ -273,8 +279,8 @@ def _is_here(storage: torch.UntypedStorage) -> bool:
 
 
 def _memory(address: int, size: int) -> memoryview:
-    """The bytes at an address of a storage, valid for as long as the storage lives.
+    """Return the bytes at an address of a storage, valid as long as the storage lives.
 
-    Not through numpy: a tensor whose `.numpy()` was taken can never be resized again.
+    numpy is not used: a tensor whose `.numpy()` was taken can never be resized again.
     """
     return _memory_at(address, size, _WRITABLE) if size else memoryview(bytearray())

@@ -1,10 +1,11 @@
-"""The link over ZeroMQ: the only module that imports zmq.
+"""The link over ZeroMQ; the only module that imports zmq.
 
-Owns: sockets, their lifetime and their thread rules. Refuses: to know what a message means.
+Uplink: every rank PUSHes to the notebook's single PULL socket. Downlink: one PUSH socket per incarnation of a rank,
+bound by the notebook, so that ranks connect to known addresses, and a message to a rank that is not connected yet waits
+for it (a ROUTER would drop it). Addresses are `ipc://` in a folder that only the user can enter.
 
-Up: every rank PUSHes to the notebook's one PULL. Down: one PUSH per incarnation of a rank, bound by the notebook, so
-that ranks dial home and a message to a rank that is not connected yet waits for it (a ROUTER would drop it).
-Addresses are `ipc://` in a folder that only the user can enter.
+A message is one zmq multipart message: the encoded message, preceded on the uplink by the rank and its incarnation as
+two 32-bit integers, followed by its frames.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.shared_memory import ensure_private_folder
 
 _SENDER = struct.Struct("<II")
-_LINGER_MS = 200
-_FIRST_SEND_MS = 5_000
+_LINGER_MS = 200  # time for sent messages to leave when a socket is closed
+_FIRST_SEND_MS = 5_000  # time for a rank to connect, in which the first message to it waits
 
 
 class _Inbox:
-    """A PULL socket that one thread receives from, and a pipe with which any other thread wakes it.
+    """A PULL socket that one thread receives from, and a pipe through which other threads wake that thread.
 
-    `bind` is called by other threads, and a zmq socket must not be used by two threads at once: hence the lock. It is
-    never held while a thread waits, for the wait is not zmq's: the socket's descriptor is polled together with the pipe
-    and the caller's files. That descriptor is edge-triggered. It announces a change of the socket's state once, and any
-    call on the socket may consume the announcement, so the state itself (EVENTS) is read before and after each wait.
+    Other threads call `bind`, and a zmq socket must not be used by two threads at once: hence the lock. It is never
+    held during a wait, because the wait is not zmq's: the socket's descriptor is polled together with the pipe and the
+    caller's files. That descriptor is edge-triggered. It announces a change of the socket's state once, and any call on
+    the socket may consume the announcement, so the state itself (EVENTS) is read before and after every wait.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -66,7 +67,7 @@ class _Inbox:
 
     def receive(self) -> tuple[memoryview, list[memoryview]] | None:
         with self._lock:
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an exception would cost ten times as much
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # zmq.Again would cost ten times as much
                 return None
             head = memoryview(self._socket.recv(zmq.NOBLOCK))
             frames: list[memoryview] = []
@@ -75,13 +76,13 @@ class _Inbox:
             return head, frames
 
     def bind(self, address: str) -> None:
-        """Listen at another address too."""
+        """Listen at another address as well."""
         with self._lock:
             self._socket.bind(address)
         self.wake()  # binding may have consumed what the socket's descriptor announced
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
             os.write(self._wake_write, b"w")
 
     def close(self) -> None:
@@ -106,7 +107,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class ZmqHub:
-    """The notebook's end, in the folder `folder` (0700, made by the caller). Raises `StartError` if it cannot bind."""
+    """The notebook's end, in `folder` (mode 0700, created by the caller). Raises `StartError` if it cannot bind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,11 +145,11 @@ class ZmqHub:
             if old is not None:
                 old.socket.close(linger=0)
                 if old.file != file:
-                    old.file.unlink(missing_ok=True)  # zmq leaves it
+                    old.file.unlink(missing_ok=True)  # zmq does not remove it
         return address
 
     def _renew_folder(self) -> None:
-        """Listen where ranks dial, if somebody has removed the folder; the connections that there are outlive it."""
+        """Create a removed folder and the uplink's address again. Existing connections survive the removal."""
         if not Path(self.uplink.removeprefix("ipc://")).exists():
             ensure_private_folder(self._folder)
             self._inbox.bind(self.uplink)
@@ -160,6 +161,8 @@ class ZmqHub:
             if down is None:
                 return False
             try:
+                # Only the first message waits for the rank to connect. The queue has no limit, so a later one fails
+                # (zmq.Again) only if the rank has disconnected.
                 flags = zmq.NOBLOCK if down.used else 0
                 _send(down.socket, encode(message), frames, flags)
             except zmq.Again:
@@ -206,9 +209,9 @@ class _Downlink:
 
 
 class ZmqRank:
-    """A rank's end. `uplink` and `downlink` are the addresses the notebook gave it.
+    """A rank's end. `uplink` and `downlink` are the addresses that it got from the notebook.
 
-    `patience`: the seconds that `offer` waits for room; without it everything waits as long as it takes.
+    `patience` is the number of seconds that `offer` waits for room; without it, sending blocks without limit.
     """
 
     def __init__(self, sender: Sender, uplink: str, downlink: str, *, patience: float | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Read and write the files of a checkpoint: manifest, checksums, torch's zip files, DCP's metadata."""
+"""Read and write checkpoint files: manifest, checksums, torch.save zips, safetensors and DCP metadata."""

@@ -1,10 +1,9 @@
-"""Checksums of a chunk's bytes, piece by piece, and the whole's from its pieces'.
+"""CRC-32 checksums of a chunk's pieces, and of the whole chunk from those of its pieces.
 
-Owns: CRC-32, as zip files have it, and its arithmetic. Refuses: files, and to know what the bytes mean.
-
-The checksum of a concatenation follows from those of its parts: to append n bytes multiplies a checksum, taken as a
-polynomial over GF(2), by x^(8n) modulo the CRC's own (Mark Adler's `crc32_combine` in zlib does the same). So bytes
-are read once for the pieces, and the zip's checksum of the whole chunk costs microseconds.
+CRC-32 is the checksum of the zip format. The checksum of a concatenation follows from those of its parts: appending n
+bytes multiplies a checksum, taken as a polynomial over GF(2), by x^(8n) modulo the CRC polynomial (the method of Mark
+Adler's `crc32_combine` in zlib). So the bytes are read once, for the pieces, and the zip's checksum of the whole chunk
+costs microseconds more.
 """
 
 from __future__ import annotations
@@ -15,40 +14,43 @@ from functools import lru_cache
 
 try:
     from isal.isal_zlib import crc32 as _crc32
-except ImportError:  # no wheel for this processor
+except ImportError:  # isal has no wheel for this processor
     _crc32 = zlib.crc32
 
 Buffer = bytes | bytearray | memoryview
 
 crc32: Callable[..., int] = _crc32
-"""`zlib.crc32`, five times as fast where it can be: it is the greater part of what a checked save or load computes."""
+"""`zlib.crc32`, or isal's, which is five times as fast: CRC-32 dominates the CPU time of a checked save or load."""
 
 PIECE = 1024 * 1024
-"""Bytes under one checksum: a slice of a chunk is verified with at most two pieces more than it has itself."""
+"""Bytes under one checksum. Verifying a slice of a chunk reads at most two pieces more than the slice itself."""
 
-_POLYNOMIAL = 0xEDB88320  # bit 31 is x^0, as in all tables of the reflected CRC-32
+_POLYNOMIAL = 0xEDB88320  # bit-reversed: bit 31 is the coefficient of x^0
 _ONE = 0x80000000
 
 
 def pieces(buffer: Buffer, piece: int = PIECE) -> tuple[int, ...]:
-    """The CRC-32 of every `piece` bytes of a contiguous buffer, the last one shorter. Empty for an empty buffer."""
+    """Return the CRC-32 of every `piece` bytes of a contiguous buffer; the last piece may be shorter."""
     flat = as_bytes(buffer)
     return tuple(crc32(flat[start : start + piece]) for start in range(0, len(flat), piece))
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The same memory as a row of bytes. Python cannot cast an array that has an axis of size 0."""
+    """Return the same memory as a one-dimensional view of bytes.
+
+    An empty buffer is handled apart: `memoryview.cast` rejects an array that has an axis of size 0.
+    """
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def combine_checksums(crc1: int, crc2: int, length2: int) -> int:
-    """The CRC-32 of A + B from those of A and B; `length2` is the length of B in bytes."""
+    """Return the CRC-32 of A + B, given those of A and B and the length of B in bytes."""
     return _times(_shift(length2), crc1) ^ crc2
 
 
 def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
-    """The CRC-32 of `nbytes` bytes from that of every `piece` bytes of them; 0, that of nothing, if there are none."""
+    """Return the CRC-32 of `nbytes` bytes, given that of every `piece` bytes; 0 if there are none."""
     crc, left = 0, nbytes
     for each in crcs:
         length = min(left, piece)
@@ -56,9 +58,9 @@ def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
     return crc
 
 
-@lru_cache(maxsize=4096)  # one entry for whole pieces, one for each length of a last piece
+@lru_cache(maxsize=4096)  # one entry for whole pieces, one per length of a last piece
 def _shift(length: int) -> int:
-    """x^(8·length), by squaring."""
+    """Return x^(8 * length) modulo the CRC polynomial, by repeated squaring."""
     power, square = _ONE, _ONE >> 8
     while length:
         if length & 1:
@@ -69,6 +71,7 @@ def _shift(length: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
+    # Multiply two polynomials over GF(2) modulo the CRC polynomial: shift and add (XOR), and reduce at every step.
     product = 0
     while a:
         if a & _ONE:

@@ -1,10 +1,11 @@
-"""Checkpoints that others wrote, through an unpickler that knows a dozen names.
+"""Read checkpoints of torch.distributed.checkpoint (DCP) and Megatron-Core with a restricted unpickler.
 
-Owns: what `.metadata` of torch.distributed.checkpoint says, also as Megatron writes it, and a `Manifest` made from
-it. Refuses: to import or run anything that a pickle names: every class has a stand-in here that only holds values.
+`read_metadata` parses the pickled `.metadata` file, `manifest_from_dcp` builds a `Manifest` from it. The unpickler
+accepts about two dozen names and maps every class to a stand-in that only holds values, so nothing that a pickle names
+is imported or run.
 
-The data of each chunk is found by its zip's own directory, so it can be read by range and compared with the checksum
-that the zip carries. What such a checkpoint cannot tell has no checksum: headers and padding of its zips.
+The position of a chunk's data comes from the directory of its zip, so it can be read by range and verified against the
+zip's checksum. The headers and padding of the zips have no checksum in this format.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _SHARDED_OBJECT = re.compile(r".*/shard_[\d.]*_[\d.]*", re.DOTALL)
 _RANK = re.compile(r"__(?:RANK_)?(\d{1,9})(?:_\d+)?\.distcp")
 
 OnDamage = Callable[[str, str, int, str], None]
-"""Told of (file, key, rank, what is wrong) in a checkpoint that others wrote."""
+"""Callback for damage in a checkpoint that Rankbook did not write: (file, key, rank, description)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobLocation:
-    """Where a blob lies: bytes [`start`, `start` + `length`) of a file."""
+    """The position of a blob: bytes [`start`, `start` + `length`) of a file."""
 
     file: str
     start: int
@@ -55,7 +56,7 @@ class BlobLocation:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor:
-    """A tensor in `.metadata`: torch's name of its dtype, its shape, and each chunk's (offset, shape)."""
+    """A tensor as `.metadata` describes it: torch's dtype name, the shape, and (offset, shape) per chunk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,9 +65,10 @@ class DescribedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """`.metadata` as plain data. `places` are by key and chunk offset, None for an object.
+    """The content of `.metadata` as plain data.
 
-    `paths` tells where each key belongs in the nested state dict that was saved, ("model", "layers", 0).
+    `places` maps (key, chunk offset) to the position of the blob; the offset is None for an object. `paths` maps a key
+    to its path in the nested state dict that was saved, for example ("model", "layers", 0).
     """
 
     tensors: dict[str, DescribedTensor]
@@ -76,9 +78,9 @@ class DcpMetadata:
 
 
 def read_metadata(data: bytes, where: str) -> DcpMetadata:
-    """What the bytes of the `.metadata` file `where` say.
+    """Parse the bytes of the `.metadata` file `where`.
 
-    Raises `CheckpointingException` where they are damaged, or name a class that DCP does not write there.
+    Raises `CheckpointingException` if they are damaged, or name a class that DCP does not write there.
     """
     try:
         pickle_opcodes.check_opcodes(data)
@@ -86,15 +88,16 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
     except CheckpointingException as error:
         raise CheckpointingException(f"{where}: {error}") from error
     except Exception as error:
-        # a damaged pickle may raise anything: it is a program, and its stand-ins are handed any arguments
+        # A pickle is a program: a damaged one may raise any exception, also from stand-ins given wrong arguments.
         raise CheckpointingException(f"{where}: damaged, or not DCP's: {type(error).__name__}: {error}") from error
 
 
 def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | None = None) -> Manifest:
-    """The manifest of a checkpoint without one: made from its `.metadata` and the ends of every chunk's zip.
+    """Build the manifest of a checkpoint of DCP or Megatron-Core.
 
-    `dcp.save`'s folders and Megatron's. Its `format` is 0. Raises `CheckpointingException` naming file and key where a
-    blob is damaged or cannot be read by range; with `on_damage` that is called instead, and the chunk left out.
+    Reads `.metadata` and the ends of every chunk's zip, which hold its headers and directory. The manifest's `format`
+    is 0. Raises `CheckpointingException` naming file and key if a blob is damaged or cannot be read by range; with
+    `on_damage`, calls it instead and leaves the chunk out.
     """
     base = f"{folder}/" if folder else ""
     where = f"{storage}/{base}{METADATA}"
@@ -132,7 +135,7 @@ def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | 
 
 
 def rank_of(file: str) -> int:
-    """The rank that wrote a file, from its name; -1 where the name does not tell."""
+    """Return the rank that wrote a file, parsed from its name; -1 if the name does not say."""
     found = _RANK.fullmatch(file)
     return int(found[1]) if found else -1
 
@@ -210,11 +213,11 @@ def _raise(storage: Storage, base: str) -> OnDamage:
 
 
 class _Record:
-    """Stands in for a class of DCP's: it holds what the pickle says, and does nothing."""
+    """Stand-in for a class of DCP: holds the pickled state, without behaviour."""
 
     values: dict[Any, Any]
 
-    def __setstate__(self, state: Any) -> None:  # noqa: ANN401 - whatever the pickle says
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401 - any pickled state
         self.values = state if isinstance(state, dict) else dict(enumerate(state))
 
 
@@ -227,11 +230,11 @@ class _Tensor(_Record):
 
 
 class _BytesMetadata(_Record):
-    """It has no fields, so its pickle has no state."""
+    """Stand-in without state: the class has no fields, so its pickle sets none."""
 
 
 class _Index(_Record):
-    """A key of DCP's table, found again by what it says."""
+    """Key of DCP's storage table; hashes and compares by content, so that lookups work."""
 
     def __hash__(self) -> int:
         return hash(self.place)
@@ -268,7 +271,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_OLD, "TensorProperties"): _Record,
     (_OLD, "MEM_FORMAT_ENCODING"): _text,
     (_FILES, "_StorageInfo"): _Record,
-    # Megatron keeps every rank's plan beside the metadata
+    # Megatron also pickles every rank's plan into the metadata.
     (_PLANS, "SavePlan"): _Record,
     (_MEGATRON, "MCoreSavePlan"): _Record,
     (_PLANS, "WriteItem"): _Record,
@@ -285,7 +288,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - what a pickle may name
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - any stand-in
         if (stand_in := _STAND_INS.get((module, name))) is not None:
             return stand_in
         if module == "torch" and name in ITEM_BYTES:

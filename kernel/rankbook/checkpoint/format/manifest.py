@@ -1,9 +1,9 @@
-"""What a checkpoint says about itself: every chunk, the place of its bytes, and their checksums.
+"""The manifest of a checkpoint: every chunk, the position of its bytes, and their checksums.
 
-Owns: the manifest's fields, its bytes, the geometry of pieces. Refuses: torch, reading any file.
+Defines the manifest's fields and its encoding, and the size of checksummed pieces; reads no files.
 
-The manifest is JSON, with one line more at its end: a CRC-32 of all before it. A folder without it is no finished
-checkpoint.
+The manifest is JSON, followed by a last line with the CRC-32 of everything before it. A folder without a manifest is
+not a finished checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METADATA = ".metadata"
 FORMAT = 1
 
 ITEM_BYTES = {
-    # by torch's names; what is not here cannot be stored by its bytes alone
+    # Bytes per element, by torch's dtype names. Other dtypes (quantized, for example) need more than raw bytes.
     **dict.fromkeys(("bool", "int8", "uint8", "float4_e2m1fn_x2"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
@@ -40,14 +40,14 @@ _TAIL_LENGTH = len(b'"crc32":"00000000"}\n')
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One stored part of a tensor. All positions and lengths are in bytes, positions from the file's start.
+    """A stored chunk of a tensor. Positions and lengths are in bytes, positions from the file's start.
 
-    `offset` and `shape` place it in the tensor. Its blob is a `torch.save` zip at [`start`, `start` + `length`) of
-    file number `file`, its raw data at [`data`, `data` + `nbytes`), row-major unless `strides` (in elements, dense)
-    says otherwise, as in chunks that others wrote. `pieces` are CRC-32s, one for every `PIECE` bytes of the data, or
-    one for all of it, see `piece_bytes`; none where nobody computed them. `envelope` is the CRC-32 of the blob's
-    bytes before and after the data, in that order. `rank` wrote it, -1 where that is not known. A manifest has one of
-    these for every chunk there is, so in JSON fields that have their default are left out.
+    `offset` and `shape` give the chunk's place in the tensor, in elements. The blob is a `torch.save` zip at [`start`,
+    `start` + `length`) of file number `file`; its raw data is at [`data`, `data` + `nbytes`), row-major unless
+    `strides` (in elements, dense) says otherwise, as in chunks that other programs wrote. `pieces` are CRC-32s, one per
+    `PIECE` bytes of the data or one for all of it (see `piece_bytes`), and empty if unknown. `envelope` is the CRC-32
+    of the blob's bytes before and after the data, in that order. `rank` wrote the chunk; -1 if unknown. Fields that
+    have their default are left out of the JSON, because a manifest holds one of these structs per chunk.
     """
 
     offset: tuple[int, ...]
@@ -64,7 +64,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`dtype` is torch's name without "torch."; `shape` is the whole tensor's."""
+    """A stored tensor: torch's dtype name without the "torch." prefix, the global shape, and the chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `torch.save` of `[value]`; `crc` is the CRC-32 of the blob, None where nobody computed it."""
+    """A stored object, written by `torch.save([value])`; `crc` is the CRC-32 of the blob, None if unknown."""
 
     file: int
     start: int
@@ -82,7 +82,7 @@ class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`crc` is the CRC-32 of a small file, and None where every byte of it lies in some blob."""
+    """A file of the checkpoint; `crc` is the CRC-32 of a small file, None if blobs cover all of the file."""
 
     name: str
     size: int
@@ -91,11 +91,11 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole checkpoint. `created` is an ISO time in UTC, `metadata` the person's own, JSON.
+    """The description of a whole checkpoint. `created` is an ISO time in UTC, `metadata` the user's own JSON.
 
-    The keys of `objects` are those of the blobs; a sharded object's is its `unique_key`. `format` is the number of
-    this layout; a checkpoint that Rankbook did not write has the number 0. It may lack a common part, and keep values
-    as objects of their own: `values` says where each of those belongs in the state dict, ("optim", "groups", 0, "lr").
+    `objects` is keyed by blob; the key of a sharded object is its `unique_key`. `format` is the version of this layout,
+    and 0 for a checkpoint that Rankbook did not write. Such a checkpoint may have no common part and keep values as
+    objects of their own; `values` maps their keys to paths in the state dict, for example ("optim", "groups", 0, "lr").
     """
 
     step: int | None
@@ -112,27 +112,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def foreign(self) -> bool:
-        """Whether somebody else wrote it: then it was made up from what that checkpoint tells, see pickles.py."""
+        """Return True if another program wrote the checkpoint and `dcp_metadata.py` built this manifest."""
         return self.format == 0
 
     @property
     def nbytes(self) -> int:
-        """Of all files that it names."""
+        """Return the total size of the checkpoint's files, in bytes."""
         return sum(file.size for file in self.files)
 
 
 def now() -> str:
-    """The time in UTC, as `created` has it."""
+    """Return the current UTC time in the format of `Manifest.created`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def piece_bytes(chunk: Chunk) -> int:
-    """The bytes under each of the chunk's checksums: `PIECE`, or all of them where there is one checksum for all."""
+    """Return the bytes under one of the chunk's checksums: `PIECE`, or all of them if it has a single checksum."""
     return max(chunk.nbytes, 1) if len(chunk.pieces) == 1 else PIECE
 
 
 def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill their bytes, each once, in some order of the axes."""
+    """Return True if the elements fill their memory without gaps or overlaps, in some order of the axes."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride != expected:
@@ -142,7 +142,7 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of a manifest file. Raises `CheckpointingException` where `metadata` is not JSON."""
+    """Encode a manifest file. Raises `CheckpointingException` if `metadata` is not JSON."""
     check_json(manifest.metadata, "metadata")
     try:
         body = msgspec.json.encode(manifest)[:-1] + b",\n"
@@ -152,7 +152,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """A manifest from the bytes of the file `where`. Raises `CheckpointingException`, naming it, if a bit is wrong."""
+    """Decode the bytes of the manifest file `where`.
+
+    Raises `CheckpointingException`, naming the file, if its checksum, format or structure is wrong.
+    """
     if (tail := _TAIL.fullmatch(data, max(len(data) - _TAIL_LENGTH, 0))) is None:
         raise CheckpointingException(
             f"{where}: its last line, with the checksum, is damaged or missing: the file was cut off or changed "
@@ -181,9 +184,9 @@ class _Format(msgspec.Struct):
 
 
 def check_json(value: object, path: str) -> None:
-    """Raises `CheckpointingException`, naming the path, for what would not come back from JSON as it is.
+    """Raise `CheckpointingException`, naming the path, if a value would not survive a round trip through JSON.
 
-    JSON would turn a NaN into null, a number as a key into text, and a large integer into a rounded one.
+    JSON turns NaN into null, a numeric key into text, and rounds a large integer.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():

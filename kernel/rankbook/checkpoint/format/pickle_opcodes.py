@@ -1,12 +1,12 @@
-"""A pickle's instructions, looked through before an unpickler gets them.
+"""Check a pickle's opcodes before unpickling, so that a small file cannot exhaust memory or CPU time.
 
-Owns: that a pickle of a few bytes takes little memory and time. Refuses: to know what it says, and whether the classes
-that it names are allowed; the unpicklers decide that.
+Limits resources only; the restricted unpicklers decide which classes a pickle may name.
 
-CPython's unpickler takes memory for a length before it reads so many bytes, and for every index up to the highest one
-under which something is remembered: nine bytes can take gigabytes. A tuple is hashed by hashing all in it, over and
-over where it is remembered and used again, without a limit on depth. All of that can be seen without making any object:
-this module follows the stack, and for each value on it keeps the number of values that its hash would visit.
+CPython's unpickler allocates memory for an announced length before it reads the bytes, and a memo entry for every index
+up to the highest one used: a pickle of nine bytes can allocate gigabytes. A tuple's hash is computed from all of its
+elements, again every time it is fetched from the memo and nested in another tuple, without a limit on depth. This
+module detects both without creating objects: it simulates the unpickler's stack, and keeps for every value on the stack
+the number of values that computing its hash would visit.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from functools import cache
 from rankbook.errors import CheckpointingException
 
 MOST_NESTED = 10_000
-"""Values in one tuple, those of tuples in it included."""
+"""Maximum number of values in one tuple, including those of nested tuples."""
 
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
-_TO_MARK = {"TUPLE", "LIST", "DICT", "FROZENSET", "INST", "OBJ"}  # take all from the mark on, and push one
+_TO_MARK = {"TUPLE", "LIST", "DICT", "FROZENSET", "INST", "OBJ"}  # pop everything above the mark, push one value
 _NO_STACK = {"PROTO", "FRAME"}
-_TAKES = {  # how many values an instruction takes, and whether it pushes one
+_TAKES = {  # number of values popped, and whether one is pushed
     "APPEND": (1, False), "SETITEM": (2, False), "BUILD": (1, False), "REDUCE": (2, True), "NEWOBJ": (2, True),
     "NEWOBJ_EX": (3, True), "STACK_GLOBAL": (2, True), "BINPERSID": (1, True),
     "TUPLE1": (1, True), "TUPLE2": (2, True), "TUPLE3": (3, True),
 }  # fmt: skip
 _DROPS_TO_MARK = {"APPENDS", "SETITEMS", "ADDITEMS", "POP_MARK"}
-_LINE, _LENGTHS = -1, {-2: 1, -3: 4, -4: 4, -5: 8}  # pickletools: up to a newline; a length of so many bytes first
+# Negative argument sizes in pickletools: -1 reads up to a newline; the others start with a length field of 1-8 bytes.
+_LINE, _LENGTHS = -1, {-2: 1, -3: 4, -4: 4, -5: 8}
 
 
 @cache
 def _table() -> list[tuple[str, int, int] | None]:
-    """For each instruction's byte: its name, the bytes of its argument, and how many arguments it has."""
+    """Return, by opcode byte: the opcode's name, the size of its argument, and the number of its arguments."""
     table: list[tuple[str, int, int] | None] = [None] * 256
     for each in pickletools.opcodes:
         size = 0 if each.arg is None else each.arg.n
@@ -44,15 +45,17 @@ def _table() -> list[tuple[str, int, int] | None]:
 
 
 def check_opcodes(data: bytes) -> None:
-    """Raise `CheckpointingException` for a pickle that is cut off, or would take more memory than it is long."""
+    """Raise `CheckpointingException` if a pickle is truncated or would take far more memory than its length."""
     try:
         _follow(data)
     except (IndexError, KeyError, ValueError) as error:
         raise CheckpointingException(f"the pickle is damaged: {type(error).__name__}: {error}") from error
 
 
-def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch for each kind of instruction
+def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch per kind of opcode
     table, end, at = _table(), len(data), 0
+    # A stack element stands for one value of the unpickler's stack: the number of values that its hash visits. Marks
+    # are kept apart, as positions in the stack; memo maps an index to the remembered element.
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -112,7 +115,7 @@ def _nested(taken: list[int]) -> int:
 
 
 def _after(data: bytes, first: int, size: int, count: int) -> int:
-    """Where an argument ends whose length is in the pickle."""
+    """Return the end of an argument whose length is stored in the pickle."""
     if size == _LINE:
         for _ in range(count):
             first = data.index(b"\n", first) + 1

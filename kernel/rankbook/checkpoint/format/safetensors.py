@@ -1,9 +1,9 @@
-"""Files of safetensors: the header of a file that is written, and the tensors of files that are read.
+"""Read safetensors files, and encode the header and the index of files that are written.
 
-The `safetensors` library reads. It does not write here, because its `save_file` takes all tensors of a file at once,
-while a checkpoint's chunks, or a model's shards, are put together to one whole tensor at a time. A writer needs the
-header alone (https://huggingface.co/docs/safetensors): 8 bytes with its length, and in JSON which bytes of what follows
-are which tensor. An index is JSON too: which tensor lies in which file.
+Reading uses the `safetensors` library. Writing does not, because its `save_file` needs all tensors of a file at once,
+while the tensors of a checkpoint or of a sharded model are assembled one at a time. A writer needs only the header
+(https://huggingface.co/docs/safetensors): its length in 8 bytes, then JSON with the byte range of every tensor. The
+index is JSON too, and maps tensors to files.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
 }
-"""torch's names of types to those of the format."""
+"""Maps torch's dtype names to those of the format."""
 
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Return the bytes of a tensor's data."""
+    """Return the size of a tensor's data in bytes."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a file that holds these tensors (dtype, shape), one after the other.
+    """Encode the header of a file that holds these tensors, (dtype, shape) by key, one after the other.
 
-    Raises `CheckpointingException` for a type that the format does not have.
+    Raises `CheckpointingException` for a dtype that the format does not have.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -69,23 +69,24 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: 
         fields[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begin on a multiple of 8
+    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def index(weight_map: Mapping[str, str], total: int) -> bytes:
-    """Return the index file: `weight_map` is the file of each tensor, `total` the bytes of all data."""
+    """Encode the index file: `weight_map` maps a tensor to its file, `total` is the size of all data in bytes."""
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
 def read_tensors(storage: Storage, path: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file, or of a folder of them: of the files that its index names, where it has one.
+    """Return all tensors of a file or of a folder.
 
-    The files are mapped into memory, so a tensor takes none before its data is used. From a storage that is not local
-    they are copied to the temporary folder first.
+    From a folder with an index, reads the files that the index names; otherwise all safetensors files. Files are memory
+    mapped, so a tensor takes no memory before its data is used. Files of a remote storage are first copied to the
+    temporary folder.
 
-    Raises `CheckpointingException`, naming the file, where one is damaged or cut off, and where the index and the files
-    do not fit together; `BadRequest` where the library is not installed.
+    Raises `CheckpointingException`, naming the file, if a file is damaged or truncated or does not match the index, and
+    `BadRequest` if the library is not installed.
     """
     if path.endswith(SUFFIX):
         return _read_file(storage, path)
@@ -123,7 +124,7 @@ def _read_index(storage: Storage, path: str) -> dict[str, str]:
 
 
 def _read_file(storage: Storage, path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in the order of their bytes."""
+    """Return the tensors of a file in the order of their data."""
     try:
         library = import_module("safetensors")
     except ImportError as error:
@@ -144,10 +145,13 @@ def _read_file(storage: Storage, path: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _local_file(storage: Storage, path: str) -> Iterator[str]:
-    """Yield the name of a file that can be mapped. What is mapped outlives a copy's name."""
+    """Yield the name of a local file that can be memory mapped.
+
+    The temporary copy of a remote file is deleted on exit; existing mappings stay valid.
+    """
     if isinstance(storage, LocalStorage):
         file = storage.root / path
-        if not file.is_file():  # to open a pipe would wait for whoever writes to it
+        if not file.is_file():  # opening a named pipe would block until a writer opens it
             raise CheckpointingException(f"{file}: there is no such file")
         yield str(file)
         return

@@ -1,9 +1,7 @@
-"""Whether a manifest makes sense: indices, extents, geometry, strides.
+"""Validate the structure of a manifest: indices, extents, geometry and strides.
 
-Owns: every rule that a manifest keeps and that its checksum cannot tell of, for somebody may have written one with a
-right checksum. Refuses: torch, reading any file.
-
-A manifest that breaks a rule is refused before memory is taken for what it describes; `verify` names all rules broken.
+A manifest with a correct checksum can still be malformed, by a defect or on purpose. A load refuses a malformed
+manifest before it allocates memory for what the manifest describes; `verify` reports all problems.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from rankbook.errors import CheckpointingException
 from rankbook.formatting import escape_unprintable
 
 MOST_SAID = 8
-_MOST = 2**62  # of any number: sums of two fit into 64 bits
-_MOST_AXES = 64  # torch's
+_MOST = 2**62  # limit of all numbers: the sum of two fits into 64 bits
+_MOST_AXES = 64  # torch's limit
 _MOST_RANKS = 2**31
 
 
 class Problem(NamedTuple):
-    """A rule that a manifest breaks. `key` is "" where it is no tensor's or object's, `rank` -1 where none wrote it."""
+    """A rule that a manifest breaks. `key` is "" if no tensor or object is concerned, `rank` -1 if none is known."""
 
     key: str
     rank: int
@@ -37,9 +35,9 @@ class Problem(NamedTuple):
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Return the manifest in the bytes of the file `where`, if it makes sense.
+    """Decode and validate the manifest in the bytes of the file `where`.
 
-    Raises `CheckpointingException`, naming the file, if a bit is wrong or a rule is broken.
+    Raises `CheckpointingException`, naming the file, if the bytes are damaged or the manifest breaks a rule.
     """
     made = manifests.decode(data, where)
     raise_problems(list(find_problems(made)), where)
@@ -47,7 +45,7 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def raise_problems(found: list[Problem], where: str) -> None:
-    """Raise `CheckpointingException` where there are problems."""
+    """Raise `CheckpointingException` if there are problems."""
     if found:
         more = [f"and {len(found) - MOST_SAID} more"] if len(found) > MOST_SAID else []
         raise CheckpointingException(
@@ -56,7 +54,7 @@ def raise_problems(found: list[Problem], where: str) -> None:
 
 
 def sizes_match(manifest: Manifest, sizes: Mapping[str, int | None], where: str) -> None:
-    """Raise `CheckpointingException` where a file is shorter than the manifest says, before memory is taken for it."""
+    """Raise `CheckpointingException` if a file is missing or shorter than the manifest says."""
     short = [
         f"{file.name}, written by rank {file.rank}: "
         + ("the file is missing" if (size := sizes.get(file.name)) is None else f"has {size} bytes, not {file.size}")
@@ -71,9 +69,9 @@ def sizes_match(manifest: Manifest, sizes: Mapping[str, int | None], where: str)
 
 
 def find_problems(manifest: Manifest) -> Iterator[Problem]:
-    """The rules that a manifest breaks, but for chunks that do not fill their tensor exactly once.
+    """Yield the rules that a manifest breaks, except for chunks that do not fill their tensor exactly once.
 
-    A load finds those by itself, of the tensors that it wants; `reading.unsound` finds all.
+    A load checks coverage itself, for the tensors that it reads; `load_plan.describe_unsound` checks all tensors.
     """
     if manifest.step is not None and not 0 <= manifest.step < 10**18:
         yield Problem("", -1, "a step that is no number of one")
@@ -120,7 +118,7 @@ def _of_tensor(manifest: Manifest, key: str, tensor: StoredTensor, held: dict[in
 
 
 def _wrong_chunk(manifest: Manifest, chunk: Chunk, whole: tuple[int, ...], item: int, dtype: str) -> str:
-    """What is wrong with a chunk, "" if nothing is."""
+    """Return what is wrong with a chunk, or ""."""
     offset, shape = chunk.offset, chunk.shape
     if not len(offset) == len(shape) == len(whole):
         return f"a chunk of {len(shape)} axes at an offset of {len(offset)}, in a tensor of {len(whole)}"

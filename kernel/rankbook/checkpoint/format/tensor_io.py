@@ -1,11 +1,11 @@
-"""The bytes of stored chunks into tensors, checked on their way.
+"""Read stored chunks into tensors, and verify their checksums on the way.
 
-Owns: which bytes of a chunk are read for a box of it, and how they come to lie in a tensor. Refuses: to decide what is
-loaded, and to hold more than a few tens of megabytes for it.
+Decides which bytes of a chunk are read for a box of it, and copies them into the tensor; uses a few tens of megabytes
+of memory at most.
 
-A contiguous part of a chunk is read straight into the tensor's own memory. Any other is read in slabs, each the bytes
-from its first to its last element, and copied from there. What is verified is verified in pieces, whose checksums the
-manifest has: the pieces that a slab shares with its neighbours are read again.
+A contiguous part of a chunk is read straight into the tensor's memory. Any other box is read in slabs (the bytes from a
+slab's first to its last element) and copied from there. The manifest has a checksum per piece, so verification reads
+whole pieces; pieces that two slabs share are read twice.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rankbook.checkpoint.format.manifest import PIECE, Chunk, piece_bytes
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
 SLAB = 16 * 1024 * 1024
-"""Bytes that are read at a time where they cannot be read in place."""
+"""Bytes read at a time if the data cannot be read in place."""
 
 ReadRange = Callable[[int, memoryview], int]
-"""Fills a buffer from a byte of the file on, and says how many bytes there were."""
+"""Callback that fills a buffer with the bytes from a file position on, and returns how many it read."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChunkDamage(Exception):
-    """Bytes of a chunk that are missing, or not those that were written; `what` says which."""
+    """Raised for missing or changed bytes of a chunk; `what` describes them."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -37,7 +37,10 @@ class ChunkDamage(Exception):
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `float32`. Raises `ChunkDamage` for a name that this torch does not know."""
+    """Return the torch dtype with this name, for example "float32".
+
+    Raises `ChunkDamage` for a name that this version of torch does not know.
+    """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ChunkDamage(f"has the dtype {name}, which this torch does not know")
@@ -45,19 +48,19 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def read_into(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
-    """Copy one box of a stored chunk into `target`, which is shaped like it.
+    """Copy one box of a stored chunk into `target`, which has the box's shape.
 
-    Raises `ChunkDamage`, and OSError as `read` does.
+    With `check`, verifies the pieces that hold the box. Raises `ChunkDamage`, and OSError as `read` does.
     """
     dtype = dtype_named(chunk.dtype)
     source = _Source(chunk.chunk, read, check)
-    as_it_is = not (target.is_conj() or target.is_neg())  # its memory holds the values, and not others to be turned
+    as_it_is = not (target.is_conj() or target.is_neg())  # no lazy conj or neg: memory holds the values themselves
     in_place = target.device.type == "cpu" and target.dtype == dtype and as_it_is
     if in_place and target.is_contiguous() and _in_order(chunk, part):
         source.read(chunk.span(part)[0], _bytes_of(target))
         return
     first, last = chunk.span(part)
-    buffer = torch.empty(min(last - first, max(SLAB, chunk.itemsize)), dtype=torch.uint8)  # one for all slabs
+    buffer = torch.empty(min(last - first, max(SLAB, chunk.itemsize)), dtype=torch.uint8)  # reused by all slabs
     for slab in chunk.parts(part, SLAB):
         begin, end = chunk.span(slab)
         scratch = buffer[: end - begin]
@@ -69,14 +72,14 @@ def read_into(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: Read
 
 
 def verify_chunk(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None:
-    """Compare all that is wanted of a stored chunk with its checksums, through `scratch`, and keep nothing of it.
+    """Verify the checksums of the wanted boxes of a stored chunk, without keeping the data.
 
-    Raises `ChunkDamage`, and OSError as `read` does.
+    Reads through the buffer `scratch`. Raises `ChunkDamage`, and OSError as `read` does.
     """
     stored = chunk.chunk
     if not envelope_matches(stored, read):
         raise ChunkDamage("has other bytes around its data than were written")
-    if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # another program's
+    if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # written by another program: a single checksum
         if not data_matches(stored, read):
             raise ChunkDamage("has other data than was written")
         return
@@ -88,7 +91,7 @@ def verify_chunk(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None
 
 
 def _in_order(chunk: ChunkRead, part: ReadItem) -> bool:
-    """Whether the box's elements lie side by side in the chunk, in the order in which a tensor has them."""
+    """Return True if the box is contiguous in the chunk's data, in row-major order."""
     expected = 1
     for size, step in zip(reversed(part.shape), reversed(chunk.strides), strict=True):
         if size != 1 and step != expected:
@@ -99,19 +102,19 @@ def _in_order(chunk: ChunkRead, part: ReadItem) -> bool:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     turned = target.is_complex() or target.is_neg()
-    if target.dtype == source.dtype and not turned:  # as numbers of the same size: not all can be copied
+    if target.dtype == source.dtype and not turned:  # view as integers: copy_ does not support every dtype
         plain = _SAME_SIZE[target.dtype.itemsize]
         target, source = target.view(plain), source.view(plain)
     target.copy_(source)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    row = tensor.detach().as_strided((tensor.numel(),), (1,))  # also where an axis of one element has another stride
+    row = tensor.detach().as_strided((tensor.numel(),), (1,))  # view() needs a last stride of 1 at any size
     return row.view(torch.uint8).numpy().data
 
 
 class _Source:
-    """A chunk's data, read by ranges."""
+    """The data of a chunk, read by byte range and verified piece by piece if `check` is set."""
 
     def __init__(self, chunk: Chunk, read: ReadRange, check: bool) -> None:
         self._chunk = chunk
@@ -119,13 +122,17 @@ class _Source:
         self._check = check
 
     def read(self, first: int, into: memoryview) -> None:
-        """The bytes of the data from `first` on."""
+        """Fill `into` with the data from byte `first` on.
+
+        Whole pieces are read into place and verified there, several at a time. A piece that the range covers only in
+        part is read into a buffer of its own, verified, and copied.
+        """
         if not self._check or not self._chunk.pieces:
             self._exactly(first, into)
             return
         size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
         at, end = first, first + len(into)
-        whole = end if end == nbytes else end - end % size  # the pieces before it are wanted to their ends
+        whole = end if end == nbytes else end - end % size  # end of the last piece that the range covers
         while at < end:
             begin = at - at % size
             if at == begin and at < whole:
@@ -139,7 +146,7 @@ class _Source:
             at = stop
 
     def verify(self, first: int, last: int, scratch: memoryview) -> None:
-        """Compare the pieces that have the bytes [first, last) of the data with their checksums."""
+        """Verify the pieces that overlap the bytes [first, last) of the data."""
         if not self._chunk.pieces:
             self._exactly(last - 1, scratch[:1])
             return
@@ -149,7 +156,7 @@ class _Source:
             self._verified(begin, scratch[: min(step, stop - begin)])
 
     def _verified(self, begin: int, pieces: memoryview) -> None:
-        """Whole pieces from the byte `begin` of the data on."""
+        """Read and verify whole pieces, from byte `begin` of the data on."""
         self._exactly(begin, pieces)
         size = piece_bytes(self._chunk)
         for at in range(0, len(pieces), size):
@@ -165,7 +172,7 @@ class _Source:
 
 
 def data_matches(chunk: Chunk, read: ReadRange) -> bool:
-    """Whether the data has the one checksum that there is for all of it; read in slabs, and kept nowhere."""
+    """Return True if the data matches the chunk's single checksum; reads the data in slabs."""
     checksum = 0
     for at in range(0, chunk.nbytes, SLAB):
         part: Any = memoryview(bytearray(min(SLAB, chunk.nbytes - at)))
@@ -176,7 +183,7 @@ def data_matches(chunk: Chunk, read: ReadRange) -> bool:
 
 
 def envelope_matches(chunk: Chunk, read: ReadRange) -> bool:
-    """Whether what stands before and after the data is what was written."""
+    """Return True if the bytes before and after the data match their checksum, or have none."""
     if chunk.envelope is None:
         return True
     before = chunk.data - chunk.start

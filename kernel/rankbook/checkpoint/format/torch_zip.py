@@ -1,9 +1,11 @@
-"""Where the bytes lie in a zip that torch.save wrote, without reading them.
+"""The zip files of `torch.save`: locate the data of a stored tensor, and write a tensor or object as a zip.
 
-Owns: the way from a blob in a file to its members' positions and checksums, and what its pickle says of a tensor.
-Refuses: to make any object that the pickle asks for.
+Reading (`open_zip`, `locate_tensor`): finds the members of a zip within a larger file, their positions and checksums,
+and parses the pickle that describes the tensor. No object that the pickle names is created, and the tensor's data is
+not read.
 
-One chunk of a tensor as the bytes that `torch.load` reads, and one object as those.
+Writing (`make_envelope`, `object_blob`): the bytes before and after a tensor's data, such that `torch.load` reads the
+result, and an object as a whole blob.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from rankbook.checkpoint.format import pickle_opcodes
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, dense
 from rankbook.errors import CheckpointingException
 
-_EDGE = 2048  # bytes that are read at once at both ends of a blob: headers and directory of a single tensor
-_MOST_READ = 64 * 1024 * 1024  # bytes of a zip's directory, or of one read from it
-_MOST_PICKLE = 1024 * 1024  # bytes of what describes a single tensor
+_EDGE = 2048  # bytes read at either end of a blob: enough for headers and directory of one tensor
+_MOST_READ = 64 * 1024 * 1024  # limit of a single read, such as a zip's directory, in bytes
+_MOST_PICKLE = 1024 * 1024  # limit of the pickle that describes a single tensor, in bytes
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 _STORAGE_DTYPES = {
@@ -47,7 +49,7 @@ _STORAGE_DTYPES = {
 
 
 class Readable(Protocol):
-    """What a zip is read from: a storage, or bytes in memory that act as one."""
+    """The source of a zip: a storage, or bytes in memory with the same `read`."""
 
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`."""
@@ -56,7 +58,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file in a zip: its bytes are [`data`, `data` + `nbytes`) of the file that the zip lies in."""
+    """A member of a zip: its data is at [`data`, `data` + `nbytes`) of the file that contains the zip."""
 
     data: int
     nbytes: int
@@ -65,9 +67,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """A tensor as its pickle describes it: `data` from the file's start, in bytes; `strides` None for row-major.
+    """The position and layout of a stored tensor.
 
-    `crc` is that of the whole data, None where it was written without checksums.
+    `data` is its position from the file's start, in bytes; `strides` (in elements) are None for row-major. `crc` is the
+    CRC-32 of the whole data, or None if the zip has no checksums or its storage holds more than this tensor.
     """
 
     dtype: str
@@ -79,7 +82,7 @@ class StoredView:
 
 
 class BlobFile(io.RawIOBase):
-    """A part of a file in a storage, as a file of its own; both its ends are read once."""
+    """A byte range of a file in a storage, as a seekable file; caches the ends of the range."""
 
     def __init__(self, storage: Readable, path: str, start: int, length: int) -> None:
         super().__init__()
@@ -88,15 +91,15 @@ class BlobFile(io.RawIOBase):
         self._edges: list[tuple[int, bytes]] = []
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position within the part, in bytes. A position before its start raises OSError, as in any file."""
+        """Move to a position within the blob, in bytes. Raises OSError for a position before its start."""
         target = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if target < 0:
             raise OSError(f"position {target} is before the blob's start")
@@ -104,7 +107,7 @@ class BlobFile(io.RawIOBase):
         return target
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes; all that are left for -1."""
+        """Read up to `size` bytes; with -1, all that are left."""
         size = max(0, self._length - self._at if size < 0 else min(size, self._length - self._at))
         found = self._cached(self._at, size)
         self._at += len(found)
@@ -116,6 +119,7 @@ class BlobFile(io.RawIOBase):
                 return edge[at - start : at - start + size]
         if size > _EDGE:
             return self._fetch(at, size)
+        # Small reads fetch and keep _EDGE bytes: the first or last ones of the blob, or those from `at` on.
         start = 0 if at + size <= _EDGE else min(at, max(0, self._length - _EDGE))
         edge = self._fetch(start, min(_EDGE, self._length - start))
         self._edges.append((start, edge))
@@ -129,20 +133,20 @@ class BlobFile(io.RawIOBase):
 
 
 def open_zip(storage: Readable, path: str, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
-    """The zip at [start, start + length) of a file, and its members by their names below the zip's one folder.
+    """Open the zip at [start, start + length) of a file; return it and its members by name below its single folder.
 
-    Raises `zipfile.BadZipFile` where it is none, or one that was cut off.
+    Raises `zipfile.BadZipFile` if it is not a zip of stored members, or truncated.
     """
     try:
         return _opened(BlobFile(storage, path, start, length), start, length)
     except (zipfile.BadZipFile, OSError):
         raise
-    except Exception as error:  # the zip's own numbers and names may be anything
+    except Exception as error:  # a damaged zip can hold any numbers and names
         raise zipfile.BadZipFile(f"{type(error).__name__}: {error}") from error
 
 
 def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
-    archive = zipfile.ZipFile(file)  # it lives as long as its owner, and holds nothing open
+    archive = zipfile.ZipFile(file)  # not closed: it holds no file descriptor
     members = {}
     for info in archive.infolist():
         file.seek(info.header_offset)
@@ -160,12 +164,15 @@ def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, d
 
 
 def without_checksums(members: dict[str, Member]) -> bool:
-    """Whether the zip was written without them: torch then puts a zero into every place."""
+    """Return True if the zip was written without checksums: torch then writes a zero for every one."""
     return all(member.crc == 0 for member in members.values())
 
 
 def is_plain(blob: bytes | bytearray) -> bool:
-    """Whether it is a zip as torch.save writes it: nothing in it is compressed, so it takes no more than its size."""
+    """Return True if a blob is an uncompressed zip, as torch.save writes it.
+
+    Such a zip does not expand: loading it takes no more memory than its size.
+    """
     try:
         open_zip(_Bytes(blob), "", 0, len(blob))
     except (zipfile.BadZipFile, OSError):
@@ -174,37 +181,37 @@ def is_plain(blob: bytes | bytearray) -> bool:
 
 
 def zip_is_intact(blob: bytes) -> bool:
-    """Whether every member of a whole zip matches its checksum; one that has none holds, as far as anybody can say."""
+    """Return True if all members of a zip match their checksums, or the zip was written without checksums."""
     try:
         archive, members = open_zip(_Bytes(blob), "", 0, len(blob))
         return without_checksums(members) or archive.testzip() is None
-    except Exception:  # noqa: BLE001 - whatever zipfile finds wrong
+    except Exception:  # noqa: BLE001 - zipfile raises many kinds of errors
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """What is read already, as a storage of one file."""
+    """Bytes in memory, as a storage of one file."""
 
     data: bytes | bytearray
 
     def read(self, _path: str, start: int, into: memoryview) -> int:
-        """As `Storage.read`."""
         part = self.data[start : start + len(into)]
         into[: len(part)] = part
         return len(part)
 
 
 def read_member(storage: Readable, path: str, member: Member) -> bytes:
-    """The bytes of a member, not compared with its checksum."""
+    """Return the bytes of a member, without verifying its checksum."""
     buffer = bytearray(member.nbytes)
     return bytes(buffer[: storage.read(path, member.data, memoryview(buffer))])
 
 
 def locate_tensor(storage: Readable, path: str, start: int, length: int) -> StoredView:
-    """What lies in a blob that holds one tensor. Reads its ends only.
+    """Locate the tensor in a blob that holds a single one. Reads only the ends of the blob.
 
-    Raises `CheckpointingException` saying what it is instead, without naming the file, which the caller knows.
+    Raises `CheckpointingException` if the blob holds anything else; the message does not name the file, which the
+    caller knows.
     """
     try:
         _, members = open_zip(storage, path, start, length)
@@ -240,7 +247,7 @@ def locate_tensor(storage: Readable, path: str, start: int, length: int) -> Stor
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The arguments that torch would rebuild a tensor from: which storage, where in it (in elements), how."""
+    """The arguments from which torch would rebuild a tensor; `offset` and `strides` are in elements."""
 
     storage: str
     dtype: str
@@ -250,14 +257,17 @@ class Described:
 
 
 def parse_tensor_pickle(pickled: bytes) -> Described:
-    """What a tensor's pickle says. Raises `CheckpointingException` where it holds anything but one plain tensor."""
+    """Parse the pickle of a tensor.
+
+    Raises `CheckpointingException` if it holds anything but one plain tensor.
+    """
     try:
         pickle_opcodes.check_opcodes(pickled)
         found = _TensorUnpickler(io.BytesIO(pickled)).load()
     except CheckpointingException:
         raise
     except Exception as error:
-        # a damaged pickle may raise anything: it is a program
+        # A pickle is a program: a damaged one may raise any exception.
         raise CheckpointingException(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(found, Described):
         raise CheckpointingException(f"it holds no tensor but a {type(found).__name__}")
@@ -265,14 +275,14 @@ def parse_tensor_pickle(pickled: bytes) -> Described:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - what a pickle may name
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - any stand-in
         if (module, name) in _MAKERS:
             return _MAKERS[module, name]
         if module == "torch" and (dtype := _STORAGE_DTYPES.get(name, name)) in ITEM_BYTES:
             return dtype
         raise CheckpointingException(f"its pickle names {module}.{name}, which no plain tensor needs")
 
-    def persistent_load(self, pid: Any) -> tuple[str, str]:  # noqa: ANN401 - whatever the pickle says
+    def persistent_load(self, pid: Any) -> tuple[str, str]:  # noqa: ANN401 - any pickled value
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(key, str | int) or not isinstance(dtype, str):
             raise CheckpointingException("its pickle refers to something that is no storage")
@@ -331,7 +341,7 @@ def _row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 NEVER = frozenset({"collections.defaultdict", "collections.deque"})
-"""What torch's restricted unpickler cannot fill, whatever is allowed."""
+"""Classes that torch's restricted unpickler cannot fill, even when they are allowed."""
 
 _RECORD = b"archive/data/0"
 _CENTRAL = b"PK\x01\x02"
@@ -340,15 +350,15 @@ _CENTRAL_CRC, _CENTRAL_NAME, _CENTRAL_HEAD = 16, 28, 46  # bytes into an entry o
 
 
 class Envelope(NamedTuple):
-    """What stands before and after a tensor's data in a file of `torch.save`."""
+    """The bytes before and after a tensor's data in a file of `torch.save`."""
 
     before: bytes
     after: bytes
     checksums: tuple[int, ...]
-    """Where in `after` the CRC-32 of the data stands."""
+    """Positions in `after` of the CRC-32 of the data."""
 
     def ending(self, checksum: int) -> bytes:
-        """`after`, with the CRC-32 of the data in it."""
+        """Return `after` with the CRC-32 of the data filled in."""
         made = bytearray(self.after)
         for at in self.checksums:
             struct.pack_into("<I", made, at, checksum)
@@ -356,7 +366,7 @@ class Envelope(NamedTuple):
 
 
 class _Sink:
-    """A file that keeps what is written, and not what is left out."""
+    """Seekable file that records what is written and where, so that the skipped tensor data shows as a gap."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, bytes]] = []
@@ -381,12 +391,16 @@ class _Sink:
 
 @lru_cache(maxsize=4096)
 def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """The envelope of a contiguous CPU tensor that is not empty."""
-    tensor = torch.empty(shape, dtype=dtype)  # memory that nobody touches
+    """Return the envelope of a contiguous, non-empty CPU tensor.
+
+    Cached by dtype and shape. Saves an uninitialized tensor with `torch.serialization.skip_data`, which writes
+    everything but the tensor's data; the gap that it leaves separates `before` from `after`.
+    """
+    tensor = torch.empty(shape, dtype=dtype)  # uninitialized, and never read
     size = tensor.numel() * tensor.element_size()
     sink = _Sink()
     with torch.serialization.skip_data():
-        torch.save(tensor, sink)  # type: ignore[arg-type]  # it has what is called
+        torch.save(tensor, sink)  # type: ignore[arg-type]  # has all methods that are called
     before, after = bytearray(), bytearray()
     hole = False
     for at, part in sink.parts:
@@ -401,6 +415,8 @@ def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 def _places(after: bytes) -> Iterator[int]:
+    # The zip stores a member's CRC-32 twice: in the data descriptor right after the data, if there is one, and in the
+    # member's entry of the central directory.
     if after.startswith(_DESCRIPTOR):
         yield len(_DESCRIPTOR)
     at = after.find(_CENTRAL)
@@ -412,19 +428,22 @@ def _places(after: bytes) -> Iterator[int]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order: its own memory if it lies so on the CPU, a copy's if not."""
+    """Return the bytes of a tensor in row-major order.
+
+    For a contiguous CPU tensor this is its own memory; otherwise a copy.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    row = plain.as_strided((plain.numel(),), (1,))  # also where an axis of one element has another stride
+    row = plain.as_strided((plain.numel(),), (1,))  # view() needs a last stride of 1 at any size
     return row.view(torch.uint8).numpy().data
 
 
 def object_blob(value: object) -> bytes:
-    """An object as Megatron-Core stores it: a list of one."""
+    """Serialize an object as Megatron-Core does: `torch.save` of a list of one element."""
     stream = io.BytesIO()
     torch.save([value], stream)
     return stream.getvalue()
 
 
 def unsafe_globals(blob: bytes | bytearray) -> list[str]:
-    """What an object's blob names that torch does not take for safe, and that no `safe_globals` allows now."""
+    """Return the globals of an object's blob that neither torch nor the active `safe_globals` allows."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(blob)))

@@ -1,1 +1,1 @@
-"""Plan saves and loads as data: which chunk is written by which rank, and read from where."""
+"""Plan saves and loads as data: which rank writes a chunk, and which byte ranges a rank reads."""

@@ -1,7 +1,9 @@
-"""A load, planned as data: which bytes of which file go where, from any grid to any grid.
+"""Plan a load as data: which bytes of which file a rank copies into which box of its tensors.
 
-Owns: the overlaps of what is wanted with what is stored, byte ranges, and what does not match. Refuses: torch, reading
-a file, to raise about keys: what is missing or does not match is returned, and the strict mode decides.
+The stored chunks and the wanted chunks may be cut in any way, so a checkpoint can be loaded onto another number of
+ranks or another layout. The plan holds the overlaps of wanted and stored chunks, with byte ranges. It is computed
+without torch and without reading tensor data. Missing keys and mismatches are returned, not raised: the strict mode of
+the load decides what they mean.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from rankbook.checkpoint.state_dict.layout import Shape, byte_runs
 
 
 class WantedChunk(NamedTuple):
-    """One chunk that a rank wants of a tensor, in elements; prepended axes count 1 in `shape`.
+    """A chunk of a tensor that a rank wants to load, in elements; prepended axes count 1 in `shape`.
 
-    With `allow_shape_mismatch` the stored tensor may have another global shape: what both have is read, the rest is 0.
+    With `allow_shape_mismatch` the stored tensor may have another global shape: the overlap is read, the rest is 0.
     """
 
     key: str
@@ -36,10 +38,11 @@ class WantedChunk(NamedTuple):
 
 
 class ReadItem(NamedTuple):
-    """A box that goes from a stored chunk into a wanted one.
+    """A box to copy from a stored chunk into a wanted chunk, in elements.
 
     `wanted` is the position of the wanted chunk, `target` the box's offset in it, `source` its offset in the stored
-    chunk. `first` is the place of its first element in the chunk's data; the others follow by the chunk's `strides`.
+    chunk. `first` is the index of its first element in the chunk's data; the other elements follow by the chunk's
+    `strides`.
     """
 
     wanted: int
@@ -50,7 +53,7 @@ class ReadItem(NamedTuple):
 
 
 class ChunkRead(NamedTuple):
-    """All that is wanted of one stored chunk, whose dtype it is; `strides` counts elements, `itemsize` bytes."""
+    """The boxes to read from one stored chunk of dtype `dtype`; `strides` are in elements, `itemsize` in bytes."""
 
     key: str
     file: str
@@ -61,15 +64,16 @@ class ChunkRead(NamedTuple):
     reads: tuple[ReadItem, ...]
 
     def span(self, read: ReadItem) -> tuple[int, int]:
-        """The bytes [start, stop) of the chunk's data from the first to the last element of a box."""
+        """Return the byte range [start, stop) of the chunk's data from the first to the last element of a box."""
         last = read.first + sum((size - 1) * step for size, step in zip(read.shape, self.strides, strict=True))
         return read.first * self.itemsize, (last + 1) * self.itemsize
 
     def runs(self, gap: int = 0) -> list[tuple[int, int]]:
-        """Ranges (start, length) of the chunk's data that hold all that is wanted, in rising order, in bytes.
+        """Return ranges (start, length) of the chunk's data, in bytes and ascending, that contain all wanted elements.
 
-        Ranges that are at most `gap` bytes apart are one, so a contiguous slice is one range.
+        Ranges at most `gap` bytes apart are merged, so a contiguous slice is one range.
         """
+        # Permute the axes by descending stride, so that the chunk's data is row-major, as `byte_runs` expects.
         order = sorted(range(len(self.strides)), key=lambda axis: (-self.strides[axis], axis))
         laid = [self.chunk.shape[axis] for axis in order]
         found = [
@@ -81,6 +85,7 @@ class ChunkRead(NamedTuple):
         ]
         if len(found) < 2:
             return found
+        # A merged range begins where a run starts beyond the end of all earlier runs, plus the gap.
         starts, lengths = np.asarray(sorted(found), np.int64).T
         ends = np.maximum.accumulate(starts + lengths)
         begins = np.flatnonzero(np.concatenate([[True], starts[1:] > ends[:-1] + gap]))
@@ -88,15 +93,16 @@ class ChunkRead(NamedTuple):
         return list(zip(starts[begins].tolist(), (stops - starts[begins]).tolist(), strict=True))
 
     def parts(self, read: ReadItem, most: int) -> Iterator[ReadItem]:
-        """The box in smaller ones, each spanning at most `most` bytes where it has more than one element."""
+        """Split the box into boxes that span at most `most` bytes, down to single elements if need be."""
         start, stop = self.span(read)
         axes = [axis for axis, size in enumerate(read.shape) if size > 1]
         if stop - start <= most or not axes:
             yield read
             return
+        # Cut the axis with the largest stride; where even one row of it spans too much, cut the row again.
         axis = max(axes, key=lambda each: self.strides[each])
         step = self.strides[axis] * self.itemsize
-        rest = (stop - start) - (read.shape[axis] - 1) * step  # what one row of that axis spans
+        rest = (stop - start) - (read.shape[axis] - 1) * step  # bytes that one row of that axis spans
         rows = max(1, 1 + (most - rest) // step) if most > rest else 1
         for begin in range(0, read.shape[axis], rows):
             part = ReadItem(
@@ -110,7 +116,7 @@ class ChunkRead(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A wanted chunk, by its position, that the checkpoint cannot give as asked, and why, naming the key."""
+    """A wanted chunk, by its position, that the checkpoint cannot provide as requested, and the reason."""
 
     wanted: int
     key: str
@@ -119,10 +125,10 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What a rank reads, ordered by file and position, and what it cannot.
+    """The reads of one rank, ordered by file and position, and the chunks that cannot be read.
 
-    `zeros` are positions of wanted chunks that reads do not fill: 0 before anything is copied. `unexpected` are
-    positions of those whose key is not in the checkpoint.
+    `zeros` are positions of wanted chunks that the reads do not fill completely: they are zeroed before anything is
+    copied. `unexpected` are positions of wanted chunks whose key is not in the checkpoint.
     """
 
     chunks: list[ChunkRead] = field(default_factory=list)
@@ -132,12 +138,15 @@ class ReadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the boxes that are copied, as they are stored."""
+        """Return the bytes of all boxes that are copied, in the stored dtype."""
         return sum(prod(read.shape) * each.itemsize for each in self.chunks for read in each.reads)
 
 
 def plan_read(wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool = False) -> ReadPlan:
-    """Which bytes to read for what one rank wants. With `cast` another dtype is no mismatch: the reader converts."""
+    """Plan the reads for the chunks that one rank wants.
+
+    With `cast`, a different dtype is not a mismatch: the reader converts.
+    """
     stored = _StoredTensors(manifest, {each.key for each in wanted})
     plan = ReadPlan()
     found: dict[tuple[str, int], list[ReadItem]] = {}
@@ -165,7 +174,11 @@ def plan_read(wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool =
 
 
 class _Held:
-    """One stored tensor, its chunks as arrays (chunks, axes); chunks without elements are in none of them."""
+    """A stored tensor, with its non-empty chunks as arrays (chunks, axes).
+
+    `rows` are the positions of those chunks in `stored.chunks`. `sound` is False if the chunks do not fill the tensor
+    exactly once.
+    """
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -187,7 +200,7 @@ class _Held:
 
     @cached_property
     def strides(self) -> Integers:
-        """Elements between neighbours along each axis of each chunk's data."""
+        """Return the strides of every chunk's data, in elements: row-major unless the manifest says otherwise."""
         steps = np.ones_like(self.shape)
         np.cumprod(self.shape[:, :0:-1], axis=1, out=steps[:, -2::-1])
         for at, row in enumerate(self.rows):
@@ -196,11 +209,11 @@ class _Held:
         return steps
 
     def strides_of(self, at: int) -> Shape:
-        """Those of one chunk."""
+        """Return the strides of one chunk."""
         return tuple(self.strides[at].tolist())
 
     def mismatch(self, wanted: WantedChunk, *, cast: bool) -> str:
-        """Why this is not what is wanted, "" if it is."""
+        """Return why the stored tensor does not match the wanted chunk, or ""."""
         shape = self.stored.shape
         if len(wanted.global_shape) != len(shape) or (
             tuple(wanted.global_shape) != shape and not wanted.allow_shape_mismatch
@@ -217,7 +230,7 @@ class _Held:
         return "" if self.sound else self.misfit()
 
     def misfit(self) -> str:
-        """Which elements no chunk has, or more than one."""
+        """Describe the elements that no chunk covers, or more than one."""
         shape = self.stored.shape
         ranks = np.asarray([self.stored.chunks[row].rank for row in self.rows], np.int64)
         none = np.zeros((0, len(shape)), np.int64)
@@ -227,7 +240,7 @@ class _Held:
         return f"its chunks in the checkpoint do not fit together: {'; '.join(wrong)}"
 
     def overlaps(self, position: int, wanted: WantedChunk) -> Iterator[tuple[int, ReadItem]]:
-        """The chunks, by row of the arrays, that share elements with what is wanted, each with the box shared."""
+        """Yield the chunks that overlap the wanted one, as (row of the arrays, box to copy)."""
         start = np.asarray(wanted.offset, np.int64)
         low = np.maximum(self.offset, start)
         high = np.minimum(self.offset + self.shape, start + np.asarray(wanted.shape, np.int64))
@@ -244,10 +257,11 @@ class _Held:
 
 
 class _StoredTensors:
-    """Those of a manifest's tensors that are wanted, with the knowledge of which of them have all their elements."""
+    """The wanted tensors of a manifest, checked for chunks that leave holes or overlap."""
 
     def __init__(self, manifest: Manifest, keys: Iterable[str]) -> None:
         self.tensors = {key: _Held(manifest.tensors[key]) for key in keys if key in manifest.tensors}
+        # One vectorized check per number of axes instead of one per tensor.
         for axes in {len(held.stored.shape) for held in self.tensors.values()}:
             group = [held for held in self.tensors.values() if len(held.stored.shape) == axes]
             sound = covers_exactly_once(
@@ -261,7 +275,7 @@ class _StoredTensors:
 
 
 def describe_unsound(manifest: Manifest, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The tensors whose chunks do not fill them exactly once, each with what is wrong."""
+    """Yield (key, description) for tensors whose chunks do not fill them exactly once."""
     for key, held in _StoredTensors(manifest, keys).tensors.items():
         if not held.sound:
             yield key, held.misfit()

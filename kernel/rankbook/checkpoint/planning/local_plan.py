@@ -1,6 +1,7 @@
-"""What one rank holds, as compact arrays that travel well and are compared by digest.
+"""Describe one rank's shards and objects as compact arrays, for exchange between ranks.
 
-Owns: `LocalPlan`, its tables and their digests, and the size of a dtype's element. Refuses: torch, other ranks.
+A rank sends its `LocalPlan` to the others, or only the plan's digests if the ranks already know it. The arrays are
+cheap to serialize and to compare.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class LocalShard(NamedTuple):
-    """One chunk of a global tensor, or one element of a grid of objects, as the plan sees it.
+    """A chunk of a global tensor, or an element of a grid of objects, as the planner sees it.
 
-    Shapes and offsets count elements. `local_shape` has the global tensor's axes, of which those that were prepended
-    count 1; an object needs neither it nor a dtype. Anything with these attributes will do in its place.
+    Shapes and offsets are in elements. `local_shape` has the global tensor's axes, with extent 1 for prepended ones; an
+    object needs neither a local shape nor a dtype. Any object with these attributes can be used instead.
     """
 
     key: str
@@ -37,18 +38,21 @@ class LocalShard(NamedTuple):
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of the dtype with this name, "float32" or "float8_e4m3fn"; 1 where a byte holds several."""
+    """Return the bytes per element of the dtype with this name, such as "float32" or "float8_e4m3fn".
+
+    Returns 1 for dtypes that pack several elements into a byte.
+    """
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChunkTable:
-    """Chunks, one a row, in the rank's own order.
+    """A rank's chunks as arrays, one row per chunk, in the rank's order.
 
-    The arrays of shapes and offsets are (rows, most axes); a row with fewer axes ends in axes of extent 1 at offset 0.
-    `head` is the digest of what must not differ between ranks (key, dtype, global shape), row by row, and `layout`
-    that of the head with offsets and shapes. What is stored depends on `layout` and `main` alone.
+    The arrays of shapes and offsets are (rows, max axes); a row with fewer axes is padded with extent 1 and offset 0.
+    `head` is a digest of what must not differ between ranks (key, dtype, global shape), row by row; `layout` is a
+    digest of the head, offsets and shapes. What is stored depends on `layout` and `main` alone.
     """
 
     names: bytes
@@ -74,17 +78,20 @@ class ChunkTable:
 
     @property
     def width(self) -> int:
-        """Axes of the arrays."""
+        """Return the number of axes of the padded arrays."""
         return int(self.offset.shape[1])
 
     def keys(self) -> list[str]:
-        """Each row's key."""
+        """Return the keys, one per row."""
         ends = self.name_ends.tolist()
         return [self.names[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], bool]]) -> ChunkTable:
-        """Of (key, dtype, global shape, offset, shape, main) per chunk; the three have the same number of axes."""
+        """Build a table from tuples (key, dtype, global shape, offset, shape, is main), one per chunk.
+
+        A chunk's two shapes and its offset have the same number of axes.
+        """
         rows = list(rows)
         names = [key.encode() for key, *_ in rows]
         dtypes = tuple(sorted({row[1] for row in rows}))
@@ -113,7 +120,7 @@ class ChunkTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalPlan:
-    """What one rank holds: its chunks of tensors, its objects, and digests of its common part by path."""
+    """The contents of one rank: chunks of tensors, objects, and digests of the common part by path."""
 
     tensors: ChunkTable
     objects: ChunkTable
@@ -126,9 +133,10 @@ class LocalPlan:
         objects: Iterable[LocalShard] = (),
         common: Mapping[str, str] | str = "",
     ) -> LocalPlan:
-        """Of a rank's shards, in its own order. `common` is a digest for each path of the common part, or one of all.
+        """Build the plan of a rank from its shards, in the rank's order.
 
-        Raises `ValueError` where a shard's shapes and offset have different numbers of axes.
+        `common` is a digest per path of the common part, or one digest of all of it. Raises `ValueError` if a shard's
+        shapes and offset have different numbers of axes.
         """
         return cls(
             ChunkTable.of(
@@ -143,27 +151,33 @@ class LocalPlan:
         )
 
     def packed(self) -> bytes:
-        """Its bytes for the way to other ranks: about 9 for each chunk, a tenth of what a pickle takes."""
+        """Serialize the plan for other ranks: about 9 bytes per chunk, a tenth of a plain pickle."""
         return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
 
     @staticmethod
     def unpacked(data: bytes) -> LocalPlan:
-        """From the bytes that another rank packed; they come from a peer of the same job, and from nowhere else."""
+        """Deserialize a plan that another rank packed.
+
+        Uses pickle, so the bytes must come from a rank of the same job.
+        """
         declared = pickle.loads(zlib.decompress(data))
         assert isinstance(declared, LocalPlan)
         return declared
 
     def digest(self) -> str:
-        """Of all that decides which bytes this rank stores where. The common part is not among it: it may change."""
+        """Return a digest of everything that decides which bytes this rank stores where.
+
+        The common part is not included, because it may change between saves.
+        """
         tables = (self.tensors, self.objects)
         return _digest(*(part for table in tables for part in (table.layout, table.main))).hex()
 
     def common_digest(self) -> str:
-        """Of the common part: equal on all ranks of a sound save."""
+        """Return a digest of the common part, which must be equal on all ranks."""
         return _digest(repr(sorted(self.common.items())).encode()).hex()
 
     def signature(self) -> tuple[str, str]:
-        """Both digests: by these a plan is known again."""
+        """Return both digests, which identify the plan in a `PlanCache`."""
         return self.digest(), self.common_digest()
 
 

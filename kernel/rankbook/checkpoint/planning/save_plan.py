@@ -1,9 +1,10 @@
-"""A save, planned as data: which rank stores which chunk, once all ranks' shards have been found to fit together.
+"""Plan a save as data: validate all ranks' shards against one another and assign chunks to ranks.
 
-Pure: no torch, files or communication. A plan depends on the declarations and on nothing else, so every rank that plans
-from the same ones gets the same plan, or the same error.
+The planner is pure: no torch, files or communication. Its result depends on the local plans alone, so all ranks that
+plan from the same local plans get the same save plan, or the same error.
 
-What a checkpoint will hold: every chunk that is stored, and by which rank.
+`plan_save` is the entry point, `balance_replicas` spreads replicated chunks over the ranks, `ChunkIndex` is the catalog
+of the chunks to be stored with the ranks that store them, and `PlanCache` keeps the plan for the next save.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ __all__ = [
 ]
 
 MOST_KEYS_SAID = 8
-"""Keys whose faults an error spells out."""
+"""Maximum number of keys whose problems an error message describes."""
 
 
 class Assignment(NamedTuple):
-    """What one rank stores: positions in its own tensors and objects, in the order in which it declared them."""
+    """The positions of the tensors and objects that one rank stores, in the order of its local plan."""
 
     tensors: Integers
     objects: Integers
@@ -54,7 +55,7 @@ class Assignment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """Who stores what. `bytes_per_rank` counts the tensors' data."""
+    """The ranks that store all chunks and objects. `bytes_per_rank` counts tensor data only."""
 
     world_size: int
     bytes_per_rank: tuple[int, ...]
@@ -62,15 +63,15 @@ class SavePlan:
     all_objects: ChunkIndex
 
     def of_rank(self, rank: int) -> Assignment:
-        """What this rank stores."""
+        """Return the tensors and objects that a rank stores."""
         return Assignment(self.all_tensors.of_rank(rank), self.all_objects.of_rank(rank))
 
     def tensors(self) -> dict[str, PlannedTensor]:
-        """The catalog of tensors, by key in the order in which the ranks name them."""
+        """Return the catalog of tensors by key, in the order in which the ranks name them."""
         return dict(self.all_tensors.chunks())
 
     def objects(self) -> dict[str, int]:
-        """The rank that stores each object, by the object's unique key."""
+        """Return the storing rank of every object, by the object's unique key."""
         return {
             f"{key}/shard_{'.'.join(map(str, chunk.offset))}_{'.'.join(map(str, whole.shape))}": chunk.rank
             for key, whole in self.all_objects.chunks()
@@ -79,9 +80,9 @@ class SavePlan:
 
 
 class PlanCache:
-    """The plan of the save before: good for the next one if every rank declares the same again.
+    """Cache of the previous save's plan, valid as long as all ranks declare the same shards.
 
-    Ranks that send their `LocalPlan.signature()` first need to send no more where `recall` finds the plan.
+    Ranks first exchange `LocalPlan.signature()`; if `recall` returns a plan, they need not exchange their local plans.
     """
 
     def __init__(self) -> None:
@@ -89,25 +90,25 @@ class PlanCache:
         self._plan: SavePlan | None = None
 
     def recall(self, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> SavePlan | None:
-        """The kept plan if it is that of these ranks, whose common parts agree; else all is to be declared anew."""
+        """Return the cached plan if it was made for these signatures and all common parts agree, else None."""
         same_common = len({common for _, common in signatures}) <= 1
         asked = ([held for held, _ in signatures], fully_parallel)
         return self._plan if same_common and asked == self._known else None
 
     def keep(self, plan: SavePlan, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> None:
-        """Keep this plan, in place of the one before."""
+        """Replace the cached plan."""
         self._known, self._plan = ([held for held, _ in signatures], fully_parallel), plan
 
 
 def plan_save(declared: Sequence[LocalPlan], *, fully_parallel: bool = False) -> SavePlan:
-    """Who stores what, of what the ranks declared, rank by rank.
+    """Plan a save from the local plans of all ranks, in rank order.
 
-    A main replica is stored by its own rank. With `fully_parallel` any replica may be: the chunks that several ranks
-    hold are shared out by bytes, the largest first, each to the rank that stores least so far.
+    The rank that holds a main replica stores it. With `fully_parallel`, any rank that holds a replica may: chunks that
+    several ranks hold are distributed by size, the largest first, always to the rank with the fewest bytes so far.
 
-    Raises `CheckpointingException` where ranks disagree about a tensor's dtype or global shape, where main replicas do
-    not cover a tensor or a grid of objects exactly once, and where common parts differ; the message names key, ranks
-    and offsets.
+    Raises `CheckpointingException` if ranks disagree about a tensor's dtype or global shape, if main replicas do not
+    cover a tensor or a grid of objects exactly once, or if common parts differ; the message names key, ranks and
+    offsets.
     """
     if not declared:
         raise CheckpointingException("no rank declared anything: there is nothing to save")
@@ -128,7 +129,10 @@ def plan_save(declared: Sequence[LocalPlan], *, fully_parallel: bool = False) ->
 def _plan_kind(
     kind: str, tables: Sequence[ChunkTable], fully_parallel: bool
 ) -> tuple[ChunkIndex, list[Callable[[], str]]]:
-    """The catalog, and for each key that is wrong what finds out what to say of it."""
+    """Return the catalog of the chunks to store, and a function per faulty key that describes the fault.
+
+    Descriptions are costly, and an error shows the first few only, so they are computed on demand.
+    """
     keys = _Keys(tables)
     held = keys.mains()
     sound = covers_exactly_once(held.key, held.offset, held.shape, keys.whole) | keys.disputed
@@ -155,13 +159,17 @@ def _later(say: Callable[..., str], *arguments: object) -> Callable[[], str]:
 
 
 class _Keys:
-    """The keys of all ranks: a row for each, what the ranks agree on, and where they do not."""
+    """The keys of all ranks: global shape, number of axes and dtype by row, and the keys that ranks disagree about.
+
+    `disputed` marks rows whose dtype or global shape differs between ranks. Ranks often hold the same keys, so tables
+    with equal `head` digests are processed once.
+    """
 
     def __init__(self, tables: Sequence[ChunkTable]) -> None:
         self.tables = tables
         number: defaultdict[str, int] = defaultdict(count().__next__)
         code: defaultdict[str, int] = defaultdict(count().__next__)
-        self.rows: dict[bytes, Integers] = {}  # by head: the row of each chunk's key
+        self.rows: dict[bytes, Integers] = {}  # by head: the key's row, per chunk
         heads: dict[bytes, ChunkTable] = {}
         for table in tables:
             if table.head not in heads:
@@ -189,7 +197,7 @@ class _Keys:
         self.dtypes = [known[each] for each in dtype.tolist()]
 
     def mains(self) -> ChunkIndex:
-        """All main replicas that are not empty."""
+        """Return all non-empty main replicas."""
         parts: list[tuple[Integers, Integers, Integers, Integers, Integers]] = []
         full: dict[bytes, npt.NDArray[np.bool_]] = {}
         for rank, table in enumerate(self.tables):
@@ -202,7 +210,7 @@ class _Keys:
         return ChunkIndex(self.names, self.dtypes, self.axes, self.whole, *columns)
 
     def held_more_than_once(self, mains: Integers) -> npt.NDArray[np.bool_]:
-        """For each key whether it has chunks that are not empty beside these, its main ones."""
+        """Return by key whether it has more non-empty chunks than main ones, whose keys are `mains`."""
         chunks = np.zeros(len(self.names), np.int64)
         times: dict[bytes, int] = {}
         for table in self.tables:
@@ -212,13 +220,13 @@ class _Keys:
         return np.asarray(chunks > np.bincount(mains, minlength=len(self.names)), np.bool_)
 
     def _chunks(self, row: int) -> Iterator[tuple[int, ChunkTable, int]]:
-        """Each chunk of a key: its rank, the table and the position in it."""
+        """Yield the chunks of a key as (rank, table, position in the table)."""
         for rank, table in enumerate(self.tables):
             for position in np.flatnonzero(self.rows[table.head] == row).tolist():
                 yield rank, table, position
 
     def dispute(self, kind: str, row: int) -> str:
-        """Who says what about a key on which the ranks do not agree."""
+        """Describe the differing dtypes and global shapes of a key, with the ranks that declare them."""
         sides: dict[str, set[int]] = {}
         for rank, table, at in self._chunks(row):
             shape = tuple(table.global_shape[at, : table.axes[at]].tolist())
@@ -228,7 +236,7 @@ class _Keys:
         return f"{kind} {self.names[row]!r} is not the same on all ranks: {held}"
 
     def faults(self, kind: str, row: int, held: ChunkIndex) -> str:
-        """What is wrong with the main replicas of a key."""
+        """Describe the coverage errors of a key's main replicas."""
         axes = int(self.axes[row])
         whole = tuple(self.whole[row, :axes].tolist())
         mine = held.key == row
@@ -250,7 +258,7 @@ class _Keys:
 
 
 def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[str]) -> list[Callable[[], str]]:
-    """What finds out what to say of each path of the common part that is not the same on all ranks."""
+    """Return a function per path of the common part that differs between ranks, describing the difference."""
     if len(set(digests)) == 1:
         return []
     wrong = []
@@ -278,11 +286,13 @@ def balance_replicas(
     nbytes: Integers,
     shared: npt.NDArray[np.bool_],
 ) -> tuple[Integers, Integers]:
-    """Return, for each main replica, the rank that is to store it and the chunk's position there.
+    """Assign every main chunk to one of the ranks that hold a replica of it, balancing bytes per rank.
 
-    `rows` tells by a table's head the key of each of its chunks, `shared` by key whether it has replicas. `mains` fill
-    their tensors exactly once. Chunks go by bytes, the largest first, to the candidate that stores least so far, the
-    lowest of equals; those without replicas count beforehand.
+    `rows` maps a table's head to the key of every chunk, `shared` marks the keys that have replicas. `mains` must fill
+    their tensors exactly once. Chunks are assigned greedily, the largest first, to the candidate that stores the fewest
+    bytes so far, the lowest rank on ties; chunks without replicas are counted first and stay where they are.
+
+    Returns two arrays by main chunk: the rank that stores it, and the chunk's position in that rank's table.
     """
     rank, position = mains.rank.copy(), mains.position.copy()
     many = shared[mains.key] if len(mains.key) else np.zeros(0, np.bool_)
@@ -295,6 +305,9 @@ def balance_replicas(
     group, rank_set, place = _find_replicas(tables, rows, mains, chunks, [ranks[0] for ranks in rank_sets], shared)
     starts = np.searchsorted(group, np.arange(len(chunks) + 1)).tolist()
     set_of, place_of = rank_set.tolist(), place.tolist()
+    # Chunks with the same rank sets share a heap of (load, rank, index of the rank set). A rank can be in several
+    # heaps; its entries in the other heaps become outdated and are corrected when they reach the top. Loads only grow,
+    # so an up-to-date top entry is the minimum.
     heaps: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     sizes = nbytes[chunks]
     order = np.argsort(-sizes, kind="stable")
@@ -308,7 +321,7 @@ def balance_replicas(
                 (loads[each], each, which) for which, number in enumerate(members) for each in rank_sets[number]
             )
         load, chosen, which = heap[0]
-        while load != loads[chosen]:  # it was given something as a candidate of another group
+        while load != loads[chosen]:  # outdated: another group of chunks has increased the rank's load
             heapreplace(heap, (loads[chosen], chosen, which))
             load, chosen, which = heap[0]
         loads[chosen] += size
@@ -326,9 +339,10 @@ def _find_replicas(
     firsts: Sequence[int],
     shared: npt.NDArray[np.bool_],
 ) -> tuple[Integers, Integers, Integers]:
-    """Return, for each replica of a main chunk, in the order of chunks: the chunk, the rank set, the position there.
+    """Return the replicas of the main chunks as three arrays, ordered by chunk.
 
-    `chunks` are rows of `mains`, `firsts` the first rank of each rank set.
+    The arrays are: index into `chunks`, number of the rank set, and position in that set's table. `chunks` are rows of
+    `mains`; a rank set is the ranks with one `layout`, and `firsts` has the first rank of every set.
     """
     width = mains.offset.shape[1]
     keys, offsets, shapes = [mains.key[chunks]], [mains.offset[chunks]], [mains.shape[chunks]]
@@ -346,10 +360,12 @@ def _find_replicas(
         places.append(mine)
     key, offset, shape = np.concatenate(keys), np.concatenate(offsets), np.concatenate(shapes)
     rank_set, place = np.concatenate(rank_sets), np.concatenate(places)
-    at = np.zeros(len(key), np.int64)  # row-major place of the offset in the whole tensor
+    at = np.zeros(len(key), np.int64)  # row-major index of the offset in the whole tensor
     for axis in range(width):
         at = at * mains.whole[key, axis] + offset[:, axis]
-    order = np.lexsort((place, rank_set, at, key))  # a main chunk, of rank set -1, comes before all replicas of it
+    # Sort main chunks and candidates together by key and offset. A candidate follows the main chunk with its key and
+    # offset, so it is a replica if those and the shape equal the last main chunk's.
+    order = np.lexsort((place, rank_set, at, key))  # a main chunk, of rank set -1, precedes its replicas
     main = np.maximum.accumulate(np.where(rank_set[order] < 0, np.arange(len(order)), 0))
     head = order[main]
     same = (rank_set[order] >= 0) & (key[head] == key[order]) & (at[head] == at[order])
@@ -368,7 +384,7 @@ class PlannedChunk(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor as it will be in the checkpoint; no chunk is empty, and one without elements has none."""
+    """A tensor as it will be stored; empty chunks are left out, so a tensor without elements has none."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -377,10 +393,10 @@ class PlannedTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkIndex:
-    """All chunks that are stored, as arrays: one row a chunk, ordered by rank and position.
+    """The chunks to be stored, as arrays: one row per chunk, ordered by rank and position.
 
-    `whole` (keys, axes) are the global shapes, `key` (chunks,) tells the row of a chunk's key, `offset` and `shape`
-    are (chunks, axes), and `position` is the chunk's place in the declaration of its rank.
+    `whole` (keys, axes) are the global shapes; `key` (chunks,) is the row of a chunk's key; `offset` and `shape` are
+    (chunks, axes); `position` is the chunk's place in the local plan of its rank.
     """
 
     keys: list[str]
@@ -394,18 +410,18 @@ class ChunkIndex:
     position: Integers
 
     def of_rank(self, rank: int) -> Integers:
-        """The positions that a rank stores."""
+        """Return the positions of the chunks that a rank stores."""
         start, stop = np.searchsorted(self.rank, (rank, rank + 1))
         return self.position[start:stop]
 
     @cached_property
     def _order(self) -> tuple[Integers, Integers]:
-        """Rows ordered by key and offset, and where each key's begin."""
+        """Return the rows ordered by key and offset, and the start of every key's rows in that order."""
         order = np.lexsort((*self.offset.T[::-1], self.key))
         return order, np.searchsorted(self.key[order], np.arange(len(self.keys) + 1))
 
     def chunks(self) -> Iterator[tuple[str, PlannedTensor]]:
-        """Each key with what is stored under it, chunks in the order of their offsets."""
+        """Yield every key with its planned tensor, chunks ordered by offset."""
         order, starts = self._order
         for row, key in enumerate(self.keys):
             axes, mine = int(self.axes[row]), order[starts[row] : starts[row + 1]]
@@ -421,12 +437,12 @@ class ChunkIndex:
             )
 
     def nbytes(self) -> Integers:
-        """Of each chunk's data."""
+        """Return the size of every chunk's data, in bytes."""
         sizes = np.asarray([itemsize(dtype) for dtype in self.dtypes], np.int64)
         return chunk_volumes(self.shape) * sizes[self.key] if len(self.key) else np.zeros(0, np.int64)
 
 
 def padded(extents: Integers, width: int, fill: int) -> Integers:
-    """Rows of extents (rows, axes), with further axes up to `width`."""
+    """Pad rows of extents (rows, axes) with `fill` to `width` axes."""
     more = width - extents.shape[1]
     return np.pad(extents, ((0, 0), (0, more)), constant_values=fill) if more else extents

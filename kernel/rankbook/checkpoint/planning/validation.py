@@ -1,12 +1,12 @@
-"""Whether boxes fill a tensor exactly once; and where they do not, in words.
+"""Check that chunks fill a tensor exactly once, and describe holes, overlaps and duplicates if they do not.
 
-Owns: the test over all tensors at once, and the search for holes, overlaps and second main replicas in one of them.
-Refuses: files, bytes, torch.
+`covers_exactly_once` tests all tensors at once; `coverage_errors` then explains the faults of one tensor.
 
-The test draws for each axis a measure: each coordinate gets a pseudo-random 64-bit number, an interval measures the
-difference of its ends' numbers, a box the product of its intervals, modulo 2^64. If boxes fill a tensor exactly once,
-their measures add up to the tensor's whatever the numbers are. If they do not, the sums agree only by a coincidence of
-random numbers, about 2^-60. So the test takes one product per box, no sort and no pairs, for any cut, regular or not.
+The test is randomized. Every coordinate of an axis gets a pseudo-random 64-bit number; the measure of an interval is
+the difference of the numbers at its ends, and the measure of a box is the product over its axes, modulo 2^64. If boxes
+fill a tensor exactly once, their measures add up to the tensor's, for any choice of numbers. If they do not, the sums
+agree only by coincidence, with a probability of about 2^-60. So the test takes one product per box, without sorting or
+comparing pairs, for regular and irregular grids alike.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rankbook.checkpoint.planning.local_plan import Integers
 from rankbook.ranks import name_ranks
 
 BLOCK = 1 << 15
-"""Rows that are worked on at once: what fits a core's own cache."""
+"""Rows processed at a time, so that the working set fits into the cache of a core."""
 
 MOST_CELLS = 1 << 22
-"""Cells of the grid of all cuts, beyond which holes are counted and not located."""
+"""Maximum cells of the grid of all cuts; beyond that, missing elements are counted and not located."""
 
 MOST_SAID = 4
-"""Faults of one kind that a message spells out."""
+"""Maximum number of faults of one kind that a message describes."""
 
 
 def covers_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole: Integers) -> npt.NDArray[np.bool_]:
-    """For each tensor, a row of `whole` (tensors, axes), whether its boxes fill it exactly once.
+    """Return a mask over the tensors: True if a tensor's boxes fill it exactly once.
 
-    `rows` (boxes,) tells which tensor each box belongs to; `offset` and `shape` are (boxes, axes). A tensor without
-    elements is filled by no box.
+    `whole` (tensors, axes) are the global shapes, `rows` (boxes,) is the tensor of every box, `offset` and `shape` are
+    (boxes, axes). A tensor without elements is filled by zero boxes.
     """
     volume, measure = np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64)
     for start in range(0, len(rows), BLOCK):
@@ -46,7 +46,7 @@ def covers_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole
 
 
 def chunk_volumes(shape: Integers) -> Integers:
-    """Elements of each row of shapes (rows, axes)."""
+    """Return the number of elements of every row of shapes (rows, axes)."""
     return np.asarray(np.prod(shape, axis=1, dtype=np.int64), np.int64)
 
 
@@ -58,7 +58,7 @@ def _measures(low: Integers, high: Integers) -> npt.NDArray[np.uint64]:
 
 
 def _scattered(numbers: Integers, axis: int) -> npt.NDArray[np.uint64]:
-    """Splitmix64 (Steele, Lea and Flood 2014) of each number, another sequence for each axis."""
+    """Return the Splitmix64 hash (Steele, Lea and Flood 2014) of all numbers, with a different sequence per axis."""
     mixed = numbers.astype(np.uint64)
     mixed += np.uint64((axis + 1) * 0xD1B54A32D192ED03 % 2**64)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -71,7 +71,7 @@ def _scattered(numbers: Integers, axis: int) -> npt.NDArray[np.uint64]:
 
 
 class ChunkBoxes(NamedTuple):
-    """Chunks of one tensor, none of them empty: offset and shape (boxes, axes), ranks (boxes,)."""
+    """Non-empty chunks of one tensor: offset and shape (boxes, axes), ranks (boxes,)."""
 
     offset: Integers
     shape: Integers
@@ -79,9 +79,9 @@ class ChunkBoxes(NamedTuple):
 
 
 def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[str]:
-    """What is wrong with one tensor's main chunks, each with its ranks and offsets; nothing if they fill it once.
+    """Describe the coverage errors of one tensor's main chunks, with ranks and offsets; empty if there are none.
 
-    `whole` is the global shape (axes,); `others` are the replicas that are not main, to tell of those in a hole.
+    `whole` is the global shape (axes,); `others` are the replicas that are not main, named if they lie in a hole.
     """
     offset, shape, ranks = mains
     outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(whole, np.int64)).any(axis=1)
@@ -102,7 +102,7 @@ def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes)
 
 
 def format_box(offset: Iterable[int], shape: Iterable[int]) -> str:
-    """As one slices it: "[4:8, 0:8]", or "[()]" for a tensor without axes."""
+    """Format a box in slice notation: "[4:8, 0:8]", or "[()]" for a tensor without axes."""
     slices = [f"{start}:{start + extent}" for start, extent in zip(offset, shape, strict=True)]
     return f"[{', '.join(slices) or '()'}]"
 
@@ -113,13 +113,13 @@ def said(ranks: Iterable[int]) -> str:
 
 
 def truncate_list(found: Sequence[str]) -> list[str]:
-    """The first few, and how many more there are."""
+    """Return the first `MOST_SAID` entries, followed by the number of the remaining ones."""
     more = len(found) - MOST_SAID
     return [*found[:MOST_SAID], f"and {more} more like it"] if more > 0 else list(found)
 
 
 def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
-    """Of boxes in order: those that are the same."""
+    """Describe equal boxes; the boxes are sorted."""
     same = (offset[1:] == offset[:-1]).all(axis=1) & (shape[1:] == shape[:-1]).all(axis=1)
     found, end = [], 0
     for row in np.flatnonzero(same).tolist():
@@ -137,11 +137,12 @@ def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[st
 
 
 def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
-    """Of different boxes in the order of their offsets: pairs that share elements."""
+    """Describe pairs of boxes that share elements; the boxes are distinct and sorted by offset."""
     if not offset.shape[1]:
         return []
     found: list[str] = []
     end = offset + shape
+    # Only later boxes that begin before this one's end on the first axis can overlap it.
     for row in range(len(ranks)):
         last = int(np.searchsorted(offset[:, 0], end[row, 0], side="left"))
         others = slice(row + 1, last)
@@ -157,7 +158,7 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
 
 
 def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
-    """Boxes that nobody's chunk covers, found on the grid of all cuts."""
+    """Describe boxes that no chunk covers, found on the grid of all cuts."""
     if 0 in whole:
         return []
     cuts = [
@@ -169,6 +170,8 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
         held = int(chunk_volumes(shape).sum())
         wanted = int(np.prod(np.asarray(whole, np.int64)))
         return [f"the main chunks hold {held} elements where the tensor has {wanted}"] if held < wanted else []
+    # Cut every axis at all chunk boundaries: a chunk then covers whole cells of the grid. Mark them, and grow boxes
+    # greedily, last axis first, from the first cell that is not covered.
     taken = np.zeros(cells, np.bool_)
     lows = [np.searchsorted(each, offset[:, axis]) for axis, each in enumerate(cuts)]
     highs = [np.searchsorted(each, offset[:, axis] + shape[:, axis]) for axis, each in enumerate(cuts)]

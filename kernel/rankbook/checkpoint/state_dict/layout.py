@@ -1,9 +1,7 @@
-"""Where a shard lies in its global tensor, and where its bytes lie in a file.
+"""Compute the position of a shard in its global tensor, and of a slice's bytes in a stored array.
 
-Owns: the arithmetic of offsets, shapes and fragments. Refuses: torch, keys, files; it sees integers only.
-
-Shapes and offsets are tuples, in elements. A *chunk* is a box `(offset, shape)` of a global tensor. Where a grid is
-regular, `fragments` says into how many chunks each axis is cut.
+Pure arithmetic on integers: offsets, shapes, fragments. Shapes and offsets are tuples, in elements. A *chunk* is a box
+`(offset, shape)` of a global tensor. On a regular grid, `fragments` is the number of chunks along every axis.
 """
 
 from __future__ import annotations
@@ -20,23 +18,23 @@ Shape = tuple[int, ...]
 
 
 def shard_numel(shape: Sequence[int]) -> int:
-    """How many elements a box of this shape has: 1 for `()`."""
+    """Return the number of elements of a box with this shape: 1 for `()`."""
     return prod(shape)
 
 
 def byte_runs(
     stored_shape: Sequence[int], start: Sequence[int], shape: Sequence[int], itemsize: int
 ) -> list[tuple[int, int]]:
-    """Which bytes of a row-major array of `stored_shape` hold its slice at `start` of `shape`.
+    """Return the byte ranges of a row-major array of `stored_shape` that hold its slice at `start` of `shape`.
 
-    Returns `(byte offset in the array, length in bytes)` in rising order; runs never touch, so that a contiguous slice
-    is one run. Raises `CheckpointingException` where the slice is not inside.
+    Ranges are `(byte offset in the array, length in bytes)`, ascending; adjacent ranges are merged, so a contiguous
+    slice is one range. Raises `CheckpointingException` if the slice is not inside the array.
     """
     if complaint := is_outside(stored_shape, start, shape):
         raise CheckpointingException(f"no bytes for a slice at {tuple(start)} of shape {tuple(shape)}: {complaint}")
     if not shard_numel(shape):
         return []
-    axis = len(shape)  # the last axis that is not taken whole ends a run
+    axis = len(shape)  # a run spans the axes that are taken whole, and one more
     while axis and shape[axis - 1] == stored_shape[axis - 1]:
         axis -= 1
     outer = max(axis - 1, 0)
@@ -49,7 +47,7 @@ def byte_runs(
 
 
 def is_outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
-    """What is wrong with the bounds of a chunk, with the arithmetic; "" for a chunk that lies inside."""
+    """Return an error message, with the arithmetic, if a chunk is not inside its global tensor, else ""."""
     if not len(global_shape) == len(offset) == len(shape):
         return f"{len(global_shape)}, {len(offset)} and {len(shape)} axes"
     for axis, (whole, start, size) in enumerate(zip(global_shape, offset, shape, strict=True)):
@@ -60,7 +58,7 @@ def is_outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequen
 
 @dataclass(frozen=True)
 class Grid:
-    """Where a chunk of a regular grid lies: the global shape, the chunk's offset, the number of chunks of each axis."""
+    """The position of a chunk on a regular grid: global shape, the chunk's offset, and the chunks along every axis."""
 
     global_shape: Shape
     offset: Shape
@@ -68,10 +66,12 @@ class Grid:
 
 
 def place_by_ranks(local_shape: Sequence[int], rank_offsets: Sequence[Sequence[int]], prepended: int = 0) -> Grid:
-    """Where a local shard lies when each `(axis, offset, fragments)` cuts a global axis into equal fragments.
+    """Compute the position of a local shard from `(axis, offset, fragments)` tuples.
 
-    Axes count the `prepended` ones, each of which has one element per fragment. Raises `CheckpointingException` for an
-    axis that is negative, too large or named twice, fewer than one fragment, an offset not below its fragments.
+    A tuple says that the axis of the global tensor is cut into `fragments` equal chunks, of which the shard is number
+    `offset`. Axes are counted with the `prepended` ones, which have one element per fragment. Raises
+    `CheckpointingException` for an axis that is out of range or named twice, fewer than one fragment, or an offset that
+    is not smaller than the number of fragments.
     """
     if prepended < 0:
         raise CheckpointingException(f"prepend_axis_num {prepended} is negative")
@@ -96,7 +96,10 @@ def place_by_ranks(local_shape: Sequence[int], rank_offsets: Sequence[Sequence[i
 
 
 def off_the_grid(offset: Sequence[int], local_shape: Sequence[int], prepended: int = 0) -> str:
-    """Which axis' offset is no multiple of the local size; "" where each is one. Axes of size 0 are skipped."""
+    """Return an error message if an offset is not a multiple of the local size, else "".
+
+    Axes of size 0 are skipped.
+    """
     for axis, (start, size) in enumerate(zip(offset[prepended:], local_shape, strict=True), start=prepended):
         if size and start % size:
             return f"axis {axis}: offset {start} % local size {size} = {start % size}, not 0"
@@ -106,9 +109,9 @@ def off_the_grid(offset: Sequence[int], local_shape: Sequence[int], prepended: i
 def wrong_fragments(
     global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int], fragments: Sequence[int]
 ) -> str:
-    """Where the fragments do not fit a chunk's shapes, all of the global tensor's axes; "" where they do.
+    """Return an error message if `fragments` does not match a chunk's shapes, else "".
 
-    An axis of G elements in F fragments has chunks of G/F, rounded up.
+    All arguments include prepended axes. An axis of G elements in F fragments has chunks of G / F elements, rounded up.
     """
     if len(fragments) != len(global_shape):
         return f"{len(fragments)} fragmentations for {len(global_shape)} axes"
@@ -123,9 +126,9 @@ def wrong_fragments(
 
 
 def chunk_index(offset: Sequence[int], local_shape: Sequence[int], prepended: int = 0) -> Shape:
-    """Which chunk of the grid it is, per global axis; 0 along axes of size 0.
+    """Return the index of a chunk in the grid, per global axis; 0 along axes of size 0.
 
-    Raises `CheckpointingException` for an offset that is no multiple of the local size.
+    Raises `CheckpointingException` if an offset is not a multiple of the local size.
     """
     if complaint := off_the_grid(offset, local_shape, prepended):
         raise CheckpointingException(f"a chunk that is not on a regular grid has no index: {complaint}")
@@ -134,9 +137,9 @@ def chunk_index(offset: Sequence[int], local_shape: Sequence[int], prepended: in
 
 
 def chunk_sizes(global_shape: Sequence[int], fragments: Sequence[int], *, rounded: bool = False) -> Shape:
-    """How many elements a chunk has along each axis; with `rounded` what does not divide is rounded down.
+    """Return the number of elements of a chunk along every axis; with `rounded`, remainders are rounded down.
 
-    Raises `CheckpointingException` where an axis does not divide.
+    Raises `CheckpointingException` if an axis does not divide evenly and `rounded` is not set.
     """
     for axis, (whole, count) in enumerate(zip(global_shape, fragments, strict=True)):
         if whole % count and not rounded:
@@ -145,18 +148,18 @@ def chunk_sizes(global_shape: Sequence[int], fragments: Sequence[int], *, rounde
 
 
 def scaled(value: int, length: int, size: int) -> int | None:
-    """`value * length / size` where `value` counts whole chunks of `size`, else None; 0 chunks of size 0 stay 0."""
+    """Return `value * length / size` if `value` is a multiple of `size`, else None; 0 of size 0 stays 0."""
     if value % size if size else value:
         return None
     return value // size * length if size else 0
 
 
 def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """Which elements of an axis are left after cuts, as `(offset, length)`; None where they do not lie together.
+    """Return the elements of an axis that remain after cuts, as `(offset, length)`, or None if not contiguous.
 
-    Each cut is `(split factor, parts, index)`: the elements left are cut into as many pieces as the split factor says,
-    each piece into `parts`, and the parts `index` of all pieces are kept. Pieces and parts are as `torch.chunk` makes
-    them: of the size that is rounded up, the last ones smaller or empty. Where nothing is left the offset is `size`.
+    A cut is `(split factor, parts, index)`: the remaining elements are split into as many pieces as the split factor,
+    every piece into `parts`, and part `index` of all pieces is kept. Pieces and parts have the sizes of `torch.chunk`:
+    rounded up, the last ones smaller or empty. If nothing remains, the offset is the axis' size.
     """
     kept = [(0, size)]
     for factor, parts, index in cuts:
@@ -166,7 +169,7 @@ def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, i
         for low in range(0, total, piece or 1):
             inside = min(piece, total - low)
             part = -(-inside // parts)
-            chosen.append((low + index * part, low + min((index + 1) * part, inside)))  # or nothing
+            chosen.append((low + index * part, low + min((index + 1) * part, inside)))  # can be empty
         kept = _merged_runs(_select(kept, chosen))
     if len(kept) > 1:
         return None
@@ -174,7 +177,7 @@ def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, i
 
 
 def _select(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of `runs` at these positions, which count the elements of all runs."""
+    """Return the sections of `runs` at `positions`, which are ranges in the concatenation of all runs."""
     found = []
     for low, high in positions:
         before = 0

@@ -1,8 +1,9 @@
-"""Sharded state dicts of models and optimizers, however they are spread over the ranks, and loading them back.
+"""Sharded state dicts of models and optimizers, for saving, and loading them back.
 
-Names are without the wrappers' parts, for torch's own wrappers: DistributedDataParallel, `fully_shard`, tensor
-parallelism, compiled and activation-checkpointed modules. Optimizer state goes by parameter name; with several models
-(`sharded_state_dicts`) an optimizer may step the parameters of any model, and parameters that are no model's.
+Supports models wrapped in DistributedDataParallel, `fully_shard`, tensor parallelism, `torch.compile` and activation
+checkpointing; the names of the wrappers are removed from the keys. Optimizer state is keyed by parameter name. With
+several models (`sharded_state_dicts`), an optimizer may update parameters of any model, and parameters outside of all
+models.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, as_dte
 from rankbook.errors import CheckpointingException
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Attributes under which torch's wrappers keep the module that they wrap, beside DistributedDataParallel's `module`."""
+"""Attributes in which torch's wrappers keep the wrapped module, besides `module` of DistributedDataParallel."""
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -40,16 +41,17 @@ def sharded_state_dict(
     prefix: str = "",
     gather: Gather = gather_objects,
 ) -> ShardedStateDict:
-    """`{"model": ..., "optimizer": ...}`, to be saved, or to be loaded into the same memory. A collective.
+    """Return `{"model": ..., "optimizer": ...}`, to be saved or loaded into the same memory. Collective.
 
-    A tensor of the model is stored as `<prefix><its name>`, without the wrappers' parts of the name; the optimizer's
-    state as `<prefix>optimizer.state.<parameter's name>.<its name>`. Parameter groups, with names for their parameters,
-    and what is no tensor are in the common part. Of tensors that several ranks hold whole, a parameter and its state
-    are stored by one rank, and all of them spread over the ranks by bytes; buffers are rank 0's.
+    A tensor of the model is stored as `<prefix><name>`, with the wrappers' parts removed from the name; optimizer state
+    as `<prefix>optimizer.state.<parameter name>.<state name>`. Parameter groups, which refer to parameters by name, and
+    values that are not tensors are in the common part. If several ranks hold a whole parameter, one rank stores it
+    together with its optimizer state, and the parameters are distributed over the ranks by bytes; rank 0 stores
+    buffers.
 
-    Raises `CheckpointingException`, the same on every rank, for a parameter of the optimizer that is none of the
-    model's, two names that are one without the wrappers, DTensors that cannot be stored, and whatever a model's own
-    hooks raised on one of them.
+    Raises `CheckpointingException`, the same on every rank, for an optimizer parameter that is not in the model, names
+    that collide once the wrappers' parts are removed, DTensors that cannot be stored, and errors of a model's own hooks
+    on any rank.
     """
     found: ShardedStateDict = {}
     copies: list[ReplicatedEntry] = []
@@ -58,14 +60,14 @@ def sharded_state_dict(
         found["model"] = model_map(model, prefix, copies)
         if optimizer is not None:
             found["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
-    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+    except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)
     return found
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by its identity; of one that has several names the first."""
+    """Return the names of the parameters by their identities; the first name of a shared parameter."""
     return {id(each): clean_name(model, raw) for raw, each in model.named_parameters()}
 
 
@@ -77,9 +79,10 @@ def model_map(
     state: Mapping[str, Any] | None = None,
     together: str = "",
 ) -> dict[str, Any]:
-    """The entries of a model, or of its `state` dict as somebody has changed it; `copies` get theirs.
+    """Return the sharded entries of a model, or of its `state` dict as modified by the caller.
 
-    `together`: what stands before a parameter's name where its copy and those of its state are stored by one rank.
+    Appends the replicated entries to `copies`. A parameter and its optimizer state form a group that one rank stores;
+    `together` is the prefix of the parameter name in the name of the group.
     """
     parameters = {clean_name(model, raw) for raw, _ in model.named_parameters(remove_duplicate=False)}
     entries: dict[str, Any] = {}
@@ -89,7 +92,7 @@ def model_map(
             raise CheckpointingException(f"two parts of the model are called {name!r} without their wrappers")
         if isinstance(value, torch.Tensor):
             copy = as_sharded(prefix + name, value, together + name if name in parameters else None)
-        else:  # what a module keeps beside its tensors
+        else:  # extra state of a module (`get_extra_state`)
             copy = ReplicatedEntry(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
         if copy is not None:
             copies.append(copy)
@@ -98,7 +101,7 @@ def model_map(
 
 
 def clean_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or a buffer of the model without the parts that wrappers put in."""
+    """Return the name of a parameter or buffer of the model without the parts that wrappers add."""
     kept, module = [], model
     for part in name.split("."):
         wraps = part in _INNER or (part == "module" and isinstance(module, DistributedDataParallel | DataParallel))
@@ -109,10 +112,11 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 
 class OptimizerMap(Expecting):
-    """`{"state": {parameter's name: {name: shard or value}}, "param_groups": [...]}`.
+    """Optimizer part of a map: `{"state": {parameter name: {name: shard or value}}, "param_groups": [...]}`.
 
-    An optimizer that has not stepped has no state. On load, state that is stored for its parameters is expected:
-    what has the parameter's global shape is sharded like the parameter, all else is whole on each rank.
+    An optimizer that has not stepped has no state yet. On load, `expected` adds the stored state of its parameters:
+    state with the parameter's global shape is sharded like the parameter, all other state is loaded whole on every
+    rank.
     """
 
     def __init__(self, content: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], start: str) -> None:
@@ -121,9 +125,9 @@ class OptimizerMap(Expecting):
         self.start = start
 
     def expected(self, stored: Stored) -> dict[str, Any]:
-        """With shards, of new memory, for the state that is stored and not here yet.
+        """Return the map with newly allocated shards for state that is stored but not present yet.
 
-        Raises `CheckpointingException` for stored state that is more than one tensor, as LBFGS has it.
+        Raises `CheckpointingException` for stored state that is a list of tensors, as LBFGS has it.
         """
         state = {name: dict(values) for name, values in self["state"].items()}
         for key, (shape, dtype) in stored.items():
@@ -143,7 +147,10 @@ class OptimizerMap(Expecting):
         return {**self, "state": state}
 
     def _parted(self, rest: str) -> tuple[str, str]:
-        """The parameter's name, the longest there is, and its state's; names may contain dots."""
+        """Split a key into parameter name and state name.
+
+        Both may contain dots; the longest parameter name wins.
+        """
         name, what = rest, ""
         while name:
             name, dot, last = name.rpartition(".")
@@ -166,13 +173,13 @@ def _expected_shard(
         return ShardedTensor(
             key, data, dtype, place.local_shape, place.global_shape, place.global_offset, place.axis_fragmentations
         )
-    # A count of steps is kept on the CPU, where optimizers want it; loading moves it where they do not.
+    # Optimizers keep scalars, such as the step count, on the CPU. Where they do not, loading moves the value.
     device = copy.entry.data.device if shape else torch.device("cpu")
     return ShardedTensor.from_rank_offsets(key, torch.empty(shape, dtype=dtype, device=device))
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
-    """The parameters of each group, with their names."""
+    """Return the parameters of every group with their names."""
     found = []
     for index, group in enumerate(optimizer.param_groups):
         for position, each in enumerate(group["params"]):
@@ -188,9 +195,9 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
 def optimizer_map(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[ReplicatedEntry]
 ) -> OptimizerMap:
-    """The entries of an optimizer whose parameters have these `names`, by identity; `copies` get theirs.
+    """Return the sharded entries of an optimizer; `names` are the names of its parameters by identity.
 
-    `start`: what stands before a parameter's name in the keys of its state.
+    Appends the replicated entries to `copies`. `start` is the prefix of the parameter names in the keys of the state.
     """
     state: dict[str, dict[str, Any]] = {}
     groups = _groups(optimizer, names)
@@ -214,11 +221,12 @@ def optimizer_map(
 
 
 def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: StateDict) -> None:
-    """Put back what was loaded for a map of `sharded_state_dict`, with local parts or DTensors in place of its shards.
+    """Load a restored `sharded_state_dict` into the model and the optimizer.
 
-    What was loaded into the model's own memory is there already; the rest is copied. The optimizer's state is made
-    where it was not there yet, with the dtypes that were stored. Raises `CheckpointingException` for a name that the
-    model or the optimizer does not have, another shape, and parameter groups of other parameters.
+    `loaded` has local parts or DTensors in place of the shards. Values that were loaded into the model's own memory are
+    in place already; the rest is copied. Missing optimizer state is created, with the stored dtypes. Raises
+    `CheckpointingException` for a name that the model or the optimizer does not have, a different shape, and parameter
+    groups with other parameters.
     """
     load_model(model, loaded.get("model", {}))
     if optimizer is not None and "optimizer" in loaded:
@@ -226,7 +234,7 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Put back what was loaded for a `model_map`."""
+    """Load the restored values of a `model_map` into the model."""
     own = model.state_dict()
     raw_names = {clean_name(model, raw): raw for raw in own}
     if unknown := sorted(values.keys() - raw_names.keys()):
@@ -235,7 +243,7 @@ def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         there = own[raw_names[name]]
         if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-            value = _laid_out(name, value, there)  # noqa: PLW2901 - the same, as the model has it
+            value = _laid_out(name, value, there)  # noqa: PLW2901 - the same value in the model's layout
             if value is there or _same_memory(value, there):
                 continue
         state[raw_names[name]] = value
@@ -255,7 +263,7 @@ def _same_memory(value: torch.Tensor, there: torch.Tensor) -> bool:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict) -> None:
-    """Put back what was loaded for an `optimizer_map`."""
+    """Load the restored values of an `optimizer_map` into the optimizer."""
     groups = _groups(optimizer, names)
     stored = loaded.get("param_groups", [{} for _ in groups])
     if len(stored) != len(groups):
@@ -279,7 +287,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
     }
     by_number = {numbers[name]: values for name, values in state.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
-    for name, values in state.items():  # torch gives all state its parameter's dtype
+    for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
         own_state = optimizer.state[parameters[name]]
         for what, value in values.items():
             if isinstance(value, torch.Tensor) and own_state[what].dtype != value.dtype:
@@ -287,7 +295,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
 
 
 def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
-    """A local part of what is sharded like its parameter as a DTensor; all else as it is."""
+    """Convert a local part that is sharded like its parameter to a DTensor.
+
+    Returns other values unchanged.
+    """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     sharded = value.dim() and value.shape == local_part(parameter).shape
@@ -301,12 +312,12 @@ def sharded_state_dicts(
     states: Mapping[str, Mapping[str, Any]] | None = None,
     gather: Gather = gather_objects,
 ) -> ShardedStateDict:
-    """Map several models and optimizers: `{"models": {name: ...}, "optimizers": {name: ...}}`. A collective.
+    """Map several models and optimizers: `{"models": {name: ...}, "optimizers": {name: ...}}`. Collective.
 
-    A tensor of a model is stored as `<model's name>.<its name>`, an optimizer's state as
-    `<optimizer's name>.state.<model's name>.<parameter's name>.<its name>`. A parameter that is no model's is called
-    `<optimizer's name>.<its group>.<its position>`; its values are not stored. `states`: state dicts of models that
-    stand for what the models have now; a model without one is left out.
+    A tensor of a model is stored as `<model name>.<name>`, optimizer state as `<optimizer name>.state.<model
+    name>.<parameter name>.<state name>`. A parameter outside of all models is named `<optimizer
+    name>.<group>.<position>`; its values are not stored. `states` are state dicts by model name, used in place of the
+    models' current ones; a model without one is left out.
 
     Raises as `sharded_state_dict` does.
     """
@@ -321,14 +332,17 @@ def sharded_state_dicts(
         names = _names_of_all(models, optimizers)
         for name, optimizer in optimizers.items():
             found["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
-    except Exception as raised:  # noqa: BLE001 - every rank raises it, instead of waiting for this one
+    except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)
     return found
 
 
 def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict) -> None:
-    """Put back what was loaded for a map of `sharded_state_dicts`. Raises as `load_sharded_state_dict` does."""
+    """Load a restored `sharded_state_dicts` into the models and optimizers.
+
+    Raises as `load_sharded_state_dict` does.
+    """
     for name, model in models.items():
         if name in loaded.get("models", {}):
             load_model(model, loaded["models"][name])
@@ -339,7 +353,7 @@ def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: Sta
 
 
 def _names_of_all(models: Models, optimizers: Optimizers) -> dict[int, str]:
-    """Return the names of all parameters by their identities; of a parameter that has several names the first."""
+    """Return the names of all parameters by their identities; the first name of a shared parameter."""
     names: dict[int, str] = {}
     for name, model in models.items():
         for raw, parameter in model.named_parameters():

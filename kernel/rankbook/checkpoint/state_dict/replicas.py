@@ -1,7 +1,7 @@
-"""Which of several copies is the one that is stored.
+"""Choose which replica of an entry is stored, by assigning replica ids collectively.
 
-Owns: replica ids of entries that nobody has given any: rank 0's copy, or spread over the ranks by bytes. Refuses:
-entries of a map that a person wrote; those ids are the person's.
+Used for entries without replica ids: the first rank's copy is stored, or entries are distributed over the ranks by
+bytes. Replica ids that a user has set in a map are left alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Gather: TypeAlias = Callable[[Any], list[Any]]
 
 @dataclass
 class ReplicatedEntry:
-    """An entry of which other ranks may hold copies.
+    """An entry that other ranks may hold copies of.
 
-    holders: the ranks that together hold whole copies of the global tensor: a mesh's, or this rank alone. index, count:
-    which of the copies within the holders it is, of how many. nbytes: of the whole global tensor. together: entries of
-    one name are stored by one rank, and spread over the ranks; None: the first rank stores it.
+    holders: the ranks that together hold whole copies of the global tensor: those of a mesh, or this rank alone. index,
+    count: which of the `count` copies within the holders this entry belongs to. nbytes: size of the global tensor in
+    bytes. together: entries with the same name are stored by one rank, and the names are distributed over the ranks;
+    None: the first rank stores the entry.
     """
 
     entry: ShardedTensor | ShardedObject
@@ -39,22 +40,22 @@ class ReplicatedEntry:
 
 
 def this_rank() -> int:
-    """Its number in the default process group; 0 without one."""
+    """Return the rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """That of the default process group; 1 without one."""
+    """Return the size of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def control_device() -> str:
-    """Where the default process group can reduce a few numbers: the CPU, where it has gloo."""
+    """Return the device on which the default process group reduces small tensors: the CPU if it has gloo."""
     return "cpu" if "gloo" in str(dist.get_backend()) else f"cuda:{torch.cuda.current_device()}"
 
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pickles
-    """What each rank of the default process group gives, by rank. A collective."""
+    """Gather a picklable value from all ranks of the default process group, in rank order. Collective."""
     found: list[Any] = [value] * world_size()
     if len(found) > 1:
         dist.all_gather_object(found, value)
@@ -64,23 +65,29 @@ def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pic
 def assign_replica_ids(
     copies: Sequence[ReplicatedEntry], gather: Gather = gather_objects, *, error: Exception | None = None
 ) -> None:
-    """Set the replica id of every entry: 0 on the rank that stores it. A collective: each rank calls it.
+    """Set the replica id of every entry: 0 on the rank that stores it. Collective; all ranks must call it.
 
-    A rank need not hold what others hold: of the ranks that hold a key, one stores it. `error`: what this rank raised
-    instead of having copies to offer; then all ranks raise `CheckpointingException` with what it says.
+    Ranks may hold different keys; one of the ranks that hold a key stores it. `error` is the exception that this rank
+    raised while it prepared its entries, if any; then all ranks raise `CheckpointingException` with its message.
     """
     places = _places([each for each in copies if len(each.holders) < world_size()], gather, error)
     placed = [(each, places.get(each.entry.key, [each.holders])) for each in copies]
     owners = _owners(placed)
     for each, meshes in placed:
         total = len(meshes) * each.count
+        # Number the copies of all meshes in order, then rotate, so that the owner's copy gets replica id 0.
         index = meshes.index(each.holders) * each.count + each.index
         each.entry.replica_id = (index - owners.get(_group(each, meshes), 0)) % total
 
 
 def _places(copies: Iterable[ReplicatedEntry], gather: Gather, error: Exception | None) -> dict[str, list[Holders]]:
-    """For each key all meshes that hold it, in order. Where all ranks hold the same it takes one short exchange."""
+    """Return the meshes that hold every key, sorted.
+
+    All ranks first exchange a digest of what they hold. If it is the same everywhere and no key is on a mesh, every
+    rank holds every key, and the keys themselves need not be exchanged.
+    """
     rank, world = this_rank(), world_size()
+    # () stands for "this rank alone", so that ranks that hold the same keys send the same digest.
     held = sorted({(each.entry.key, () if each.holders == (rank,) else each.holders) for each in copies})
     own = "" if error is None else str(error)
     if error is not None and not isinstance(error, CheckpointingException):
@@ -104,7 +111,11 @@ def _group(copy: ReplicatedEntry, meshes: Sequence[Holders]) -> tuple[str | None
 def _owners(
     placed: Sequence[tuple[ReplicatedEntry, list[Holders]]],
 ) -> dict[tuple[str | None, tuple[Holders, ...], int], int]:
-    """Which copy of each group is stored: the largest group first, each to who has least of its like so far."""
+    """Return the copy to store for every group of entries.
+
+    Assigns greedily: the largest group first, to the copy with the fewest bytes so far among equal meshes. The result
+    is deterministic, so the ranks of a mesh agree without communication.
+    """
     groups: dict[tuple[str | None, tuple[Holders, ...], int], int] = {}
     for each, meshes in placed:
         if each.together is not None:

@@ -1,7 +1,7 @@
-"""The sharding map: which part of which global tensor or object a local one is.
+"""Entries of a sharded state dict: the mapping from local tensors and objects to global ones.
 
-The names, fields and methods are those of Megatron-Core's `dist_checkpointing.mapping`. An entry knows nothing of other
-ranks: whether all shards fit together is found by the plan of the save.
+The names, fields and methods are those of Megatron-Core's `dist_checkpointing.mapping`. An entry is validated on its
+own; whether the shards of all ranks fit together is checked by `planning.save_plan`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOTHING = object()
 
 
 class ShardedBase(ABC):
-    """An entry of a sharded state dict: a local object, and what of which global object it is."""
+    """Base class of the entries of a sharded state dict: a local object and its place in a global one."""
 
     key: str
     data: object
@@ -59,11 +59,11 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Raise `CheckpointingException` where its attributes do not agree."""
+        """Raise `CheckpointingException` if the attributes are inconsistent."""
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
-        """Return a new one with `data=None`."""
+        """Return a copy with `data=None`."""
 
 
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
@@ -75,17 +75,17 @@ def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """A local tensor as a part of a global one, which all ranks' parts make up.
+    """A local tensor as a shard of a global tensor.
 
-    key: names the global tensor. data: the local part, or None where only the map matters. dtype: of the data.
-    local_shape, global_shape, global_offset: in elements; the global ones count the prepended axes.
-    axis_fragmentations: how many chunks each global axis is cut into, None for an irregular grid. replica_id: which of
-    the copies it is (see `is_main_replica`). prepend_axis_num: how many axes of the global tensor come before the local
-    ones; the local part has one element along each. allow_shape_mismatch: on load the stored tensor may have another
-    global shape: what overlaps is copied into zeros. flattened_range: a part of a flattened shard; the field is kept
-    for its name's sake, its use has ended.
+    key: name of the global tensor. data: the local shard, or None if only the metadata is needed. dtype: dtype of the
+    data. local_shape, global_shape, global_offset: in elements; the global ones include the prepended axes.
+    axis_fragmentations: number of chunks along every global axis, None for an irregular grid. replica_id: which replica
+    this is (see `is_main_replica`). prepend_axis_num: number of global axes before the local ones; the shard has one
+    element along any of them. allow_shape_mismatch: on load, accept a stored tensor of another global shape: the
+    overlap is copied, the rest is zero. flattened_range: not supported; kept for compatibility with Megatron-Core's
+    signature.
 
-    Raises `CheckpointingException`, when it is made, where these do not agree.
+    Raises `CheckpointingException` on construction if the fields are inconsistent.
     """
 
     key: str
@@ -104,7 +104,7 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raises `CheckpointingException` for the first of the attributes that does not fit the others."""
+        """Raise `CheckpointingException` for the first inconsistent field."""
         if self.data is not None:
             if self.data.dtype != self.dtype:
                 raise self._error(f"its data is {self.data.dtype}, not {self.dtype}")
@@ -146,11 +146,14 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether all chunks of the global tensor have the same shape, on a grid."""
+        """Return True if all chunks of the global tensor have the same shape, on a regular grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Which part of the global tensor it is: `global_tensor[shard.global_slice()]`. Prepended axes are integers."""
+        """Return the index of the shard in its global tensor: `global_tensor[shard.global_slice()]`.
+
+        Prepended axes are integers, the others slices.
+        """
         inner = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
         return (
             *self.global_offset[: self.prepend_axis_num],
@@ -158,9 +161,9 @@ class ShardedTensor(ShardedBase):
         )
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Which chunk it is in the grid of all chunks, per global axis.
+        """Return the index of the shard in the grid of all chunks, per global axis.
 
-        Raises `CheckpointingException` for an offset that is no multiple of the local shape.
+        Raises `CheckpointingException` if an offset is not a multiple of the local shape.
         """
         try:
             return layout.chunk_index(self.global_offset, self.local_shape, self.prepend_axis_num)
@@ -168,10 +171,10 @@ class ShardedTensor(ShardedBase):
             raise self._error(str(error)) from error
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """How many elements a chunk has along each global axis.
+        """Return the number of elements of a chunk along every global axis.
 
-        Raises `CheckpointingException` for an irregular grid, and, unless `allow_shape_mismatch`, where a global axis
-        does not divide into its fragments.
+        Raises `CheckpointingException` for an irregular grid, and if a global axis does not divide evenly into its
+        fragments, unless `allow_shape_mismatch` is set.
         """
         if self.axis_fragmentations is None:
             raise self._error("its grid is irregular, its chunks have no one size")
@@ -181,7 +184,7 @@ class ShardedTensor(ShardedBase):
             raise self._error(str(error)) from error
 
     def without_data(self) -> ShardedTensor:
-        """A new one with `data=None`."""
+        """Return a copy with `data=None`."""
         return replace(self, data=None)
 
     @classmethod
@@ -193,14 +196,14 @@ class ShardedTensor(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         flattened_range: None = None,
-        **init_kwargs: Any,  # noqa: ANN401 - more of the fields
+        **init_kwargs: Any,  # noqa: ANN401 - further fields
     ) -> ShardedTensor:
-        """A shard whose place is told in ranks, on a regular grid.
+        """Create a shard on a regular grid from its position in numbers of chunks.
 
-        Each of `rank_offsets`, `(axis, offset, fragments)`, says that this global axis (prepended ones count) is cut
-        into `fragments` chunks, of which `data` is number `offset`. Other axes are whole. `init_kwargs`: more fields.
-        Raises `CheckpointingException` for an axis that is negative, too large or named twice, fewer than one
-        fragment, an offset not below its fragments, or a `flattened_range`.
+        An element `(axis, offset, fragments)` of `rank_offsets` says that the global axis (prepended ones count) is cut
+        into `fragments` chunks, of which `data` is number `offset`. Other axes are not sharded. `init_kwargs` are
+        further fields. Raises `CheckpointingException` for an axis that is out of range or named twice, fewer than one
+        fragment, an offset that is not smaller than the number of fragments, or a `flattened_range`.
         """
         if flattened_range is not None:
             raise CheckpointingException(
@@ -225,16 +228,17 @@ class ShardedTensor(ShardedBase):
         )
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Make its data, where it has none, as `init_fn(local_shape, dtype=, device=)`."""
+        """Allocate missing data with `init_fn(local_shape, dtype=, device=)`."""
         if self.data is None:
             self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """As `torch.narrow`, where every rank narrows its local tensor likewise: a list of one, on the same storage.
+        """Narrow the shard like `torch.narrow`; return a list of one shard, which shares the storage.
 
-        `dim` does not count prepended axes. The global shape and offset shrink as `length` to the local size. Raises
-        `CheckpointingException` for a dim or a range that is not there, and where the global size or the offset is no
-        multiple of the local size: the ranks' parts would no longer fit together.
+        All ranks must narrow their shards likewise. `dim` does not count prepended axes. The global shape and offset
+        are scaled by `length` / local size. Raises `CheckpointingException` for a dim or range out of bounds, and if
+        the global size or offset is not a multiple of the local size, because the ranks' shards would no longer fit
+        together.
         """
         size = self.local_shape[dim] if -len(self.local_shape) <= dim < len(self.local_shape) else -1
         if not 0 <= start <= start + length <= size:
@@ -264,25 +268,25 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 class LocalNonpersistentObject:
-    """An object that is not stored; on load the local one is put back into its place."""
+    """An object that is not stored: a load returns the local object in its place."""
 
     def __init__(self, obj: Any) -> None:  # noqa: ANN401 - anything
         self.obj = obj
 
     def unwrap(self) -> Any:  # noqa: ANN401 - anything
-        """The object itself."""
+        """Return the object."""
         return self.obj
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """A local object as one element of a grid of objects, which all ranks' objects make up.
+    """A local object as one element of a global grid of objects.
 
-    key: names the grid. data: the object, or None where only the map matters. global_shape, global_offset: the grid's
-    shape and the place in it, in objects; unlike a tensor it cannot be loaded onto another grid. replica_id: which of
-    the copies it is.
+    key: name of the grid. data: the object, or None if only the metadata is needed. global_shape, global_offset: shape
+    of the grid and position in it, in objects; unlike a tensor, it cannot be loaded onto another grid. replica_id:
+    which replica this is.
 
-    Raises `CheckpointingException`, when it is made, where shape and offset have different numbers of axes.
+    Raises `CheckpointingException` on construction if shape and offset have different numbers of axes.
     """
 
     key: str
@@ -295,7 +299,7 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raises `CheckpointingException` where shape and offset have different numbers of axes."""
+        """Raise `CheckpointingException` if shape and offset have different numbers of axes."""
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(
                 f"object {self.key!r}: its global shape {tuple(self.global_shape)} and its global offset "
@@ -303,12 +307,12 @@ class ShardedObject(ShardedBase):
             )
 
     def without_data(self) -> ShardedObject:
-        """A new one with `data=None`."""
+        """Return a copy with `data=None`."""
         return replace(self, data=None)
 
     @property
     def unique_key(self) -> str:
-        """What it is stored under: `<key>/shard_<offset joined by .>_<shape joined by .>`."""
+        """Return the key it is stored under: `<key>/shard_<offset joined by .>_<shape joined by .>`."""
         offset, shape = (".".join(map(str, each)) for each in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
@@ -317,10 +321,10 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The object that has this `unique_key`, with `data=None`.
+        """Create the object with this `unique_key` and `data=None`.
 
-        The key itself may contain "/". Where the shape has fewer axes than the offset, as in old checkpoints, it is
-        filled with −1. Raises `CheckpointingException` for what is no unique key.
+        The key itself may contain "/". If the shape has fewer axes than the offset, as in old checkpoints, it is padded
+        with -1. Raises `CheckpointingException` for an invalid unique key.
         """
         key, slash, shard = unique_key.rpartition("/")
         try:
@@ -337,11 +341,11 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """Turns a tensor into a sharded state dict before it is saved, and back after it was loaded.
+    """Transformation of a tensor into a sharded state dict on save, and back on load.
 
-    `build_fn(key, data, replica_id, flattened_range)` makes the sharded state dict and must depend on nothing else, so
-    that an optimizer can apply it to its state as to the parameter. `merge_fn(loaded)` is its inverse. What is built
-    may hold factories again.
+    `build_fn(key, data, replica_id, flattened_range)` creates the sharded state dict; it must depend on its arguments
+    alone, so that an optimizer can apply it to its state as to the parameter. `merge_fn(loaded)` is its inverse. The
+    built state dict may contain factories again.
     """
 
     key: str
@@ -352,22 +356,22 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> ShardedStateDict:
-        """The sharded state dict that stands for the tensor."""
+        """Build the sharded state dict that replaces the tensor."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing to check: what counts is what it builds."""
+        """Do nothing: the entries are validated when they are built."""
 
     def without_data(self) -> ShardedTensorFactory:
-        """A new one with `data=None`."""
-        return replace(self, data=None)  # type: ignore[arg-type]  # as for all entries
+        """Return a copy with `data=None`."""
+        return replace(self, data=None)  # type: ignore[arg-type]  # None, as in the other entries
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Put what each factory builds into its place, in dicts, lists and tuples, at any depth.
+    """Replace factories by what they build, in dicts, lists and tuples, at any depth.
 
-    Dicts and lists are changed in place; a tuple is replaced by a new one where it holds a factory. Raises
-    `CheckpointingException` where the outermost object is itself a factory or such a tuple.
+    Dicts and lists are modified in place; a tuple that contains a factory is replaced by a new one. Raises
+    `CheckpointingException` if the outermost object is itself a factory or such a tuple.
     """
     if _applied(sharded_state_dict) is not sharded_state_dict:
         raise CheckpointingException(
@@ -378,7 +382,8 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 def _applied(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
     if isinstance(value, ShardedTensorFactory):
         built = value.build()
-        # What is merged later has to know what was built inside; no field, for the fields are the map's.
+        # Remember the factories within the built state dict for the merge, in an attribute: the dataclass fields are
+        # Megatron-Core's.
         vars(value)["_inner"] = factories_of(built)
         return _applied(built)
     if isinstance(value, dict):
@@ -394,9 +399,9 @@ def _applied(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
 
 
 def factories_of(sharded_state_dict: Any) -> Any:  # noqa: ANN401 - any part of a state dict
-    """Its factories, as `apply_factory_merges` wants them: dicts and lists as dicts, with nothing else in them.
+    """Return the factories as nested dicts of keys and indices, in the form that `apply_factory_merges` expects.
 
-    A factory alone is returned as it is; `{}` where there is none.
+    A single factory is returned as it is; without factories, returns `{}`.
     """
     if isinstance(sharded_state_dict, ShardedTensorFactory):
         return sharded_state_dict
@@ -410,12 +415,12 @@ def factories_of(sharded_state_dict: Any) -> Any:  # noqa: ANN401 - any part of 
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: Path = ()) -> StateDict:
-    """Merge what was loaded into `x1` where `x2` has a factory; `x1` is changed in place and returned.
+    """Merge loaded values into `x1` where `x2` has a factory; modify `x1` in place and return it.
 
-    `x2` has factories at some of the places of `x1`; a list or tuple of `x1` may stand there as a list of the same
-    length, or as a dict by integers. `key` is the path to here, for messages. Raises `CheckpointingException` with
-    the whole path for a key that is missing, lists of different lengths, a key of a list that is no integer or out of
-    bounds, and for anything else that is no factory.
+    `x2` has factories at some of the paths of `x1`; a list or tuple of `x1` corresponds to a list of the same length,
+    or to a dict with integer keys. `key` is the path of `x1`, for error messages. Raises `CheckpointingException` with
+    the whole path for a missing key, lists of different lengths, a list index that is not an integer or out of bounds,
+    and any leaf of `x2` that is not a factory.
     """
     merged: StateDict = _merged(x1, x2, key)
     return merged

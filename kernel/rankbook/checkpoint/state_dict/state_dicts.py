@@ -1,11 +1,11 @@
-"""Sharded state dicts: taken apart into what is stored in which way, and put together again.
+"""Partition sharded state dicts into tensors, objects and the common part, and assemble loaded ones.
 
-Owns: what counts as a container, which leaf is which kind of entry, the common rest. Refuses: files.
+`partition` takes a sharded state dict apart, `Split.assemble` rebuilds it from loaded values, and `as_sharded` and
+`as_dtensor` convert between torch's tensors and shards.
 
-Containers are dicts, lists and tuples (named ones too); an empty one is a leaf. A *path* is the keys and indices that
-lead to a leaf; where a tensor has no key of its own, it is its path, joined by ".".
-
-Torch's tensors as shards of the map, and back.
+Containers are dicts, lists and tuples, including named tuples; an empty container is a leaf. A *path* consists of the
+keys and indices that lead to a leaf. A tensor without a key of its own is stored under its path, joined by ".". The
+*common part* consists of the leaves that are not sharded: plain values, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from rankbook.errors import CheckpointingException
 
 Path: TypeAlias = tuple[Any, ...]
 Stored: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
-"""The tensors of a checkpoint: from key to global shape and dtype, "float32"."""
+"""The tensors of a checkpoint: maps a key to global shape and dtype name, such as "float32"."""
 
 _MISSING = object()
 
 
 class Expecting(dict[str, Any]):
-    """A part of a sharded state dict that, on load, also takes what is not there yet."""
+    """Part of a sharded state dict that, on load, also accepts stored entries that it does not have yet."""
 
     def expected(self, stored: Stored) -> dict[str, Any]:
-        """This part with an entry for all that belongs to it of what is stored."""
+        """Return this part with entries for everything stored that belongs to it."""
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ def _rebuilt(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa:
 
 
 def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 - any part of a state dict
-    """Each leaf with its path, in order."""
+    """Return all leaves with their paths, in order."""
     children = _children(sharded_state_dict)
     if children is None:
         return [((), sharded_state_dict)]
@@ -81,9 +81,9 @@ def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 
 
 
 def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noqa: ANN401 - of the container's kind
-    """The containers of `container` with other leaves, as `flatten` has them.
+    """Return the containers of `container` with other leaves; the inverse of `flatten`.
 
-    Raises `CheckpointingException` for paths that are not those of `container`.
+    Raises `CheckpointingException` if the paths differ from those of `container`.
     """
     given = dict(leaves)
     paths = [path for path, _ in flatten(container)]
@@ -94,7 +94,7 @@ def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noq
 
 
 def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:  # noqa: ANN401 - any part
-    """The same containers, with `function(path, leaf)` for each leaf."""
+    """Return the same containers, with every leaf replaced by `function(path, leaf)`."""
     children = _children(value)
     if children is None:
         return function(path, value)
@@ -102,9 +102,9 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
 
 
 def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
-    """The state dict that has these leaves at these paths.
+    """Build a state dict from leaves and their paths.
 
-    A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, a state dict.
+    A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, another state dict.
     """
     made = _Node()
     for path, leaf in leaves:
@@ -116,11 +116,11 @@ def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # 
 
 
 def normalize_path(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
-    """A path as `like` has it: its dicts may have a number as a key where the path has that number as text."""
+    """Return a path with the key types of `like`: digits as text become a number if the dict there has that key."""
     found = []
     for key in path:
         if isinstance(like, dict) and key not in like and str(key).isdecimal() and int(key) in like:
-            key = int(key)  # noqa: PLW2901 - the same key
+            key = int(key)  # noqa: PLW2901 - the same key, as a number
         found.append(key)
         like = _below(like, key)
     return tuple(found)
@@ -131,7 +131,7 @@ def _below(value: Any, key: Any) -> Any:  # noqa: ANN401 - any part of a state d
 
 
 class _Node(dict[Any, Any]):
-    """A container that is made here, and no leaf."""
+    """Container that `nest` creates, as opposed to a dict that is a leaf."""
 
 
 def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a container
@@ -148,9 +148,10 @@ def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a con
 
 @dataclass
 class TensorEntry:
-    """One shard, and the tensor that stood in its place: a DTensor comes back as a DTensor.
+    """A shard, and the tensor that it replaces in the state dict: a DTensor is restored as a DTensor.
 
-    Its properties are what a plan asks for; there the local shape counts prepended axes, with one element each.
+    The properties are those that the planner needs (see `LocalShard`); `local_shape` includes prepended axes, with one
+    element along any of them.
     """
 
     path: Path
@@ -159,49 +160,50 @@ class TensorEntry:
 
     @property
     def key(self) -> str:
-        """The global tensor's."""
+        """Return the key of the global tensor."""
         return self.shard.key
 
     @property
     def dtype_name(self) -> str:
-        """As torch's, without the "torch."."""
+        """Return torch's dtype name without the "torch." prefix."""
         return str(self.shard.dtype).removeprefix("torch.")
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """In elements."""
+        """Return the global shape, in elements."""
         return tuple(self.shard.global_shape)
 
     @property
     def global_offset(self) -> tuple[int, ...]:
-        """In elements."""
+        """Return the offset in the global tensor, in elements."""
         return tuple(self.shard.global_offset)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """In elements, of all of the global tensor's axes."""
+        """Return the local shape along all axes of the global tensor, in elements."""
         return (1,) * self.shard.prepend_axis_num + tuple(self.shard.local_shape)
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the copy that is stored."""
+        """Return True if this replica is stored."""
         return is_main_replica(self.shard.replica_id)
 
     @property
     def allow_shape_mismatch(self) -> bool:
-        """Whether the stored tensor may have another global shape."""
+        """Return True if the stored tensor may have another global shape."""
         return self.shard.allow_shape_mismatch
 
     def restored(self, data: torch.Tensor) -> torch.Tensor:
-        """What comes back in its place, on the memory of the loaded local part."""
+        """Return the value that replaces the entry after a load, on the memory of the loaded local part."""
         return data if self.origin is None else as_dtensor(data, self.origin)
 
 
 @dataclass
 class Split:
-    """A sharded state dict taken apart: shards, objects, what stays local, and the common rest.
+    """A partitioned sharded state dict: tensors, objects, and the common part.
 
-    common: the rest in its containers; a list of which other parts are shards is a dict by index there.
+    common: the plain values in their containers; a list that also contains shards becomes a dict by index. containers:
+    the whole state dict with its leaves, after factories are applied. factories: see `factories_of`.
     """
 
     tensors: list[TensorEntry] = field(default_factory=list)
@@ -211,11 +213,12 @@ class Split:
     factories: Any = None
 
     def assemble(self, values: Mapping[Path, Any], common: StateDict) -> StateDict:
-        """The state dict with what was loaded in its place, factories merged.
+        """Return the state dict with the loaded values in place, and factories merged.
 
-        `values`: by path, of `tensors` and `objects`; those that are not there are left out, as is what their factory
-        would have merged. `common`: the stored one, of which everything comes back. Raises `CheckpointingException`
-        where an element of a list or tuple is not there, or a stored value stands where a container is.
+        values: the loaded `tensors` and `objects` by path. Entries without a value are left out, and so are the results
+        of their factories. common: the stored common part, which is returned completely. Raises
+        `CheckpointingException` if an element of a list or tuple is missing, or if a plain value is stored where the
+        state dict has a container.
         """
         missing = [path for path in self._paths() if path not in values]
         factories = _without(self.factories, missing, ())
@@ -236,13 +239,14 @@ def partition(
     stored: Stored | None = None,
     gather: Gather | None = gather_objects,
 ) -> Split:
-    """Take a sharded state dict apart; it is not changed.
+    """Partition a sharded state dict, without modifying it.
 
-    Factories are applied. Tensors and DTensors become shards: of copies rank 0's, or the first rank's that has one, is
-    the main replica, which all ranks settle with `gather`, a collective; None leaves the replica ids as they come, for
-    a load. `stored`: what a checkpoint holds, for parts that are `Expecting`. Raises `CheckpointingException`, on every
-    rank where there is a `gather`, for what is no dict, for tensors without a key whose paths spell the same, DTensors
-    that cannot be stored, and whatever a factory's `build_fn` raised.
+    Applies factories, and converts tensors and DTensors to shards. If several ranks hold copies, the first rank that
+    has one holds the main replica; ranks settle this with `gather`, which makes the call collective. With
+    `gather=None`, for a load, replica ids are left as they are. `stored` describes the checkpoint, for parts that are
+    `Expecting`. Raises `CheckpointingException`, on every rank if there is a `gather`, if the argument is not a dict,
+    for tensors without a key whose paths have the same spelling, for DTensors that cannot be stored, and for errors of
+    a factory's `build_fn`.
     """
     made, copies = Split(), list[ReplicatedEntry]()
     error = None
@@ -251,7 +255,7 @@ def partition(
     except Exception as raised:
         if gather is None:
             raise
-        error = raised  # every rank raises it, instead of waiting for this one
+        error = raised  # assign_replica_ids raises it on all ranks, so that none waits for this one
     if gather is not None:
         assign_replica_ids(copies, gather, error=error)
     return made
@@ -290,7 +294,7 @@ def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, cop
 
 
 def _fresh(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part of a state dict
-    """New containers with the same leaves, which factories may then be applied to."""
+    """Copy the containers but not the leaves, with `Expecting` parts expanded; factories are then applied in place."""
     if isinstance(value, Expecting) and stored is not None:
         value = value.expected(stored)
     children = _children(value)
@@ -300,7 +304,7 @@ def _fresh(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part
 
 
 def is_common(leaf: object) -> bool:
-    """Whether a leaf belongs to the common part: a plain value, the same on all ranks."""
+    """Return True if a leaf belongs to the common part: a plain value, the same on all ranks."""
     return not isinstance(leaf, ShardedBase | LocalNonpersistentObject | torch.Tensor | DTensor)
 
 
@@ -315,7 +319,7 @@ def _common(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
 
 
 def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: set[Path], path: Path) -> Any:  # noqa: ANN401
-    """The part of the state dict at `path`; `common` is what is stored of its common rest."""
+    """Return the part of the state dict at `path`; `common` is the stored common part there."""
     if path in gone:
         return _MISSING
     if isinstance(container, LocalNonpersistentObject):
@@ -348,7 +352,7 @@ def _factory_paths(factories: Any, path: Path) -> list[Path]:  # noqa: ANN401 - 
 
 
 def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noqa: ANN401 - as `factories_of` gives
-    """The factories of which everything is there."""
+    """Return the factories for which all entries were loaded."""
     if isinstance(factories, dict):
         found = {key: _without(below, missing, (*path, key)) for key, below in factories.items()}
         return {key: below for key, below in found.items() if below not in (None, {})}
@@ -356,10 +360,10 @@ def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noq
 
 
 def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
-    """A tensor as a shard, with the ranks that hold copies; None where this rank is not part of a DTensor's mesh.
+    """Convert a tensor to a shard, with the ranks that hold copies; None if this rank is not in a DTensor's mesh.
 
-    A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement, or
-    whose local part is not one box of the global tensor, and for a tensor that is sparse, nested or quantized.
+    A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement or
+    whose local part is not a single box of the global tensor, and for sparse, nested and quantized tensors.
     """
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
@@ -377,6 +381,8 @@ def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> R
     if coordinate is None:
         return None
     sizes = tuple(mesh.mesh.shape)
+    # Replicate placements number the copies: this rank has copy `index` of `count`. Shard placements cut a tensor dim,
+    # in the order of the mesh dims; `split_factor` belongs to the strided sharding of FSDP over tensor parallelism.
     cuts: dict[int, list[tuple[int, int, int]]] = {}
     index, count = 0, 1
     for placement, size, at in zip(tensor.placements, sizes, coordinate, strict=True):
@@ -412,15 +418,16 @@ def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> R
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, or the tensor itself, without its gradient's graph."""
+    """Return the local part of a DTensor, or a plain tensor itself, detached from the autograd graph."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def as_dtensor(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A local part as what `tensor` is: a DTensor of its mesh and placements, on the local part's memory, or itself.
+    """Convert a local part to the type of `tensor`: a DTensor of its mesh and placements, or a plain tensor.
 
-    A DTensor stays as it is. Raises `CheckpointingException` for a local part of another shape.
+    The result uses the local part's memory. A `local` that is a DTensor already is returned unchanged. Raises
+    `CheckpointingException` if the local part has another shape than that of `tensor`.
     """
     if isinstance(local, DTensor):
         return local

@@ -1,6 +1,8 @@
-"""What a storage is: five methods between a checkpoint and the place it lies in, and what some can do beside them.
+"""Define the storage protocol of checkpoints, and helpers that work with any storage.
 
-Owns: the protocol, which paths are allowed, how errors name them. Refuses: any storage.
+A `Storage` has five methods: write, read, list, move, remove. Three optional ones are found by name: `locked` (a lock
+for the whole storage), `create` (exclusive creation of a file) and `is_link`. Paths are relative to the storage's root
+and use "/". Every error is an OSError that names the path.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from typing import Any, Protocol
 from rankbook.checkpoint.format.checksums import Buffer
 
 SEALS = ("manifest.json", ".metadata")
-"""The files that make a folder a checkpoint. Where a folder cannot be moved or removed at once, they are moved last and
-removed first: what is left of a folder half way is not taken for a checkpoint."""
+"""Files that make a folder a checkpoint. When a folder cannot be moved or removed in one operation, these files are
+moved last and removed first, so that a half-moved folder is never mistaken for a checkpoint."""
 
 ASIDE = ".old"
-"""Added to the name of a folder that is being replaced, where two folders cannot be exchanged. Whoever finds it and
-not the folder itself reads it instead: the move was broken off."""
+"""Suffix of a folder that is being replaced, where two folders cannot be exchanged. If a reader finds it but not the
+folder itself, the replacement was interrupted, and the reader uses this folder."""
 
 _NUMBERS: dict[type[OSError], int] = {
-    # what fsspec raises with nothing but a path
+    # fsspec raises these with a path but without an errno
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
     FileExistsError: errno.EEXIST,
@@ -31,38 +33,38 @@ _NUMBERS: dict[type[OSError], int] = {
 
 
 class Storage(Protocol):
-    """Five methods between a checkpoint and the place it lies in."""
+    """Interface to the place where checkpoints are stored."""
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
-        """Write all parts into a new file, making its folders; it is durable on return. Returns the bytes written.
+        """Write all parts into a new file, and create its folders. Return the number of bytes written.
 
-        A file that is there is replaced. Where it fails nothing of the file is left.
+        The file is durable on return. An existing file is replaced. If the write fails, no part of the file remains.
         """
         ...
 
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """Read bytes from `start` into a buffer. Returns how many: fewer than it holds only at the file's end."""
+        """Read bytes from offset `start` into a buffer. Return their number: less than its size only at end of file."""
         ...
 
     def list(self, path: str = "") -> dict[str, int | None]:
-        """The names in a folder with their sizes in bytes, None for folders. Empty where there is no such folder."""
+        """Return the names in a folder with their sizes in bytes, None for folders; {} if the folder is missing."""
         ...
 
     def move(self, source: str, target: str) -> None:
-        """Give a file or folder another name, in place of what has that name now."""
+        """Rename a file or folder, replacing an existing target."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it. Nothing happens where there is none."""
+        """Remove a file, or a folder with its content. A missing path is not an error."""
         ...
 
 
 @contextmanager
 def locked_folder(storage: Storage) -> Iterator[None]:
-    """Hold a storage against all others that change which steps there are, as far as it can be held.
+    """Hold the lock of a storage, which guards all changes to its set of steps.
 
-    A storage with a method `locked` decides how; in any other only this process's own threads wait for each other. A
-    thread that holds it already goes on.
+    A storage with a method `locked` implements the lock; for any other storage only the threads of this process exclude
+    one another. The lock is reentrant per thread.
     """
     held: set[str] = _held.__dict__.setdefault("names", set())
     name = f"{type(storage).__name__} {storage}"
@@ -83,15 +85,15 @@ _in_this_process = threading.RLock()
 
 
 def is_link(storage: Storage, path: str) -> bool:
-    """Return whether a name is a symbolic link; a storage without a method `is_link` has none."""
+    """Return True if a name is a symbolic link; False for a storage without a method `is_link`."""
     check = getattr(storage, "is_link", None)
     return check is not None and bool(check(path))
 
 
 class NewFiles:
-    """A storage for files that must not be there yet: `write` raises FileExistsError where the file is there.
+    """Wrap a storage so that `write` raises FileExistsError for an existing file.
 
-    A storage with a method `create` decides at once; with any other the check comes before the write.
+    A storage with a method `create` does this atomically; for any other storage the check precedes the write.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -100,11 +102,11 @@ class NewFiles:
     def __str__(self) -> str:
         return str(self._storage)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all else is the storage's own
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - other attributes are the storage's
         return getattr(self._storage, name)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
-        """Write a new file."""
+        """Write a new file. Return 0 if the storage has a method `create`, otherwise the bytes written."""
         create = getattr(self._storage, "create", None)
         if create is not None:
             create(path, parts)
@@ -116,7 +118,7 @@ class NewFiles:
 
 
 def read_all(storage: Storage, path: str) -> bytes:
-    """A whole file. For small ones: it is read until its end, in steps that grow."""
+    """Return the content of a small file. It is read until end of file, in growing steps."""
     found, step = bytearray(), 64 * 1024
     while True:
         buffer = memoryview(bytearray(step))
@@ -128,7 +130,10 @@ def read_all(storage: Storage, path: str) -> bytes:
 
 
 def read_range(storage: Storage, path: str, start: int, length: int) -> bytearray:
-    """`length` bytes, or fewer at the file's end. Memory is taken as they come: a length may be anything."""
+    """Return `length` bytes from offset `start`, or fewer at end of file.
+
+    Memory is allocated as the bytes arrive, because the length may come from a damaged file.
+    """
     found, step = bytearray(), 64 * 1024
     while len(found) < length:
         buffer = memoryview(bytearray(min(step, length - len(found))))
@@ -141,7 +146,10 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
 
 
 def check_path(path: str) -> str:
-    """A manifest that was tampered with must not lead out of the storage."""
+    """Return a normalized relative path. Raise OSError if it leads out of the storage.
+
+    Paths come from manifests, which may have been tampered with.
+    """
     parts = PurePosixPath(path)
     if parts.is_absolute() or ".." in parts.parts or "\0" in path:
         raise OSError(errno.EINVAL, "not a path inside the checkpoint's folder", path)
@@ -150,7 +158,7 @@ def check_path(path: str) -> str:
 
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
-    """Calls on a descriptor raise errors that do not say which file it was."""
+    """Add the path to an OSError that has none, such as one from a file descriptor."""
     try:
         yield
     except OSError as error:

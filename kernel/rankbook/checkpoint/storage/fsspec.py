@@ -1,7 +1,7 @@
-"""Storages that fsspec can reach, in memory or far away.
+"""Store checkpoints in file systems of fsspec: object stores, memory, remote hosts.
 
-Owns: the order of what cannot be done at once there, so that it can be broken off anywhere. Refuses: what a checkpoint
-is.
+These have no atomic move or removal of a folder. Both are done file by file, in an order that can be interrupted at any
+point: a new folder gets its seals (`SEALS`) last, and an old one loses them first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rankbook.checkpoint.storage.base import ASIDE, SEALS, check_path, naming_fi
 
 
 class RemoteStorage:
-    """A place that fsspec knows. What it cannot do at once is done in an order that can be broken off anywhere."""
+    """Storage at a URL that fsspec can open."""
 
     remote = True
-    """Bytes are not cheaper the second time that they are read."""
+    """A second read of the same bytes costs as much as the first."""
 
     def __init__(self, url: str, filesystem: Any = None) -> None:  # noqa: ANN401 - fsspec has no types
         self.url = url.rstrip("/")
@@ -36,7 +36,7 @@ class RemoteStorage:
         return self.url
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
-        """See `Storage`: durable once the service has taken it."""
+        """See `Storage`. The file is durable when the service has accepted it."""
         target = self._at(path)
         written = 0
         with self._telling(path):
@@ -53,23 +53,24 @@ class RemoteStorage:
         return written
 
     def create(self, path: str, parts: Iterable[Buffer]) -> None:
-        """Write a file whole. Raises FileExistsError where there is one.
+        """Write a whole file. Raises FileExistsError if it exists.
 
-        Of two that try at the same time one succeeds, where the service can tell (S3, Google's, memory).
+        Of two concurrent calls one succeeds, if the service supports conditional creation (S3, Google Cloud Storage,
+        memory).
         """
         target, content = self._at(path), b"".join(bytes(part) for part in parts)
         with self._telling(path):
             self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 self._filesystem.pipe_file(target, content, mode="create")
-            except (NotImplementedError, TypeError, ValueError):  # a service, or an fsspec, that cannot
+            except (NotImplementedError, TypeError, ValueError):  # the service, or this version of fsspec, lacks it
                 self._filesystem.invalidate_cache(target)
                 if self._filesystem.exists(target):
                     raise FileExistsError(errno.EEXIST, "File exists", f"{self.url}/{path}") from None
                 self._filesystem.pipe_file(target, content)
 
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Storage`: by a ranged request, copied once."""
+        """See `Storage`. Uses one ranged request and one copy."""
         target = self._at(path)
         flat = as_bytes(into)
         with self._telling(path):
@@ -90,7 +91,11 @@ class RemoteStorage:
         return {name: None if each["type"] == "directory" else each["size"] for name, each in names.items()}
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage`: copies and removes, by way of `ASIDE` where the target is there."""
+        """See `Storage`. Copies, then removes the source; an existing target is kept under `ASIDE` meanwhile.
+
+        At any point of the sequence either the old or the new folder is complete with its seals, under its name or
+        aside.
+        """
         there = self.list(target)
         if not self._is_folder(source):
             with self._telling(source):
@@ -101,7 +106,7 @@ class RemoteStorage:
         if there.keys() & set(SEALS):
             self.remove(aside)
             self._copy_folder(target, aside)
-        self.remove(target)  # without a seal it is the rest of a folder, which may be whole aside
+        self.remove(target)  # without a seal: an incomplete folder, whose complete copy may be aside
         self._copy_folder(source, target)
         self.remove(source)
         self.remove(aside)
@@ -119,6 +124,7 @@ class RemoteStorage:
 
     def _copy_folder(self, source: str, target: str) -> None:
         entries = self.list(source)
+        # seals last, and `manifest.json` last of all
         for name in sorted(entries, key=lambda name: (name in SEALS, name == SEALS[0], name)):
             if entries[name] is None:
                 self._copy_folder(f"{source}/{name}", f"{target}/{name}")
@@ -135,14 +141,14 @@ class RemoteStorage:
         try:
             self._filesystem.rm_file(target)
         except FileNotFoundError:
-            pass  # it never came to be there
+            pass  # it was never created
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}".rstrip("/")
 
     @contextmanager
     def _telling(self, path: str) -> Iterator[None]:
-        """What the service's own client raises becomes an OSError that names the place."""
+        """Convert an exception of the service's client to an OSError that names the path."""
         try:
             with naming_file(f"{self.url}/{path}"):
                 yield

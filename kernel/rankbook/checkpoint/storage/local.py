@@ -1,9 +1,8 @@
-"""Where files go: the local storage, and which one a folder means.
+"""Store checkpoints in local and mounted folders: durable writes, ranged reads, atomic exchange of folders.
 
-Owns: durable writes, reads by range, the exchange of folders, and what a half-done one leaves. Refuses: to know what
-a checkpoint is, except which file makes one: it comes last and goes first.
-
-Paths are joined by "/" and relative to the storage's root. Every error is an OSError that names the path.
+`storage_of` returns the storage for a path or a URL. A file is durable after one fsync of the file and one of every
+folder with a new name in it. A folder is replaced in one system call where Linux and the file system support it
+(renameat2 with RENAME_EXCHANGE), otherwise in steps that can be interrupted at any point (`_move_in_steps`).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from typing import Any, Self
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes
 from rankbook.checkpoint.storage.base import ASIDE, SEALS, Storage, check_path, naming_file
 
-_MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # in one call, but for a single larger part; the system takes 1024 parts
-_FLUSHED = 32 * 1024 * 1024  # bytes after which the disk may begin
-_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no other
+_MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # per writev, except for a single larger part; IOV_MAX is 1024
+_FLUSHED = 32 * 1024 * 1024  # bytes after which a flush to disk is started
+_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 _LOCK_TIMEOUT = 300.0
 """Seconds to wait for the lock of a folder. It is held while old steps are removed, which may take long."""
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""What a file system answers that has no locks on folders, as NFS."""
+"""Errors from file systems that cannot lock folders, such as NFS."""
 
 
 def storage_of(folder: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage of a local folder or of a URL, "memory://x" or "s3://bucket/run"; a storage is returned as it is."""
+    """Return the storage for a local path or a URL such as "s3://bucket/run"; return a storage unchanged."""
     if isinstance(folder, str) and "://" in folder and not folder.startswith("file://"):
         from rankbook.checkpoint.storage.fsspec import RemoteStorage
 
@@ -50,7 +49,7 @@ def storage_of(folder: str | os.PathLike[str] | Storage) -> Storage:
 
 
 class LocalStorage:
-    """A folder of this machine, or one that is mounted here."""
+    """Storage in a local or mounted folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,10 +58,10 @@ class LocalStorage:
         return str(self.root)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
-        """See `Storage`: one fsync for the file, and one for each folder that has a new name in it."""
+        """See `Storage`. One fsync for the file, and one for every folder with a new name in it."""
         target = self._at(path)
         self._make(target.parent)
-        target.unlink(missing_ok=True)  # a hard link elsewhere keeps its bytes
+        target.unlink(missing_ok=True)  # do not overwrite the content of a hard link
         with naming_file(target):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -78,7 +77,12 @@ class LocalStorage:
         return written
 
     def create(self, path: str, parts: Iterable[Buffer]) -> None:
-        """Write a file whole and durable. Raises FileExistsError where there is one: of two that try one succeeds."""
+        """Write a whole file durably. Raises FileExistsError if it exists.
+
+        Of two concurrent calls one succeeds. The content is written to a draft, which gets its name by a hard link:
+        link() fails if the name exists, and no reader sees a partial file. Without hard links the name is reserved with
+        O_EXCL first.
+        """
         draft = f"{path}.{uuid.uuid4().hex}"
         self.write(draft, parts)
         source, target = self._at(draft), self._at(path)
@@ -88,7 +92,7 @@ class LocalStorage:
         except OSError as error:
             if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
                 raise
-            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # without hard links
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # no hard links
             source.replace(target)
         finally:
             source.unlink(missing_ok=True)
@@ -96,9 +100,9 @@ class LocalStorage:
 
     @contextmanager
     def locked(self, *, timeout: float = _LOCK_TIMEOUT) -> Iterator[None]:
-        """Hold the folder against every other process and thread that locks it; it is made where it is missing.
+        """Hold an exclusive lock (flock) on the root folder, and create it if it is missing.
 
-        Where the file system has no locks nothing is held. Raises TimeoutError.
+        Excludes other processes and other threads. Does nothing if the file system has no locks. Raises TimeoutError.
         """
         if not self.root.is_dir():
             self._make(self.root)
@@ -109,23 +113,23 @@ class LocalStorage:
                 try:
                     yield
                 finally:
-                    if held:  # a child that was forked meanwhile has the descriptor too, and would keep the lock
+                    if held:  # closing is not enough: a child forked meanwhile shares the descriptor and the lock
                         fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
                 os.close(descriptor)
 
     def is_link(self, path: str) -> bool:
-        """Return whether the name is a symbolic link, whatever it points to."""
+        """Return True if the name is a symbolic link, also a dangling one."""
         return self._at(path).is_symlink()
 
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Storage`: straight from the file into the buffer."""
+        """See `Storage`. Reads straight into the buffer."""
         source = self._at(path)
         done, flat = 0, as_bytes(into)
         with naming_file(source):
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device would give bytes without an end
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or device has no end
                     raise OSError(errno.EINVAL, "not a regular file", str(source))
                 while done < len(flat) and (count := os.preadv(descriptor, [flat[done:]], start + done)):
                     done += count
@@ -142,7 +146,7 @@ class LocalStorage:
                 for entry in entries:
                     try:
                         kind = entry.stat()
-                    except FileNotFoundError:  # gone since, or a link to nothing
+                    except FileNotFoundError:  # removed meanwhile, or a dangling link
                         continue
                     found[entry.name] = None if stat.S_ISDIR(kind.st_mode) else kind.st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +154,7 @@ class LocalStorage:
         return found
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage`: at once, by rename or exchange; without exchange, by way of `ASIDE`."""
+        """See `Storage`. Atomic by rename or exchange; without exchange, in steps by way of `ASIDE`."""
         old, new = self._at(source), self._at(target)
         self._make(new.parent)
         with naming_file(old):
@@ -158,7 +162,7 @@ class LocalStorage:
                 if not _exchange(old, new):
                     self._move_in_steps(old, new)
                 else:
-                    _sync_folder(new.parent)
+                    _sync_folder(new.parent)  # the exchange must be durable before the old content is removed
                     _remove_folder(old)
             else:
                 old.replace(new)
@@ -179,13 +183,16 @@ class LocalStorage:
             _sync_folder(target.parent)
 
     def _move_in_steps(self, old: Path, new: Path) -> None:
-        """Where two folders cannot be exchanged: at every moment one of the two is there, under its name or aside."""
+        """Replace a folder where two folders cannot be exchanged.
+
+        At every moment either the old or the new folder is complete, under its name or aside.
+        """
         aside = new.with_name(new.name + ASIDE)
         if any((new / seal).exists() for seal in SEALS):
             _remove_folder(aside)
             new.rename(aside)
             _sync_folder(new.parent)
-        else:  # the rest of a folder; what was put aside may be all that is left of it
+        else:  # an incomplete folder from an interrupted move, whose only complete copy may be aside: keep that
             _remove_folder(new)
         old.rename(new)
         _sync_folder(new.parent)
@@ -195,7 +202,7 @@ class LocalStorage:
         return self.root / check_path(path)
 
     def _make(self, folder: Path) -> None:
-        """The folder, durable like those above it that were missing too."""
+        """Create a folder and its missing parents durably."""
         missing = []
         while not folder.is_dir():
             missing.append(folder)
@@ -206,7 +213,10 @@ class LocalStorage:
 
 
 class _Flusher:
-    """Has the disk begin while more is being written, which the system by itself would not do before the fsync."""
+    """Start writing to disk while more data arrives.
+
+    The system by itself would begin only at the final fsync. One background thread at a time calls fdatasync.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -218,7 +228,7 @@ class _Flusher:
         return self
 
     def wrote(self, count: int) -> None:
-        """More bytes are in the system's memory."""
+        """Count bytes that were passed to the system, and start a flush if they are many."""
         self._written += count
         if self._written >= _FLUSHED and (self._thread is None or not self._thread.is_alive()):
             self._raise()
@@ -229,7 +239,7 @@ class _Flusher:
     def _flush(self) -> None:
         try:
             _flush(self._descriptor)
-        except OSError as error:  # the system tells of it once, and the fsync at the end would not hear of it
+        except OSError as error:  # reported only once: the final fsync would not raise it again
             self._error = error
 
     def _raise(self) -> None:
@@ -244,7 +254,7 @@ class _Flusher:
 
 
 def _write_all(descriptor: int, parts: Iterable[Buffer], wrote: Callable[[int], None]) -> int:
-    """Straight out of the parts' own memory, small ones together; a part that is written is let go."""
+    """Write all parts with writev, without copying; small parts together. Release a part once it is written."""
     written = 0
     for batch in _batches(parts):
         while batch:
@@ -266,26 +276,26 @@ def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
             batch.append(view)
             held += len(view)
         if held >= _MOST_BYTES or len(batch) == _MOST_PARTS:
-            del part, view
+            del part, view  # keep no reference to a part while it is written
             yield batch
             batch, held = [], 0
     yield batch
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name lasts once the folder that holds it is on the disk."""
+    """Sync a folder, which makes the names in it durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported and unnecessary on some network file systems
             raise
     finally:
         os.close(descriptor)
 
 
 def _lock(descriptor: int, folder: Path, timeout: float) -> bool:
-    """Take the lock. Return False where the file system has none."""
+    """Take the lock. Return False if the file system has no locks."""
     deadline, pause = time.monotonic() + timeout, 0.001
     while True:
         try:
@@ -306,7 +316,7 @@ def _lock(descriptor: int, folder: Path, timeout: float) -> bool:
 
 
 def _remove_folder(folder: Path) -> None:
-    if folder.is_symlink():  # what it points to is not ours
+    if folder.is_symlink():  # remove the link, not its target
         folder.unlink()
         return
     if not folder.is_dir():
@@ -317,7 +327,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders at once. False where this system or file system cannot."""
+    """Exchange two folders atomically. Return False if the system or file system cannot."""
     call = _renameat2()
     if call is None:
         return False

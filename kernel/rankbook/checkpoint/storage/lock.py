@@ -1,7 +1,7 @@
-"""Who is writing a step just now, and whether that process still lives.
+"""Record which process writes a step, and find out whether that process still lives.
 
-Owns: the file beside a partial step that names its writer. Refuses: to judge processes of other machines by anything
-but the time that has passed.
+The record is a file beside the partial folder of the step, with host, PID namespace, PID, start time and a token. The
+process of another machine cannot be asked; it is considered dead when its record is older than a day.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from dataclasses import asdict, dataclass
 from rankbook.checkpoint.storage.base import Storage, read_all
 from rankbook.process_identity import PATIENCE, ProcessIdentity, identify, machine, started
 
-_under_way: dict[str, str] = {}  # the tokens of this process's own saves, by where they claim
+_under_way: dict[str, str] = {}  # tokens of the running saves of this process, by path of the claim
 
 
 @dataclass(frozen=True, slots=True)
 class WriterIdentity(ProcessIdentity):
-    """A process that writes a step. `token` tells its save from another one of the same process."""
+    """Identity of a process that writes a step.
+
+    `token` distinguishes the saves of one process.
+    """
 
     token: str
 
@@ -29,14 +32,17 @@ class WriterIdentity(ProcessIdentity):
         return f"process {self.pid} on {self.host}, since {when} UTC"
 
     def lives(self, patience: float = PATIENCE) -> bool:
-        """Return whether its save may be under way. On other machines: whether it began less than `patience` s ago."""
+        """Return True if the save may still be running.
+
+        For another machine this means that it began less than `patience` seconds ago.
+        """
         if self.machine == machine() and self.pid == os.getpid() and self.started == started(self.pid):
             return self.token in _under_way.values()
         return ProcessIdentity.lives(self, patience)
 
 
 def claim_lock(storage: Storage, path: str) -> WriterIdentity:
-    """Writes into the file `path` that this process is at work from now on, until `release`."""
+    """Write the file `path`, which claims the step for this process until `release_lock`."""
     own = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
     _under_way[f"{storage}/{path}"] = own.token
     try:
@@ -48,13 +54,16 @@ def claim_lock(storage: Storage, path: str) -> WriterIdentity:
 
 
 def release_lock(storage: Storage, path: str) -> None:
-    """Ends a claim, whoever made it. This process's is over also where the storage cannot be reached."""
+    """Remove a claim, whichever process made it.
+
+    The claim of this process ends even if the storage cannot be reached.
+    """
     _under_way.pop(f"{storage}/{path}", None)
     storage.remove(path)
 
 
 def lock_owner(storage: Storage, path: str) -> WriterIdentity | None:
-    """Who claimed it; None where there is no such file, or one that was cut off while it was written."""
+    """Return the owner of a claim; None if the file is missing or truncated."""
     try:
         return WriterIdentity(**json.loads(read_all(storage, path)))
     except (FileNotFoundError, ValueError, TypeError):

@@ -1,20 +1,21 @@
-"""A folder of steps: which one is the latest, what is finished, what was broken off.
+"""Manage a folder of steps: claim, commit, list, sweep and remove them, and keep `latest`.
 
-A `CheckpointLocation` is where one save goes: a step of such a folder, or a folder of another name.
+A `CheckpointLocation` is the target of one save: a step of such a folder, or a folder with another name.
 
-    step-40/                a finished step: manifest.json is in it
-    step-50.partial/        a save that is under way, or was broken off
-    step-50.partial.owner   which process is at it
-    step-50.latest          what becomes `latest` as soon as step 50 is finished
-    step-40.old/            step 40, while another save of step 40 takes its place and folders cannot be exchanged
-    latest                  one line, "step-40 crc32=xxxxxxxx", the checksum being that of the name
+    step-40/                a finished step, with manifest.json in it
+    step-50.partial/        a save that is running or was interrupted
+    step-50.partial.owner   the process that runs it
+    step-50.latest          becomes `latest` when step 50 is finished
+    step-40.old/            step 40, while another save of step 40 replaces it and folders cannot be exchanged
+    latest                  one line, "step-40 crc32=xxxxxxxx", with the checksum of the name
 
-Every change is made of single operations of the storage, in an order in which any of them may be the last: the step
-that could be loaded before can still be loaded.
+Every change is a sequence of single storage operations, in an order in which any of them may be the last: a step that
+could be loaded before can still be loaded.
 
-Several processes may save into one folder, each another step. Whoever claims a step, commits it, removes steps or
-sweeps holds the storage's lock for that time (`stores.locked`). A claim is a file that is created only where there is
-none, so also without locks, on NFS or an object store, one of two savers of a step gets it and the other is told.
+Several processes may save different steps into one folder at the same time. A process that claims, commits, removes or
+sweeps steps holds the storage's lock meanwhile (`base.locked_folder`). A claim is a file that is created exclusively.
+Therefore, even without locks, on NFS or an object store, only one of two processes that save the same step gets the
+claim, and the other one raises an error.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ NEXT = ".latest"
 PARTIAL = ".partial"
 OWNER = ".owner"
 
-_DRAFT = re.compile(r"\.[0-9a-f]{32}$")  # what the storage adds to the name of a file that it is about to create
+_DRAFT = re.compile(r"\.[0-9a-f]{32}$")  # suffix of a draft: a file that is being created
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 _LINE = re.compile(r"(step-(\d{1,18})) crc32=([0-9a-f]{8})\n")
 
 
 def check_int(name: str, value: object, least: int) -> int:
-    """`value` as an int: any integer will do, numpy's and torch's too. Raises `BadRequest` for anything else."""
+    """Convert `value` to an int; integers of numpy and torch are accepted too.
+
+    Raises `BadRequest` for other values, and for numbers below `least` or with more than 18 digits.
+    """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # it raises for what has none
+        number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other values
     except TypeError:
         number = least - 1
     if not least <= number < 10**18 or isinstance(value, bool):
@@ -59,61 +63,67 @@ def check_int(name: str, value: object, least: int) -> int:
 
 
 def requested_step(step: object) -> int | None:
-    """The number of a step that is asked for; None for the latest. Raises `BadRequest` for what is neither."""
+    """Return the number of a requested step, or None for the latest. Raises `BadRequest` for other values."""
     return None if step is None or (isinstance(step, str) and step == "latest") else check_int("step", step, 0)
 
 
 def step_name(step: int) -> str:
-    """The folder of a finished step. Raises `BadRequest` for what is no number of one."""
+    """Return the folder name of a finished step. Raises `BadRequest` for an invalid step number."""
     return f"step-{check_int('step', step, 0)}"
 
 
 def partial_name(step: int) -> str:
-    """The folder of a step while it is written."""
+    """Return the folder name of a step that is being written."""
     return step_name(step) + PARTIAL
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a folder's name stands for; None where it is no finished step's name."""
+    """Return the step with this folder name; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def finished_steps(storage: Storage) -> list[int]:
-    """The steps that can be loaded, in ascending order."""
+    """Return the steps that can be loaded, in ascending order."""
     names = storage.list()
     steps = {step for name in names if (step := parse_step(name.removesuffix(ASIDE))) is not None}
     return sorted(step for step in steps if _folder(storage, step, names) is not None)
 
 
 def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
-    """The steps of a folder that can be loaded, in ascending order."""
+    """Return the steps of a checkpoint folder that can be loaded, in ascending order.
+
+    Example: `steps("checkpoints")` returns `[0, 100, 200]`.
+    """
     return finished_steps(storage_of(folder))
 
 
 def list_partials(storage: Storage) -> list[str]:
-    """The folders that are no finished steps: of saves under way or broken off, and what is left of removed ones."""
+    """Return the folders of running or interrupted saves, and the remains of removed steps."""
     names = storage.list()
     return sorted(name for name in names if names[name] is None and _is_rest(storage, name, names))
 
 
 def writer_of(storage: Storage, partial: str) -> WriterIdentity | None:
-    """The process that writes a partial step just now; None where the save was broken off."""
+    """Return the process that is writing a partial step; None if the save was interrupted."""
     owner = lock.lock_owner(storage, partial + OWNER)
     return owner if owner is not None and owner.lives() else None
 
 
 def folder_of(storage: Storage, step: int) -> str:
-    """The folder of a finished step. Raises `CheckpointingException` where there is none, saying what there is."""
+    """Return the folder name of a finished step.
+
+    Raises `CheckpointingException` if the step does not exist; the message lists the existing ones.
+    """
     if (name := _folder(storage, step, storage.list())) is None:
         raise CheckpointingException(f"{storage}: there is no finished step {step}; {_what_there_is(storage, step)}")
     return name
 
 
 def named_by_latest(storage: Storage) -> int | None:
-    """The step that the file `latest` names, finished or not; None where there is no such file.
+    """Return the step that the file `latest` names, finished or not; None if there is no such file.
 
-    Raises `CheckpointingException` where the file is damaged.
+    Raises `CheckpointingException` if the file is damaged.
     """
     try:
         line = bytes(read_range(storage, LATEST, 0, 200))
@@ -133,14 +143,15 @@ def named_by_latest(storage: Storage) -> int | None:
 
 
 def read_latest(storage: Storage) -> int | None:
-    """The step that `latest` names; without such a file the highest finished one, None where there is none.
+    """Return the latest step: the one that `latest` names, or without that file the highest finished one.
 
-    Raises `CheckpointingException` where the file is damaged or names a step that is not there: the person decides.
+    Return None if no step is finished. Raises `CheckpointingException` if the file is damaged or names a step that does
+    not exist, because only the user can decide which step to use then.
     """
     step = named_by_latest(storage)
     while step is not None and _folder(storage, step, storage.list()) is None:
         named_before, step = step, named_by_latest(storage)
-        if step == named_before:  # else another process has saved the next step, and removed this one
+        if step == named_before:  # otherwise another process has saved the next step and removed this one: try again
             raise CheckpointingException(
                 f"{storage}/{LATEST} names step {step}, which is not there or not finished; "
                 f"{_what_there_is(storage, step)}"
@@ -149,9 +160,9 @@ def read_latest(storage: Storage) -> int | None:
 
 
 def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") -> str:
-    """The path of a checkpoint's folder within the storage, "" where the storage's own folder is a checkpoint.
+    """Return the path of a checkpoint within the storage; "" if the storage's root is itself a checkpoint.
 
-    Raises `CheckpointingException` where there is none, saying what there is instead.
+    Raises `CheckpointingException` if it does not exist; the message lists the existing steps.
     """
     number = requested_step(step)
     if number is not None:
@@ -164,15 +175,15 @@ def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") ->
 
 
 def is_checkpoint(names: Collection[str]) -> bool:
-    """Whether a folder with these names in it is a checkpoint itself, ours or another program's."""
+    """Return True if a folder with these file names is a checkpoint, of Rankbook or of another program."""
     return MANIFEST in names or METADATA in names
 
 
 def begin_step(storage: Storage, step: int) -> str:
-    """Claim the partial folder of a step, empty, and return its name. One rank does so, before any of them writes.
+    """Claim a step, empty its partial folder, and return the name of that folder.
 
-    Raises `CheckpointingException` where another process is at that step, or another save of this one, and where the
-    step is a symbolic link.
+    Called on one rank, before any rank writes. Raises `CheckpointingException` if another process or another save of
+    this one is saving the step, and if the step is a symbolic link.
     """
     name = partial_name(step)
     claim_step(storage, name, f"step {step}")
@@ -180,19 +191,23 @@ def begin_step(storage: Storage, step: int) -> str:
 
 
 def claim_step(storage: Storage, partial: str, what: str) -> None:
-    """Claim a partial folder for this process, and empty it. Raises `CheckpointingException` as `begin` does."""
+    """Claim a partial folder for this process, and empty it.
+
+    The claim is created, then read back: on a storage without locks and exclusive creation, another process may have
+    replaced it. Raises `CheckpointingException` as `begin_step` does.
+    """
     with locked_folder(storage):
         final = partial.removesuffix(PARTIAL)
         for name in (final, final + ASIDE, partial):
             refuse_link(storage, name)
         if (owner := writer_of(storage, partial)) is not None:
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {owner}")
-        storage.remove(partial + OWNER)  # of a save that was broken off
+        storage.remove(partial + OWNER)  # claim of a dead owner
         try:
             own = lock.claim_lock(NewFiles(storage), partial + OWNER)
         except FileExistsError:
             own = None
-        if own is None or lock.lock_owner(storage, partial + OWNER) != own:  # the storage has no lock
+        if own is None or lock.lock_owner(storage, partial + OWNER) != own:  # replaced meanwhile
             by = writer_of(storage, partial) or "another process"
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {by}")
         try:
@@ -203,33 +218,37 @@ def claim_step(storage: Storage, partial: str, what: str) -> None:
         _tokens[f"{storage}/{partial}"] = own.token
 
 
-_tokens: dict[str, str] = {}  # of the claims of this process
+_tokens: dict[str, str] = {}  # tokens of this process's claims, by partial folder
 
 
 def refuse_link(storage: Storage, name: str) -> None:
-    """Raise `CheckpointingException` where a name is a symbolic link: a save would replace what lies elsewhere."""
+    """Raise `CheckpointingException` if a name is a symbolic link.
+
+    A save must not replace data outside the folder.
+    """
     if is_link(storage, name):
         raise CheckpointingException(f"{storage}/{name} is a symbolic link, and nothing was written: remove it first")
 
 
 def _release(storage: Storage, partial: str) -> None:
-    """End the claim of this process."""
+    """Remove the claim of this process."""
     _tokens.pop(f"{storage}/{partial}", None)
     lock.release_lock(storage, partial + OWNER)
 
 
 def _check_claim(storage: Storage, partial: str) -> None:
-    """Raise `CheckpointingException` where another process has taken over the claim of this one."""
+    """Raise `CheckpointingException` if another process has taken over the claim of this one."""
     owner = writer_of(storage, partial)
     if owner is not None and owner.token != _tokens.get(f"{storage}/{partial}"):
         raise CheckpointingException(f"{storage}/{partial} was taken over by {owner}; this save of it is given up")
 
 
 def commit_step(storage: Storage, step: int) -> None:
-    """Make a partial step a finished one, and the latest. Raises `CheckpointingException` where it has no manifest.
+    """Rename a partial step to its final name and make it the latest.
 
-    The step gets its name first and `latest` after it, so `latest` never names what is not there. All that needs room
-    on the disk is done before.
+    The step is renamed first and `latest` after it, so `latest` never names a missing step. Everything that needs disk
+    space is done before. Raises `CheckpointingException` if the partial step has no manifest, if another process has
+    taken over the claim, or if `latest` cannot be replaced.
     """
     name = partial_name(step)
     with locked_folder(storage):
@@ -240,7 +259,7 @@ def commit_step(storage: Storage, step: int) -> None:
                 f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
             )
         _write_next(storage, step)
-        storage.move(name, step_name(step))
+        storage.move(name, step_name(step))  # the commit: from here on the step can be loaded
         try:
             storage.move(step_name(step) + NEXT, LATEST)
         except OSError as error:
@@ -252,7 +271,7 @@ def commit_step(storage: Storage, step: int) -> None:
 
 
 def commit_as(storage: Storage, partial: str, name: str) -> None:
-    """Give a partial folder that this process has claimed its final name, which is no step's."""
+    """Rename a partial folder that this process has claimed to its final name, for a checkpoint that is not a step."""
     with locked_folder(storage):
         _check_claim(storage, partial)
         refuse_link(storage, name)
@@ -261,13 +280,16 @@ def commit_as(storage: Storage, partial: str, name: str) -> None:
 
 
 def abandon_step(storage: Storage, step: int) -> None:
-    """Give up a save of this process: nothing of it stays. What was finished before is as it was."""
+    """Remove an unfinished save of this process. Finished steps stay unchanged."""
     give_up_step(storage, partial_name(step), step_name(step) + NEXT)
 
 
 def give_up_step(storage: Storage, partial: str, *others: str) -> None:
-    """Remove a partial folder that this process has claimed, and `others` with it, and end the claim."""
-    with contextlib.suppress(OSError):  # out of reach: the claim ends all the same
+    """Remove a partial folder that this process has claimed, and `others`, and release the claim.
+
+    Raises `CheckpointingException` and removes nothing if another process has taken over the claim.
+    """
+    with contextlib.suppress(OSError):  # even if the storage cannot be reached, the claim must end
         _check_claim(storage, partial)
     try:
         with locked_folder(storage):
@@ -278,7 +300,7 @@ def give_up_step(storage: Storage, partial: str, *others: str) -> None:
 
 
 def write_latest(storage: Storage, step: int) -> None:
-    """Point `latest` at a step, at once."""
+    """Point `latest` at a step."""
     _write_next(storage, step)
     storage.move(step_name(step) + NEXT, LATEST)
 
@@ -289,11 +311,11 @@ def _write_next(storage: Storage, step: int) -> None:
 
 
 def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PATIENCE) -> list[str]:
-    """Remove what saves and removals that were broken off have left. Returns the names that are gone.
+    """Remove the leftovers of interrupted saves and removals. Return the removed names.
 
-    Left alone: steps in `keep`, and saves that are under way in this or another process; on other machines those that
-    began less than `patience` seconds ago. A step that was put aside and is the only one of its number gets its name
-    back.
+    Steps in `keep` are left alone, and so are saves that are running in this or another process; those on other
+    machines count as running until `patience` seconds after they began. If a step exists only under the `.old` name, it
+    gets its name back.
     """
     with locked_folder(storage):
         return _sweep(storage, keep, patience)
@@ -309,7 +331,8 @@ def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str
 
     for name in names:
         if name.endswith(PARTIAL + OWNER) and (step := _step_in(name)) is not None and being_saved(step):
-            busy.add(step)  # also its folder under its own name, which may be half moved
+            busy.add(step)  # includes its final folder, which may be half moved
+    # First restore steps that an interrupted replacement has left under the `.old` name only, then remove the rest.
     idle = {name: step for name in sorted(names) if (step := _step_in(name)) is not None and step not in busy}
     for name, step in idle.items():
         if name == step_name(step) + ASIDE and _folder(storage, step, names) == name:
@@ -321,18 +344,18 @@ def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str
         is_rest = _DRAFT.sub("", name).endswith((OWNER, NEXT)) or (
             names.get(name, 0) is None and _is_rest(storage, name, names)
         )
-        if name in names and is_rest and not being_saved(step):  # by now, where the storage has no lock
+        if name in names and is_rest and not being_saved(step):  # without a lock, a save may have begun meanwhile
             storage.remove(name)
             gone.append(name)
     return gone
 
 
 def retain(storage: Storage, keep: int | None, keep_every: int | None = None) -> list[int]:
-    """Remove old steps. Returns those that are gone, the oldest first.
+    """Remove old steps. Return the removed steps, the oldest first.
 
-    The newest `keep` stay, and those that are multiples of `keep_every`; None for `keep` removes nothing. The latest
-    always stays. Steps with a higher number than the latest are from before somebody went back to an earlier one:
-    they stay too, and do not count. Raises `BadRequest` for numbers below 1.
+    The `keep` newest steps remain, and the multiples of `keep_every`; with `keep=None` nothing is removed. The latest
+    step always remains. Steps with a higher number than the latest were saved before a return to an earlier step: they
+    remain too, and do not count. Raises `BadRequest` for numbers below 1.
     """
     for word, number in (("keep", keep), ("keep_every", keep_every)):
         if number is not None and number < 1:
@@ -351,17 +374,20 @@ def retain(storage: Storage, keep: int | None, keep_every: int | None = None) ->
 
 
 def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
-    """Remove a finished step. Where it was the latest, `latest` names the highest one below it, or else above it.
+    """Remove a finished step of a checkpoint folder.
 
-    Raises `CheckpointingException` where there is no such step.
+    If it was the latest, `latest` is set to the highest step below it, or else to the lowest step above it. Raises
+    `CheckpointingException` if the step does not exist.
+
+        remove("checkpoints", 100)
     """
     storage, step = storage_of(folder), check_int("step", step, 0)
-    folder_of(storage, step)  # raises, before the lock makes a folder
+    folder_of(storage, step)  # raises before the lock creates a missing folder
     with locked_folder(storage):
         name = folder_of(storage, step)
         try:
             latest = read_latest(storage)
-        except CheckpointingException:  # a damaged `latest` stays as it is: it says nothing about this step
+        except CheckpointingException:  # leave a damaged `latest` unchanged
             latest = None
         if latest == step:
             others = [each for each in finished_steps(storage) if each != step]
@@ -380,7 +406,7 @@ def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
 
 
 def _step_in(name: str) -> int | None:
-    """The step that a name in the folder has to do with, whatever is added to it."""
+    """Return the step number in a name, ignoring all suffixes; None for any other name."""
     name = _DRAFT.sub("", name)
     return parse_step(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
@@ -403,7 +429,10 @@ def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which finished steps stay: the newest `keep`, and those that `keep_every` divides; None: all."""
+    """Rules for the finished steps that remain after a save.
+
+    The `keep` newest remain, and the multiples of `keep_every`. With `keep=None` all steps remain.
+    """
 
     keep: int | None = None
     keep_every: int | None = None
@@ -416,9 +445,9 @@ class RetentionPolicy:
 
 @dataclass
 class CheckpointLocation:
-    """A step of `folder`, the next one if `step` is None; or, with a `name`, a folder in it that is no step.
+    """Target of a save: a step of `folder`, or with `name` a subfolder that is not a step.
 
-    Its methods are for rank 0 alone.
+    With `step=None`, `begin` chooses the step after the highest finished one. The methods are called on rank 0 only.
     """
 
     storage: Storage
@@ -429,7 +458,7 @@ class CheckpointLocation:
     _begun: bool = False
 
     def begin(self) -> str:
-        """Choose the step, sweep what killed saves have left, and claim the partial folder; return its name."""
+        """Choose the step, sweep the leftovers of killed saves, and claim the partial folder; return its name."""
         if self.name is not None:
             claim_step(self.storage, self._partial, self.name)
             self._begun = True
@@ -444,26 +473,26 @@ class CheckpointLocation:
 
     @property
     def shown(self) -> str:
-        """The name of the finished checkpoint; "" before the step is chosen."""
+        """Return the name of the finished checkpoint; "" before the step is chosen."""
         if self.name is not None:
             return self.name
         return "" if self.step is None else step_name(self.step)
 
     def commit(self) -> None:
-        """Give the complete partial folder its final name, and remove old steps."""
+        """Rename the complete partial folder to its final name, and remove old steps."""
         if self.name is not None:
             commit_as(self.storage, self._partial, self.name)
             return
         assert self.step is not None
         commit_step(self.storage, self.step)
-        with contextlib.suppress(OSError, CheckpointingException):  # this step is safe; the next save tries again
+        with contextlib.suppress(OSError, CheckpointingException):  # this step is committed; the next save tries again
             retain(self.storage, self.retention.keep, self.retention.keep_every)
 
     def abandon(self) -> None:
-        """Remove the partial folder after a failure."""
+        """Remove the partial folder and the claim after a failure."""
         if not self._begun:
             return
-        with contextlib.suppress(OSError, CheckpointingException):  # what is left is swept by the next save
+        with contextlib.suppress(OSError, CheckpointingException):  # the next save sweeps the leftovers
             if self.name is not None:
                 give_up_step(self.storage, self._partial)
             elif self.step is not None:

@@ -1,7 +1,7 @@
-"""A checkpoint to safetensors and back, one tensor at a time.
+"""Convert checkpoints to safetensors files and back.
 
-No more memory is needed than the largest tensor takes. Objects and the common part stay behind: safetensors cannot hold
-them.
+`to_safetensors` holds one tensor in memory at a time; `from_safetensors` maps the files into memory. Objects and the
+common part are not converted, because safetensors cannot hold them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from rankbook.checkpoint.tools import verify
 from rankbook.errors import CheckpointingException
 
 MOST_BYTES = 5_000_000_000
-"""Bytes of data in one safetensors file, unless a single tensor has more."""
+"""Maximum bytes of data per safetensors file; a single larger tensor gets a file of its own."""
 
 Folder = str | os.PathLike[str] | Storage
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written: into which files, how many tensors and bytes of data, and what had to stay behind."""
+    """Result of a conversion: the written files, the number of tensors, and their bytes of data.
+
+    `left_out` names the objects and files that safetensors cannot hold.
+    """
 
     files: tuple[str, ...]
     tensors: int
@@ -43,9 +46,9 @@ class Converted:
 
 
 def read_manifest_at(storage: Storage, path: str) -> Manifest:
-    """The manifest of the checkpoint in a folder, made from its `.metadata` where another program wrote it.
+    """Return the manifest of the checkpoint in a folder; for other programs' checkpoints, one made from `.metadata`.
 
-    Raises `CheckpointingException`, naming the file, where it is damaged or there is none.
+    Raises `CheckpointingException`, which names the file, if it is damaged or missing.
     """
     where = f"{path}/{MANIFEST}" if path else MANIFEST
     try:
@@ -55,9 +58,9 @@ def read_manifest_at(storage: Storage, path: str) -> Manifest:
 
 
 def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A whole tensor as bytes, of shape (*its shape, bytes of an element); every byte is verified.
+    """Read a whole tensor as bytes and verify all of them. The result has shape (*tensor shape, bytes per element).
 
-    Raises `CheckpointingException` with the words of `verify` where a chunk is damaged, and where chunks are missing.
+    Raises `CheckpointingException` if a chunk is damaged, with the message of `verify`, or if chunks are missing.
     """
     stored = manifest.tensors[key]
     item = ITEM_BYTES[stored.dtype]
@@ -96,10 +99,11 @@ def _read_chunk(
 def to_safetensors(
     folder: Folder, target: Folder, *, step: int | None = None, most_bytes: int = MOST_BYTES
 ) -> Converted:
-    """Write all tensors of a checkpoint, the latest if no step is given, as safetensors files with an index.
+    """Write all tensors of a checkpoint, by default the latest, as safetensors files with an index.
 
-    At any time one tensor is in memory. The index is written last. Objects and the common part are left out, and
-    named. Raises `CheckpointingException` where a chunk is damaged or a type is not in the format.
+    Files have at most `most_bytes` of data, except for a single larger tensor. One tensor is in memory at a time. The
+    index is written last. Objects and the common part are left out and listed in the result. Raises
+    `CheckpointingException` if a chunk is damaged, or if safetensors does not support a dtype.
     """
     source, goal = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
@@ -146,10 +150,10 @@ def _file_name(number: int, count: int) -> str:
 
 
 def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int = 0) -> Converted:
-    """Write the tensors of a safetensors file, or of a folder with an index, as step `step` of a checkpoint folder.
+    """Write the tensors of a safetensors file, or of a folder with an index, as one step of a checkpoint folder.
 
-    The step is what one rank would have saved; any number of ranks loads it. The files are mapped into memory and
-    written from there, so they may be larger than it. Raises `CheckpointingException` where a file is damaged.
+    The step looks like one saved by a single rank, and any number of ranks can load it. The files are mapped into
+    memory, so they may be larger than it. Raises `CheckpointingException` if a file is damaged.
     """
     from rankbook.checkpoint.local_state import LocalState, LocalTensor
     from rankbook.checkpoint.progress import SaveProgress
@@ -163,6 +167,7 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
     place, telling = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
     writer = Writer(0, LocalState(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
+    # one rank's save without collectives, see `saving.run_save`
     try:
         (task,) = writer.plan([writer.declare(whole=True)])
         assert task is not None

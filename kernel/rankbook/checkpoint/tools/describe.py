@@ -1,6 +1,6 @@
-"""A checkpoint, and a folder of steps, in words and columns.
+"""Describe checkpoints as text: one checkpoint in detail, or a table of the steps in a folder.
 
-Owns: what `rankbook checkpoint ls` and `show` print. Refuses: to read any tensor's data, to print.
+`rankbook checkpoint ls` and `rankbook checkpoint show` print this text. Only manifests are read, no tensor data.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rankbook.ranks import format_ranks
 
 
 def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
-    """One line for each step: finished ones, then what was broken off or is under way, and by whom.
+    """Return a table of the finished steps, and a list of unfinished saves with the processes that write them.
 
-    Raises `CheckpointingException` where there is neither.
+    If the folder is itself a checkpoint, describe that. Raises `CheckpointingException` if there is no step at all.
     """
     storage = storage_of(folder)
     names = storage.list()
@@ -30,7 +30,7 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
         return describe(storage)
     finished, partials = steps.finished_steps(storage), steps.list_partials(storage)
     if not finished and not partials:
-        return steps.locate(storage)  # raises, and says so
+        return steps.locate(storage)  # raises CheckpointingException
     try:
         latest, trouble = steps.read_latest(storage), ""
     except CheckpointingException as error:
@@ -46,9 +46,9 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
 
 
 def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> str:
-    """What one checkpoint holds, the latest if no step is given: its files, every tensor, every object.
+    """Describe one checkpoint, by default the latest: its metadata, tensors, objects and files.
 
-    Raises `CheckpointingException` where there is none, or its manifest is damaged.
+    Raises `CheckpointingException` if it does not exist, or if its manifest is damaged.
     """
     storage = storage_of(folder)
     path = steps.locate(storage, step)
@@ -85,7 +85,7 @@ def _manifest(storage: Storage, path: str) -> Manifest:
 
 
 def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
-    """The columns of a step; None where another process has removed it meanwhile."""
+    """Return the table columns of a step; None if another process has removed the step meanwhile."""
     try:
         manifest = _manifest(storage, steps.folder_of(storage, step))
     except (CheckpointingException, OSError) as error:
@@ -107,7 +107,7 @@ def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format the ranks that are known; a manifest has -1 for one that is not."""
+    """Format the known ranks; a manifest has -1 for an unknown one."""
     known = [rank for rank in ranks if rank >= 0]
     return format_ranks(known) if known else ""
 

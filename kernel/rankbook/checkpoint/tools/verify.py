@@ -1,12 +1,12 @@
-"""Reads every byte of a checkpoint and says what is wrong, where, and who wrote it.
+"""Verify checkpoints: compare every byte with its checksum and report damage with file, key and rank.
 
-Owns: the report, and the words for a damage, which loading uses too. Refuses: to change anything, to unpickle any
-value, torch.
+Nothing is changed and no value is unpickled. In a checkpoint of Rankbook every byte of every file is covered by a
+checksum. In a checkpoint of another program only the members of zip files are, and the report counts the other bytes as
+`unchecked`.
 
-In a checkpoint of ours every byte of every file is under some checksum. In one that others wrote the zips' members
-are, and the report says how many bytes are not.
-
-Compares bytes in files with their checksums, many at a time.
+`verify` compares the manifest with the files and builds the list of `Check`s, that is, byte spans with their expected
+CRC-32. `run_checks` groups neighboring checks into windows of at most `WINDOW` bytes, and reads the windows in a few
+threads.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ from rankbook.errors import CheckpointingException
 from rankbook.formatting import escape_unprintable
 from rankbook.ranks import name_ranks
 
-MOST_KEYS = 5  # of a missing file that are named
+MOST_KEYS = 5  # keys of a missing file that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong. `key` is "" where it is no tensor's or object's; `ranks` wrote what is damaged."""
+    """Defect of a checkpoint.
+
+    `key` is the tensor or object, "" if there is none; `ranks` wrote the damaged data; `what` describes the defect.
+    """
 
     file: str
     key: str
@@ -53,7 +56,11 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found in the checkpoint `where`. Sizes in bytes; `unchecked` ones are under no checksum."""
+    """Result of `verify` for the checkpoint `where`.
+
+    `files` and `nbytes` count the files and their total bytes; `unchecked` counts the bytes without a checksum. `print`
+    shows a summary with one line per damage.
+    """
 
     where: str
     damages: tuple[Damage, ...]
@@ -63,7 +70,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
+        """Return True if no damage was found."""
         return not self.damages
 
     def __str__(self) -> str:
@@ -75,10 +82,13 @@ class Report:
 
 
 def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> Report:
-    """Read a checkpoint, the latest if no step is given, and compare every byte with its checksum.
+    """Read a checkpoint, by default the latest, and compare every byte with its checksum.
 
-    `folder` is one of steps, or a checkpoint itself, also another program's. Raises `CheckpointingException` where
-    there is no checkpoint at all; what is wrong with one is in the report.
+    `folder` is a folder of steps, or the folder of a checkpoint, also one of another program. Damage is returned in the
+    report. Raises `CheckpointingException` only if there is no checkpoint.
+
+        report = verify("checkpoints", step=100)
+        assert report.ok, report
     """
     storage = storage_of(folder)
     damages: list[Damage] = []
@@ -92,7 +102,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
             )
             return _report(storage, path, damages, names, 0)
         adopted = _adopted(storage, path, damages)
-        known = {each.key for each in damages}  # a chunk that was left out leaves a hole
+        known = {each.key for each in damages}  # their missing chunks must not be reported again as gaps
         keys = [key for key in adopted.tensors if key not in known]
         damages += [Damage(prefix + METADATA, key, (), what) for key, what in describe_unsound(adopted, keys)]
         checked = _Verified(storage, path, adopted)
@@ -109,7 +119,7 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
         damages.append(Damage(prefix + MANIFEST, "", (), what))
     wrong = list(find_problems(manifest))
     damages += [Damage(prefix + MANIFEST, each.key, _ranks([each.rank]), each.what) for each in wrong]
-    if any(not each.key for each in wrong):  # of its files, on which all else stands
+    if any(not each.key for each in wrong):  # defects in the list of files, to which all other entries refer
         return _report(storage, path, damages, names, names[MANIFEST] or 0)
     for each in wrong:
         manifest.tensors.pop(each.key, None)
@@ -121,9 +131,9 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
 
 
 def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[int, ...]:
-    """Which of the pieces `first` to `last` - 1 of a chunk are damaged, by their numbers.
+    """Return the numbers of the damaged pieces of a chunk, from `first` to `last` - 1.
 
-    `buffer` holds their bytes. A chunk without checksums has no damaged pieces.
+    `buffer` holds the bytes of these pieces. A chunk without checksums has no damaged pieces.
     """
     piece = piece_bytes(chunk)
     flat = as_bytes(buffer)
@@ -135,7 +145,7 @@ def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[i
 
 
 def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable[int], folder: str = "") -> Damage:
-    """The damage of a tensor's chunk whose pieces `numbers` do not match their checksums."""
+    """Return the `Damage` for a chunk whose pieces `numbers` do not match their checksums."""
     piece = piece_bytes(chunk)
     spans = [(chunk.data + n * piece, chunk.data + min((n + 1) * piece, chunk.nbytes)) for n in sorted(numbers)]
     file = manifest.files[chunk.file].name
@@ -144,7 +154,10 @@ def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable
 
 
 def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
-    """The checkpoint's folder. A step whose manifest is missing is one too: that is its damage."""
+    """Return the folder of the checkpoint to verify, and add damage of `latest` to `damages`.
+
+    A step without a manifest counts as a checkpoint here; the missing manifest is its damage.
+    """
     names = storage.list()
     if step is None:
         if steps.is_checkpoint(names):
@@ -161,7 +174,7 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
         if step is None:
             step = max(steps.finished_steps(storage), default=None)
         if step is None:
-            return steps.locate(storage)  # raises, and says what there is
+            return steps.locate(storage)  # raises CheckpointingException with the list of steps
     if step not in steps.finished_steps(storage) and steps.step_name(step) in names:
         return steps.step_name(step)
     return steps.folder_of(storage, step)
@@ -190,7 +203,10 @@ def _report(
 
 
 class _Verified:
-    """One pass over a checkpoint's files. `nbytes` counts those that were compared with a checksum."""
+    """Run one pass over the files of a checkpoint.
+
+    `nbytes` counts the bytes that were compared with a checksum.
+    """
 
     def __init__(self, storage: Storage, path: str, manifest: Manifest) -> None:
         self._storage, self._path, self._manifest = storage, path, manifest
@@ -202,7 +218,7 @@ class _Verified:
         self.nbytes = 0
 
     def damages(self, *, whole: bool = True) -> list[Damage]:
-        """What is wrong. Without `whole` some blobs of the manifest have been left out."""
+        """Return all damage. Without `whole`, invalid entries were removed from the manifest: ignore gaps."""
         found = list(self._files(whole=whole))
         checks = [check for check in self._checks() if self._present(check.blob.file)]
         return found + self._run(checks)
@@ -246,7 +262,7 @@ class _Verified:
             yield Damage(self._prefix + name, "", (), "it is no part of this checkpoint: the manifest does not name it")
 
     def _tiling(self, number: int) -> Iterator[Damage]:
-        """Bytes of no blob are under no checksum."""
+        """Report gaps and overlaps between blobs: bytes outside of blobs have no checksum."""
         file, at = self._manifest.files[number], 0
         for blob in sorted(self._by_file.get(file.name, []), key=lambda blob: blob.start):
             if blob.start != at:
@@ -288,7 +304,7 @@ class _Verified:
                 yield Check(self._blob(key, stored), "", ((stored.start, stored.length),), stored.crc)
 
     def _run(self, checks: Sequence[Check]) -> list[Damage]:
-        """One damage for each blob, however many of its checks fail."""
+        """Run the checks, and return one damage per blob, even if several of its checks fail."""
         failed: dict[Blob, list[tuple[Check, str]]] = {}
         for check, why in run_checks(self._storage, self._prefix, checks):
             failed.setdefault(check.blob, []).append((check, why))
@@ -311,7 +327,7 @@ def _chunk_checks(blob: Blob, chunk: Chunk) -> Iterator[Check]:
 
 
 def _failed(blob: Blob, whys: Iterable[tuple[Check, str]]) -> str:
-    """What failed, by why it did: a file that ends too early, a disk that does not read, bytes that changed."""
+    """Describe the failed checks of a blob, grouped by reason: truncated file, read error, changed bytes."""
     reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for check, why in whys:
         reasons.setdefault((check.part, why), []).extend((at, at + length) for at, length in check.spans if length)
@@ -342,7 +358,7 @@ def _ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
 
 
 WINDOW = 16 * 1024 * 1024
-"""Bytes in one read, and in each thread's buffer."""
+"""Maximum bytes per read, and maximum size of every thread's buffer."""
 
 CHANGED = "do not match their checksum"
 MISSING = "are missing: the file ends before"
@@ -350,7 +366,10 @@ MISSING = "are missing: the file ends before"
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """What bytes belong to: [`start`, `start` + `length`) of a file, of a key, as `label` calls it."""
+    """Bytes [`start`, `start` + `length`) of a file that hold one chunk or object.
+
+    `label` is its description in messages, for example "the object".
+    """
 
     file: str
     key: str
@@ -362,7 +381,10 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Bytes whose CRC-32 is known: `spans` of (start, length), one after the other. `part` names them in the blob."""
+    """Bytes whose CRC-32 is known.
+
+    `spans` are (start, length) pairs, which are checksummed as one sequence. `part` names them within the blob.
+    """
 
     blob: Blob
     part: str
@@ -371,19 +393,22 @@ class Check:
 
     @property
     def begin(self) -> int:
-        """Where its first bytes are."""
+        """Return the offset of the first byte."""
         return min(start for start, _ in self.spans)
 
     @property
     def end(self) -> int:
-        """Where its last bytes end."""
+        """Return the offset after the last byte."""
         return max(start + length for start, length in self.spans)
 
 
 def run_checks(
     storage: Storage, prefix: str, checks: Sequence[Check], threads: int | None = None
 ) -> list[tuple[Check, str]]:
-    """Those that fail, with the reason, in the order of files and bytes. `prefix` stands before the files' names."""
+    """Run all checks in threads, and return the failed ones with their reasons, in order of files and bytes.
+
+    `prefix` is prepended to the file names.
+    """
     kept = threading.local()
 
     def run(window: list[Check]) -> list[tuple[Check, str]]:
@@ -406,7 +431,7 @@ def run_checks(
 
 
 def _windows(checks: Sequence[Check]) -> Iterator[list[Check]]:
-    """Neighbours that fit into one read together; those that do not fit alone are alone."""
+    """Group neighboring checks that fit into one read. A check that is larger than a window gets its own group."""
     ordered = sorted(checks, key=lambda check: (check.blob.file, check.begin))
     for _, of_file in groupby(ordered, key=lambda check: check.blob.file):
         window: list[Check] = []
@@ -436,6 +461,7 @@ def _in_one_read(storage: Storage, path: str, window: list[Check], buffer: memor
 
 
 def _in_steps(storage: Storage, path: str, check: Check, buffer: memoryview) -> Iterator[tuple[Check, str]]:
+    """Run a check that is larger than the buffer, in several reads."""
     crc = 0
     for start, length in check.spans:
         for at in range(start, start + length, len(buffer)):

@@ -1,9 +1,8 @@
-"""What an editor is told while a person types: which names may follow, and what a name is.
+"""Code completion and inspection from the live namespace.
 
-Owns: the answers, from the live namespace. Refuses: user code (members.py), the main thread, and to be slow: it is
-imported before the rank is forked.
-
-The code before a cursor: what stands there, and what is being written.
+`CompletionHandler` answers the requests of an editor. It runs no user code (see `safe_introspection.py`) and works
+beside the main thread. The second part analyzes the text before the cursor: open strings and brackets, the expression
+before a dot, imports. The module is imported before the rank is forked, so it must stay light.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rankbook.rank.inspect.safe_introspection import KnownValue
 from rankbook.rank.inspect.tensor_introspection import is_a
 
 MOST = 2000
-"""Names in an answer."""
+"""Maximum number of names in an answer."""
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -51,17 +50,17 @@ _PROPERTIES = (property, types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 class CompletionSource(Protocol):
-    """What the main thread has. Any thread."""
+    """Interface of the main thread's namespace. Any thread."""
 
     def namespace(self) -> dict[str, object]:
-        """A copy of the variables."""
+        """Return a copy of the variables."""
 
     def hidden(self) -> Collection[str]:
-        """The names that were there before any cell."""
+        """Return the names that were defined before any cell."""
 
 
 class CompletionHandler:
-    """Answers for `rank`."""
+    """Answers completion and inspection requests for `rank`."""
 
     def __init__(self, work: CompletionSource, rank: int) -> None:
         self._work = work
@@ -69,10 +68,10 @@ class CompletionHandler:
         self._modules: tuple[str, ...] = ()
 
     def at_once(self, _question: Hint) -> None:
-        """None is: each reads the person's objects."""
+        """Return None: every request reads the user's objects and is answered on the query thread."""
 
     def answer(self, question: Hint) -> Answer:
-        """The answer; nothing found is an answer too."""
+        """Answer a request; finding nothing is an answer as well."""
         if isinstance(question, GetInspection):
             return self._inspect(question)
         text = question.text[: question.cursor]
@@ -91,7 +90,7 @@ class CompletionHandler:
         return InspectionReply(question.token, text)
 
     def _candidates(self, question: GetCompletions, text: str) -> tuple[str, Mapping[str, Any]]:
-        """What is written of a name, and the names that could be meant."""
+        """Return the part of the name before the cursor, and the possible names."""
         namespace = self._work.namespace()
         begun = word_before(text)
         before = text[: len(text) - len(begun)]
@@ -116,7 +115,7 @@ class CompletionHandler:
     def _keys(
         self, text: str, place: CursorContext, namespace: Mapping[str, Any]
     ) -> tuple[str, dict[str, types.SimpleNamespace | None]]:
-        """Of `mapping["be|`: its keys. Of any other string: nothing."""
+        """Return the keys of `mapping` for `mapping["be|`; nothing for any other string."""
         assert place.quote is not None
         quote = text[place.quote]
         opened = place.brackets[-1] if place.brackets else -1
@@ -155,7 +154,7 @@ class CompletionHandler:
 
 
 class _Parameter:
-    """Stands for `name=` of what is called."""
+    """Marker for `name=` of a called function."""
 
 
 _KEYWORD = object()
@@ -163,7 +162,7 @@ _PARAMETER = _Parameter()
 
 
 def _parameters(before: str, place: CursorContext, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the function whose brackets are open, as `name=`."""
+    """Return the parameters of the function whose bracket is open, as `name=`."""
     if not place.brackets or before[place.brackets[-1]] != "(" or not before.rstrip().endswith(("(", ",")):
         return {}
     called = safe_introspection.resolve_expression(parse(expression_before(before[: place.brackets[-1]])), namespace)
@@ -209,7 +208,7 @@ def _type_of(value: object) -> str:
 
 
 MOST_TEXT = 50_000
-"""Characters before the cursor that are read."""
+"""Maximum characters before the cursor that are analyzed."""
 
 _CLOSES = {")": "(", "]": "[", "}": "{"}
 _IMPORT = re.compile(r"^\s*import\s+(?:.*,\s*)?([\w.]*)\Z")
@@ -224,7 +223,7 @@ KEYWORDS = tuple(sorted(keyword.kwlist))
 
 @dataclass(frozen=True)
 class CursorContext:
-    """What is before the cursor: the text of an open string from `quote` on, open brackets, or a comment."""
+    """The state at the cursor: the start of an open string, open brackets, or a comment."""
 
     quote: int | None
     brackets: tuple[int, ...]
@@ -232,7 +231,7 @@ class CursorContext:
 
 
 def cursor_context(text: str) -> CursorContext:
-    """Where the end of `text` is."""
+    """Return the state at the end of `text`."""
     brackets: list[int] = []
     at, end = 0, len(text)
     while at < end:
@@ -257,7 +256,10 @@ def cursor_context(text: str) -> CursorContext:
 
 
 def _end_of_string(text: str, start: int) -> int | None:
-    """Where the string that begins at `start` has ended. One without its quote ends with the line before the last."""
+    """Return the end of the string that begins at `start`, or None if it is open.
+
+    A string in single quotes without a closing quote ends at the end of its line.
+    """
     quote = text[start] * 3 if text.startswith(text[start] * 3, start) else text[start]
     at = start + len(quote)
     while at < len(text):
@@ -273,7 +275,7 @@ def _end_of_string(text: str, start: int) -> int | None:
 
 
 def word_before(text: str) -> str:
-    """The name that `text` ends with, as far as it is written."""
+    """Return the incomplete name at the end of `text`."""
     at = len(text)
     while at and (text[at - 1].isalnum() or text[at - 1] == "_"):
         at -= 1
@@ -281,7 +283,7 @@ def word_before(text: str) -> str:
 
 
 def expression_before(text: str) -> str:
-    """The longest chain of names, attributes, items and calls that `text` ends with; "" if there is none."""
+    """Return the longest chain of names, attributes, items and calls at the end of `text`; "" if there is none."""
     at = end = len(text.rstrip())
     while at:
         if text[at - 1] in ")]":
@@ -304,7 +306,7 @@ def expression_before(text: str) -> str:
 
 
 def _opening(text: str, closing: int) -> int | None:
-    """Where the bracket opens that closes at `closing`."""
+    """Return the position of the bracket that the one at `closing` matches."""
     depth = 0
     for at in range(closing, max(-1, closing - 1000), -1):
         if text[at] in ")]}":
@@ -317,7 +319,7 @@ def _opening(text: str, closing: int) -> int | None:
 
 
 def parse(expression: str) -> ast.expr | None:
-    """Its tree; None where it is no expression."""
+    """Return the expression's syntax tree, or None if it is invalid."""
     try:
         return ast.parse(expression, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -325,7 +327,7 @@ def parse(expression: str) -> ast.expr | None:
 
 
 def import_at(text: str) -> tuple[str, str | None, str] | None:
-    """Of an import that is being written: the module, the name in it (None: the module's), and what is written of it.
+    """Return the module, the name and the incomplete part of an import statement; None as the name means a module.
 
     `from torch.nn import Li` gives ("torch.nn", "", "Li"), `import torch.o` gives ("torch", None, "o").
     """
@@ -339,12 +341,12 @@ def import_at(text: str) -> tuple[str, str | None, str] | None:
 
 
 def assigned_names(text: str) -> set[str]:
-    """Names that the cell gives values to, whether it has run or not."""
+    """Return the names that the cell assigns, whether it has run or not."""
     return {found[1] or found[2] for found in _MADE.finditer(text)} - set(KEYWORDS)
 
 
 def name_at(text: str, cursor: int) -> str:
-    """The expression under the cursor, or else what is called there: `f(1, |` asks about f."""
+    """Return the expression at the cursor, or else the called function: `f(1, |` gives f."""
     end = cursor
     while end < len(text) and (text[end].isalnum() or text[end] == "_"):
         end += 1

@@ -1,10 +1,11 @@
-"""Evaluates an expression beside the cell that runs.
+"""Evaluate an expression on a rank beside the running cell.
 
-Owns: the threads of peeks, what they may see, and that each ends or is given up in time. Refuses: the main thread, the
-control thread, locks of ours while user code runs, and collectives: the other ranks would take them for the cell's.
+Every evaluation runs on a thread of its own and is given up after a time limit. It sees a copy of the namespace and the
+local variables of the functions that the main thread is in. It must not launch collectives, because the other ranks
+would match them with the cell's.
 
-What keeps the interpreter to itself, like `sum(range(10**12))`, keeps it from every thread of the rank: nothing in the
-process can end that, and the notebook tells of a rank that does not answer.
+An expression that never releases the GIL, like `sum(range(10**12))`, blocks all threads of the rank. Nothing inside the
+process can end it; the notebook reports that the rank does not respond.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from rankbook.rank.process_groups import interruptible_work
 from rankbook.rank.tracebacks import is_users
 
 _MOST = 2000
-"""Characters of an answer."""
+"""Maximum characters of an answer."""
 _MOST_ITEMS = 100
 _MOST_GIVEN_UP = 4
-"""Peeks that may go on after they were given up, before another one is refused."""
+"""Number of evaluations that may still run after they were given up, before new ones are refused."""
 _MAKES_OF_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
 class EvaluationSource(Protocol):
-    """What the main thread does, seen from outside. Any thread."""
+    """Interface of the main thread's work, seen from other threads."""
 
     running: int | None
 
     def namespace(self) -> dict[str, object]:
-        """A copy of the variables."""
+        """Return a copy of the variables."""
 
 
 class Evaluator:
-    """Peeks at a rank that computes on `device`. Any thread."""
+    """Evaluates expressions on a rank that computes on `device`. Any thread."""
 
     def __init__(self, work: EvaluationSource, device: torch.device) -> None:
         self._work = work
@@ -53,7 +54,7 @@ class Evaluator:
         self._given_up: list[_Evaluation] = []
 
     def answer(self, question: GetValue) -> ValueReply:
-        """What the expression gives, after `question.seconds` at most."""
+        """Evaluate the expression, for at most `question.seconds`."""
         cell = self._work.running
         self._given_up = [each for each in self._given_up if not each.ended.is_set()]
         if len(self._given_up) >= _MOST_GIVEN_UP:
@@ -67,7 +68,7 @@ class Evaluator:
         if cell is not None:
             namespace.update(read_locals(names_in(code)))
         evaluation = _Evaluation(code, namespace, self._device)
-        del namespace  # what it holds shall not outlive the evaluation
+        del namespace  # its objects must not outlive the evaluation
         if evaluation.wait_end(timeout=question.seconds):
             return ValueReply(question.token, evaluation.text, evaluation.trouble, cell)
         self._given_up.append(evaluation)
@@ -77,11 +78,11 @@ class Evaluator:
 
 
 class _EvaluationTimeout(BaseException):
-    """Nobody waits for this evaluation any more."""
+    """Raised in an evaluation that was given up."""
 
 
 class _Evaluation:
-    """One expression on a thread of its own. `text` or `trouble` is there once `ended` is set."""
+    """Evaluation of one expression on a thread of its own. `text` or `trouble` is set before `ended`."""
 
     def __init__(self, code: types.CodeType, namespace: dict[str, object], device: torch.device) -> None:
         self.ended = threading.Event()
@@ -91,10 +92,13 @@ class _Evaluation:
         self._ident = _thread.start_new_thread(self._run, (code, namespace, device))
 
     def wait_end(self, *, timeout: float) -> bool:
-        """Whether it has ended after `timeout` seconds; if not, Python code of it is ended from here."""
+        """Return True if the evaluation ends within `timeout` seconds.
+
+        Otherwise `_EvaluationTimeout` is raised in its thread, which ends Python code but not a call into C.
+        """
         if self.ended.wait(timeout):
             return True
-        with self._lock:  # so that no other thread, which may have the number by then, gets it
+        with self._lock:  # the thread still exists, so its id cannot belong to another thread
             if self._inside:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._ident), ctypes.py_object(_EvaluationTimeout)
@@ -102,23 +106,25 @@ class _Evaluation:
         return False
 
     def _run(self, code: types.CodeType, namespace: dict[str, object], device: torch.device) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         interruptible_work.here.only_looks = True
         try:
+            # The exception of `wait_end` is asynchronous: it may be raised after the expression, up to the call of
+            # `_take_pending`. `_inside` ensures that none is requested after that.
             self._try(code, namespace, device)
             _take_pending()
         except _EvaluationTimeout:
-            pass  # it came between two lines of ours
+            pass  # it was raised outside of the expression
         finally:
             self.ended.set()
 
     def _try(self, code: types.CodeType, namespace: dict[str, object], device: torch.device) -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own current one
+                torch.cuda.set_device(device)  # the current device belongs to the thread
             with torch.no_grad():
-                self.text = describe(eval(code, namespace))  # noqa: S307 - the person's own expression, on request
-        except BaseException as error:  # noqa: BLE001 - whatever the expression raises is the answer
+                self.text = describe(eval(code, namespace))  # noqa: S307 - the user's own expression, on request
+        except BaseException as error:  # noqa: BLE001 - an exception of the expression is the answer
             self.trouble = tell_error(error, namespace)
         finally:
             with self._lock:
@@ -126,37 +132,37 @@ class _Evaluation:
 
 
 def _take_pending() -> None:
-    """A call: there the interpreter raises what another thread has asked it to."""
+    """Make a function call, in which the interpreter raises a pending asynchronous exception."""
 
 
 def describe(value: object) -> str:
-    """`value` as IPython shows it, at most `_MOST` characters and a note of how many there were."""
+    """Return the text of `value` as IPython shows it, at most `_MOST` characters and a note of the full length."""
     if isinstance(value, (str, bytes)) and len(value) > _MOST:
-        return f"{value[:_MOST]!r}\n… {len(value):,} characters in all"  # its whole repr would hold up the cell
+        return f"{value[:_MOST]!r}\n… {len(value):,} characters in all"  # the whole repr would delay the cell
     text = pretty(value, max_width=110, max_seq_length=_MOST_ITEMS)
     return text if len(text) <= _MOST else f"{text[:_MOST]}\n… {len(text):,} characters in all"
 
 
 def tell_error(error: BaseException, names: Mapping[str, object]) -> str:
-    """One error in one line."""
+    """Return the error in one line, with a suggestion for a misspelt name."""
     try:
         value = " ".join(str(error).split())[:500]
-    except Exception as failure:  # noqa: BLE001 - the user's __str__ may do anything; what it did is said
+    except Exception as failure:  # noqa: BLE001 - a user's __str__ may do anything; its failure is reported
         value = f"<{type(failure).__name__} while it was put into words>"
     near = suggest(error.name, names) if isinstance(error, NameError) and error.name else ""
     return f"{type(error).__name__}: {value}".removesuffix(": ") + near
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The names that an expression looks up, also in its comprehensions and lambdas."""
+    """Return the names that an expression looks up, including its comprehensions and lambdas."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*(names_in(each) for each in inner))
 
 
 def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, object]:
-    """Those of `names` that are local to functions of the user that thread `ident` (the main one) is in.
+    """Return the variables in `names` that are local to user functions on the stack of thread `ident` (default: main).
 
-    The innermost function goes first. Nothing else of theirs is touched or kept.
+    An inner function takes precedence. Other variables of the frames are neither read nor kept.
     """
     wanted, found = set(names), dict[str, object]()
     frame: types.FrameType | None = sys._current_frames().get(ident or threading.main_thread().ident or 0)
@@ -174,9 +180,10 @@ def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, obj
 
 
 def _let_go(frame: types.FrameType, snapshot: Any) -> None:  # noqa: ANN401 - a dict, or from 3.13 on a view
-    """Up to Python 3.12 a frame keeps the snapshot of its variables, and with it what they held, until it ends.
+    """Clear the snapshot of a frame's variables, so that it does not keep their values alive.
 
-    A debugger writes such a snapshot back, and a function that names `locals` may have it as its own.
+    Up to Python 3.12 a frame keeps such a snapshot until it ends. It is left alone if a debugger traces the frame,
+    which writes the snapshot back, or if the function calls `locals` or the like and may use it as its own.
     """
     if isinstance(snapshot, dict) and frame.f_trace is None and not _MAKES_OF_LOCALS & set(frame.f_code.co_names):
         snapshot.clear()

@@ -1,8 +1,8 @@
-"""The models, optimizers and loaders that live on this rank.
+"""Find the models, optimizers and data loaders of this rank, and measure them.
 
-Owns: the search for them in the namespace, below its variables, and among what was prepared; what is told of each.
-Refuses: to run user code, to keep any of them alive, and to look into functions that run: that would prolong the life
-of what they hold.
+The search covers the namespace, a few levels below its variables, and the objects that `rankbook.runtime` has prepared.
+It runs no user code and keeps no object alive. It does not look into running functions, because that would prolong the
+life of their local variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankbook.rank.inspect import tensor_introspection
 from rankbook.rank.inspect.tensor_introspection import GilYield, NamedTensor, instance_dict, is_a
 
 _DEEPEST = 3
-"""Steps from a variable: `trainers[0].model` takes two."""
+"""Maximum steps from a variable: `trainers[0].model` takes two."""
 _MOST = 5_000
 _MOST_ITEMS = 200
 _OPAQUE = (
@@ -36,7 +36,7 @@ _OPAQUE = (
 
 @dataclass
 class DiscoveredObjects:
-    """What was found, by name; `trees` has each model's modules with their prefixes."""
+    """The objects by name. `trees` has the modules of every model with their name prefixes."""
 
     models: dict[str, torch.nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class DiscoveredObjects:
 
 
 def discover_objects(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
-    """What `namespace` leads to. Parts of a model that was found are none of their own."""
+    """Return the objects that `namespace` leads to. A submodule of a discovered model is not listed on its own."""
     found = DiscoveredObjects()
     for name, value in _walk(namespace, breath):
         _sort(found, name, value)
@@ -79,10 +79,10 @@ def _once(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(namespace: Mapping[str, object], breath: GilYield) -> Iterator[tuple[str, object]]:
-    """Breadth first: of several names the shortest comes first."""
+    """Search breadth-first, so that the shortest name of an object comes first."""
     queue = deque((name, value, 0) for name, value in namespace.items())
     seen: set[int] = set()
-    kept: list[object] = []  # a dead one's number may be given to another
+    kept: list[object] = []  # keeps the objects alive, so that no id is reused
     left = _MOST
     while queue and left:
         name, value, depth = queue.popleft()
@@ -115,7 +115,7 @@ def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _prepared() -> Iterator[tuple[str, object]]:
-    """What the runtime has prepared: a function's variables, too, are found so."""
+    """Yield the objects that the runtime has prepared, which may be local variables of a function."""
     models = sys.modules.get("rankbook.runtime.prepared")
     optimizers = sys.modules.get("rankbook.runtime.prepare")
     if models is None or optimizers is None:
@@ -128,9 +128,9 @@ def _prepared() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class MeasuredObjects:
-    """What is told of the belongings, in bytes.
+    """Sizes and descriptions of the discovered objects, in bytes.
 
-    `trainable` are the parameters that may have gradients and `counters` the optimizers, as long as they live.
+    `trainable` are the parameters that may have gradients, and `counters` the optimizers, as weak references.
     """
 
     holdings: tuple[Holding, ...]
@@ -141,7 +141,7 @@ class MeasuredObjects:
 
 
 def measure_objects(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
-    """Tell of each, and count the bytes on `device` (`cpu`, `cuda:0`): what two of them share counts once."""
+    """Describe every object, and count the bytes on `device` (`cpu`, `cuda:0`). A shared tensor counts once."""
     seen: dict[int, torch.Tensor] = {}
     sizes: Counter[str] = Counter()
 
@@ -235,7 +235,7 @@ def _placements(tensor: torch.Tensor) -> str:
 
 
 def _class_name(model: torch.nn.Module) -> str:
-    """The person's own class, and not the one that `fully_shard` made of it."""
+    """Return the name of the user's class instead of the subclass that `fully_shard` creates."""
     names = [each.__name__ for each in type(model).__mro__ if not each.__module__.startswith("torch.distributed.fsdp")]
     return (
         names[0]

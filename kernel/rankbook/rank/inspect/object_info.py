@@ -1,8 +1,6 @@
-"""What a person is told of an object: `x?`, `x??`, Shift-Tab.
+"""Descriptions of objects for `x?`, `x??` and Shift-Tab, and the list of a rank's variables.
 
-Owns: the text. Refuses: reprs, properties and docstrings that would have to be computed.
-
-A rank's variables, as a person lists them.
+No repr, property or computed docstring runs: all information is read from stored attributes.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from rankbook.rank.inspect.tensor_introspection import GilYield, is_a
 from rankbook.transport.cell_sources import cell_number
 
 _LONGEST = 20_000
-"""Characters of a docstring or a source."""
+"""Maximum characters of a docstring or a source."""
 _LINE = 100
 
 
 def describe_object(name: str, found: KnownValue | KnownType, rank: int, *, source: bool) -> str:
-    """The sections that there are, `source` with the source in the docstring's place, where there is one."""
+    """Return the description of an object; with `source`, the source replaces the docstring if available."""
     if isinstance(found, KnownType):
         sections = {"Type": found.kind.__name__, "Value": "not known without computing it"}
         return _text({**sections, "Docstring": _docstring(found.kind), "Rank": str(rank)})
@@ -79,7 +77,7 @@ def _value(name: str, value: object) -> dict[str, str]:
 
 
 class _Shown:
-    """Stands for a default or an annotation, whose own repr might be user code."""
+    """Text in place of a default value or an annotation, whose own repr may be user code."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -88,7 +86,7 @@ class _Shown:
         return self._text
 
 
-def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is called
+def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - any callable
     function, bound = value, False
     if safe_introspection.is_class(value):
         function, bound = _maker(value), True
@@ -99,7 +97,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is
         if type(function) is types.FunctionType:
             plain = types.FunctionType(
                 function.__code__, {}, function.__name__, function.__defaults__, function.__closure__
-            )  # without what decorators have hung on it, which may compute the signature
+            )  # without attributes of decorators such as __signature__, which may run user code
             plain.__kwdefaults__ = function.__kwdefaults__
             plain.__annotations__ = dict(function.__annotations__)
             signature = inspect.signature(plain)
@@ -107,7 +105,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - anything that is
             signature, bound = inspect.signature(function), bound and not safe_introspection.is_class(value)
         else:
             return ""
-    except (ValueError, TypeError):  # C code that does not tell
+    except (ValueError, TypeError):  # a C function without a signature
         return ""
     parameters = [_tamed(each) for each in signature.parameters.values()][1 if bound else 0 :]
     returns = (
@@ -151,7 +149,7 @@ def _name_of(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-def _stated(annotation: Any) -> Any:  # noqa: ANN401 - anything may be written there
+def _stated(annotation: Any) -> Any:  # noqa: ANN401 - any annotation
     if annotation is inspect.Parameter.empty:
         return annotation
     if type(annotation) is str:
@@ -181,8 +179,8 @@ def _docs_of(kind: type) -> list[object]:
     ]
 
 
-def _code_of(value: Any) -> Any:  # noqa: ANN401 - the object whose source it is
-    """What Python can tell the source of: a function, a class, a module; or the class of an instance."""
+def _code_of(value: Any) -> Any:  # noqa: ANN401 - any object
+    """Return the object whose source Python can find: a function, class or module, or the class of an instance."""
     while True:
         if is_a(value, types.MethodType):
             value = value.__func__
@@ -197,7 +195,7 @@ def _code_of(value: Any) -> Any:  # noqa: ANN401 - the object whose source it is
 
 
 def _is_strange(code: object) -> bool:
-    """Whether it is a class whose own class runs code for each attribute."""
+    """Return True for a class whose metaclass defines `__getattribute__`."""
     kinds: list[type] = (
         []
         if not safe_introspection.is_class(code)
@@ -212,7 +210,7 @@ def _file(value: object) -> str:
         return ""
     try:
         file = inspect.getfile(code)
-    except (TypeError, OSError):  # of C, or of a cell
+    except (TypeError, OSError):  # defined in C or in a cell
         return ""
     return "" if file.startswith("<") or cell_number(file) is not None else file
 
@@ -223,18 +221,18 @@ def _source(value: object) -> str:
         return ""
     try:
         return inspect.getsource(code)
-    except (TypeError, OSError, IndexError, SyntaxError):  # of C, of a cell, or lost
+    except (TypeError, OSError, IndexError, SyntaxError):  # defined in C or in a cell, or not found
         return _source_in_cell(code) if safe_introspection.is_class(code) else ""
 
 
 def _source_in_cell(kind: type) -> str:
-    """Of a class made in a cell, which has no file: from the cell in which its methods are."""
+    """Return the source of a class defined in a cell, found through the cell of its methods."""
     codes = [each.__code__ for each in safe_introspection.class_dict(kind).values() if type(each) is types.FunctionType]
     for code in codes:
         lines = linecache.getlines(code.co_filename)
         try:
             tree = ast.parse("".join(lines))
-        except SyntaxError:  # it has magics in it
+        except SyntaxError:  # the cell contains magics
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
@@ -252,7 +250,7 @@ _SIZED = (dict, list, tuple, set, frozenset)
 
 
 def list_variables(namespace: Mapping[str, object], hidden: Collection[str], breath: GilYield) -> tuple[Variable, ...]:
-    """The variables that cells have made, in the order of their making; at most `MOST`."""
+    """Return the variables that cells have defined, in order of definition; at most `MOST`."""
     found: list[Variable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in hidden or issubclass(type(value), _NO_DATA):
@@ -265,7 +263,7 @@ def list_variables(namespace: Mapping[str, object], hidden: Collection[str], bre
 
 
 def format_info(name: str, value: object, breath: GilYield) -> Variable:
-    """One of them."""
+    """Return the description of one variable."""
     kind = type(value).__name__
     if is_a(value, torch.Tensor):
         assert isinstance(value, torch.Tensor)
@@ -305,7 +303,7 @@ def _tell_tensors(name: str, kind: str, tensors: list[torch.Tensor]) -> Variable
 
 
 def preview_value(value: object) -> str:
-    """Its text where it is plain and short, a container's length, or else ""."""
+    """Return the repr of a short plain value, the length of a container, or ""."""
     if type(value) in _PLAIN:
         if type(value) in {str, bytes}:
             value = value[:_LONGEST_VALUE]  # type: ignore[index]

@@ -1,9 +1,8 @@
-"""Memory that ran out: what held it, and how the next cell gets it back.
+"""Out-of-memory errors: describe the tensors that hold memory, and free the frames of the failed cell.
 
-Owns: which errors these are, the words about memory, and letting go of what the failed cell held. Refuses: to touch a
-variable of the user's, and other errors: a debugger may still want their frames.
-
-Which variables hold the memory.
+`is_out_of_memory` recognizes the errors. `report_and_free` adds a table of the largest tensors to the error report and
+releases the frames of the error, so that the next cell has memory again. Variables of the user are never deleted, and
+other errors keep their frames for a debugger. `find_holdings` searches the variables for storages.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _DEVICE = re.compile(r"GPU (\d+)")
 _MOST_ROWS = 8
 _MOST_VARIABLES = 5
 _SMALL = 1_000_000
-"""Bytes below which a storage is not worth a row."""
+"""Bytes below which a storage gets no row."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error, or the one that it says it came from, is that memory ran out."""
+    """Return True if memory ran out in this error, its causes or the members of its group."""
     for each in _causes(error):
         if issubclass(type(each), (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -53,15 +52,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_peer_oom(error: BaseException) -> bool:
-    """Whether a collective was broken off because memory ran out on another rank: here there may be as little of it."""
+    """Return True if a collective was aborted because another rank ran out of memory: this one may be short as well."""
     return issubclass(type(error), CollectiveAborted) and _OF_A_PEER.match(value_of(error)) is not None
 
 
 def report_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
-    """`report` with what holds the memory now; then what the failed cell held is given back."""
+    """Return `report` with a description of the memory, after releasing the frames of the failed cell."""
     try:
         memory = _describe(shell, error)
-    except Exception as failure:  # noqa: BLE001 - told in its place; user objects and a device that fails may do anything
+    except Exception as failure:  # noqa: BLE001 - reported instead; user objects and a failed device may do anything
         memory = f"memory: what holds it could not be found ({type(failure).__name__}: {failure})"
     free_memory(shell, error)
     return ErrorReport(
@@ -75,7 +74,7 @@ def report_and_free(shell: InteractiveShell, error: BaseException, report: Error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and the errors of a group."""
+    """Yield the error, its `__cause__` chain, and the members of exception groups."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -88,7 +87,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting += members_of(each)
 
 
-# What held it
+# Description
 
 
 def _describe(shell: InteractiveShell, error: BaseException) -> str:
@@ -99,7 +98,7 @@ def _describe(shell: InteractiveShell, error: BaseException) -> str:
 
 
 def _device_of(error: BaseException) -> str:
-    """The device that has no memory left; torch names the GPU in the message."""
+    """Return the device that is out of memory; torch names the GPU in its message."""
     on_cuda = [
         each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError) or _ON_CUDA.search(str(each))
     ]
@@ -110,7 +109,7 @@ def _device_of(error: BaseException) -> str:
 
 
 def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object]:
-    """The user's variables, and behind them the variables of the functions that the error came through."""
+    """Return the user's variables, followed by the local variables of user functions in the traceback."""
     hidden = shell.user_ns_hidden
     names = {name: value for name, value in shell.user_ns.items() if hidden.get(name, hidden) is not value}
     for each in _causes(error):
@@ -143,7 +142,7 @@ def _describe_cuda(device: torch.device, found: MemoryReport) -> str:
 
 
 def describe_holdings(found: MemoryReport) -> list[str]:
-    """The largest of what was found, as lines of a table, and how much each variable has."""
+    """Return the lines of a table of the largest storages, and the total per variable."""
     large = [each for each in found.holdings if each.size >= _SMALL]
     rows = [_row(each) for each in large[:_MOST_ROWS]]
     if not rows:
@@ -168,11 +167,11 @@ def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
     return format_bytes(holding.size), holding.name, str(holding.shape), holding.dtype, holding.device
 
 
-# Letting go
+# Release
 
 
 def free_memory(shell: InteractiveShell, error: BaseException) -> None:
-    """Let go of the frames that failed, with all that they held. A debugger finds nothing afterwards."""
+    """Release the frames of the error and all that they hold. A debugger finds nothing afterwards."""
     for each in _all_of(error):
         traceback.clear_frames(traceback_of(each))
         BaseException.with_traceback(each, None)
@@ -182,15 +181,15 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     result = shell.last_execution_result
     if result is not None:
         result.error_in_exec = result.error_before_exec = None
-    shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None  # the debugger of an earlier error has its frames
+    shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None  # the debugger of an earlier error keeps its frames
     gc.collect()
     if torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a device that failed for good; its next use says so
+        with contextlib.suppress(RuntimeError):  # the device has failed for good; its next use raises
             torch.cuda.empty_cache()
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
-    """The error with all that were raised before it and are kept for that, whether they caused it or not."""
+    """Return the error and all exceptions that it references: causes, contexts and members of groups."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -202,9 +201,9 @@ def _all_of(error: BaseException) -> list[BaseException]:
 
 
 DEEPEST = 12
-"""Steps from a variable to what it holds: `model.layers[0].attention.query.weight` takes seven."""
+"""Maximum steps from a variable to a tensor: `model.layers[0].attention.query.weight` takes seven."""
 MOST_OBJECTS = 100_000
-"""Objects that are looked at; that takes a fifth of a second."""
+"""Maximum number of objects to visit; that takes 0.2 s."""
 _MOST_ITEMS = 10_000
 _VARIABLE = re.compile(r"(?:[^.[{]*\(\): )?\w+")
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, FunctionType)
@@ -213,7 +212,7 @@ _OPAQUE = (*_PLAIN, BuiltinFunctionType)
 
 @dataclass(frozen=True)
 class MemoryHolding:
-    """One storage, by the shortest name that leads to it, with the shape of the tensor found there."""
+    """A storage with memory, under the shortest name that leads to it, with the shape of its tensor."""
 
     name: str
     size: int
@@ -223,38 +222,41 @@ class MemoryHolding:
 
     @property
     def variable(self) -> str:
-        """The variable that the name begins with, and before it the function, if it is one of a function's."""
+        """Return the variable at the beginning of the name, preceded by the function for a local variable."""
         found = _VARIABLE.match(self.name)
         return found[0] if found else self.name
 
 
 @dataclass
 class MemoryReport:
-    """All of it, the largest first. `complete`: nothing was left out for being too deep or too much."""
+    """The storages that were found, largest first. `complete` is False if a limit ended the search."""
 
     holdings: list[MemoryHolding] = field(default_factory=list)
     complete: bool = True
 
     @property
     def size(self) -> int:
-        """Bytes of all holdings."""
+        """Return the bytes of all storages."""
         return sum(each.size for each in self.holdings)
 
 
 def find_holdings(
     namespace: Mapping[str, object], *, device: str | None = None, most_objects: int = MOST_OBJECTS
 ) -> MemoryReport:
-    """The storages that `namespace`'s names lead to, each once; those on `device` (`cpu`, `cuda:0`), or all."""
+    """Find the storages that the variables lead to, without duplicates.
+
+    `device` (`cpu`, `cuda:0`) selects one device.
+    """
     return _Search(most_objects).run(namespace, device)
 
 
 class _Search:
-    """Breadth first, so that of several names of a tensor the shortest is found."""
+    """Breadth-first search, which finds the shortest name of a tensor first."""
 
     def __init__(self, most_objects: int) -> None:
         self._left = most_objects
-        self._seen: dict[int, object] = {}  # with the objects, for a dead one's number may be given to another
-        self._storages: dict[tuple[str, int], MemoryHolding] = {}
+        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
+        self._storages: dict[tuple[str, int], MemoryHolding] = {}  # by device and data pointer: views count once
         self._names: dict[int, str] = {}
         self._queue: deque[tuple[str, object, int]] = deque()
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
@@ -263,7 +265,7 @@ class _Search:
     def run(self, namespace: Mapping[str, object], device: str | None) -> MemoryReport:
         self._enqueue(dict(namespace).items(), 0)
         self._work()
-        for name, optimizer in self._optimizers:  # last, for its parameters have better names by then
+        for name, optimizer in self._optimizers:  # last: by then its parameters have names, which label its states
             self._enqueue(self._optimizer_parts(name, optimizer), 1)
             self._work()
         holdings = [each for each in self._storages.values() if device in (None, each.device)]
@@ -285,7 +287,7 @@ class _Search:
     def _work(self) -> None:
         while self._queue:
             name, value, depth = self._queue.popleft()
-            kind = type(value)  # isinstance would ask a proxy what it stands for
+            kind = type(value)  # isinstance would run a proxy's __class__
             if issubclass(kind, torch.optim.Optimizer):
                 self._optimizers.append((name, value))  # type: ignore[arg-type]
             else:
@@ -307,7 +309,7 @@ class _Search:
         yield from ((f"{name}.{each}", item) for each, item in _attributes(value))
 
     def _first(self, items: Iterable[Any]) -> list[Any]:
-        first = list(islice(items, _MOST_ITEMS + 1))  # in one go: another thread may add to it
+        first = list(islice(items, _MOST_ITEMS + 1))  # in one step: another thread may change the container
         if len(first) > _MOST_ITEMS:
             self._complete = False
         return first[:_MOST_ITEMS]
@@ -315,7 +317,7 @@ class _Search:
     def _tensor_parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
         self._names[id(tensor)] = name
         flatten = getattr(type(tensor), "__tensor_flatten__", None)
-        if flatten is not None:  # a DTensor, or another that only wraps the tensors that have the memory
+        if flatten is not None:  # a DTensor or another wrapper of the tensors that own the memory
             for each in flatten(tensor)[0]:
                 yield name if each == "_local_tensor" else f"{name}.{each}", getattr(tensor, each)
         elif tensor.layout is torch.strided:
@@ -329,7 +331,7 @@ class _Search:
         try:
             storage = tensor.untyped_storage()
             pointer = storage.data_ptr()
-        except RuntimeError:  # of a kind that has none: fake, functional, in a transform
+        except RuntimeError:  # a tensor without storage: fake, functional, in a transform
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._add(name, pointer, storage.nbytes(), tuple(tensor.shape), dtype, str(tensor.device))
@@ -345,15 +347,15 @@ class _Search:
             self._storages.setdefault((device, pointer), MemoryHolding(name, size, shape, dtype, device))
 
     def _optimizer_parts(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
-        """Named by the parameter that each state belongs to: `optimizer.state[model.weight]['exp_avg']`."""
+        """Yield the states, named by their parameters: `optimizer.state[model.weight]['exp_avg']`."""
         for number, (parameter, state) in enumerate(dict.items(optimizer.state)):
             yield f"{name}.state[{self._names.get(id(parameter), number)}]", state
         yield f"{name}.param_groups", optimizer.param_groups
         yield from ((f"{name}.{each}", item) for each, item in _attributes(optimizer) if each != "state")
 
 
-def _iterator(kind: type) -> Any:  # noqa: ANN401 - a method of whichever container
-    """The container's own way to iterate, whatever a subclass of the user's made of it."""
+def _iterator(kind: type) -> Any:  # noqa: ANN401 - a method of a container
+    """Return the builtin container's own `__iter__`, so that no override of a subclass runs."""
     return next(base for base in (list, tuple, deque, set, frozenset) if issubclass(kind, base)).__iter__
 
 
@@ -378,7 +380,7 @@ def _module_parts(name: str, module: torch.nn.Module) -> Iterator[tuple[str, obj
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """What is in the instance itself, in its dict and its slots; a module's own parts are told by `_module_parts`."""
+    """Yield the attributes in the instance's dict and slots. `_module_parts` yields the parts of a module."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):

@@ -1,15 +1,10 @@
-"""Answers the notebook's questions while the main thread works.
+"""Answer the notebook's status queries on background threads, while the main thread runs a cell.
 
-Owns: what is looked at how often, and what is remembered between two looks. Refuses: the main thread; it is called on
-a thread of its own, and only while somebody looks.
-
-The threads that look: a rank's third and fourth, each made by the first question of its kind; a peek has its own.
-
-The numbers of one tensor, a little at a time.
-
-Device memory of a rank: total, free, and what its parameters, gradients and optimizer states hold.
-
-CUDA is not initialised here, and no tensors are searched for.
+`StatusHandler` answers queries for status, details, shards and statistics, and limits how often the namespace is
+searched. `QueryThreads` is the thread for repeated queries (one for status, one for completion), started by the first
+query; an expression to evaluate gets a thread of its own (`answer_in_thread`). `compute_statistic` reads a tensor in
+pieces; `measure_memory`, `GradientCounter` and `Utilisation` measure the device. No query initializes CUDA or runs user
+code.
 """
 
 from __future__ import annotations
@@ -58,42 +53,42 @@ from rankbook.rank.inspect.tensor_introspection import GilYield
 from rankbook.rank.tracebacks import is_users, name_of
 
 _AT_MOST = {True: 1 / 200, False: 1 / 50}
-"""The share of a processor that the search for what lives here may take while a cell runs, and while none does."""
+"""Maximum share of a processor for the search for objects, while a cell runs (True) and while none does (False)."""
 _SOONEST = 0.5
-"""Seconds until the device's memory is read again. What only counts is read at each look."""
+"""Minimum seconds between two measurements of the device's memory. Counters are read for every query."""
 _PAUSES = 1.0, 4.0
-"""Seconds between two searches while a cell runs: the fewest, and the most, after some that found nothing new."""
+"""Minimum and maximum seconds between two searches while a cell runs; the pause doubles while nothing changes."""
 _COUNT_TIMEOUT = 0.02
-"""Seconds that a search waits for the count of gradients; a later one is in the next picture."""
+"""Seconds that a search waits for the count of gradients; a later count appears in the next answer."""
 _LAST_SAVES = 16
 
 
 class MainThreadStatus(Protocol):
-    """What the main thread does, seen from outside. Any thread."""
+    """Interface of the main thread's work, seen from other threads."""
 
     running: int | None
 
     def line(self) -> int | None:
-        """Where in its cell it is."""
+        """Return the line of the cell that is executing."""
 
     def frames(self) -> tuple[Frame, ...]:
-        """Its stack."""
+        """Return the stack."""
 
     def waits(self) -> tuple[str, float]:
-        """Its oldest collective that has not ended, and for how many seconds; "" if there is none."""
+        """Return the oldest pending collective and its age in seconds; "" if there is none."""
 
     def namespace(self) -> dict[str, object]:
-        """A copy of the variables."""
+        """Return a copy of the variables."""
 
     def hidden(self) -> Collection[str]:
-        """The names that were there before any cell."""
+        """Return the names that were defined before any cell."""
 
     def run_when_idle(self, function: Callable[[], None]) -> None:
         """Call `function` on the main thread between two tasks: now, if no task runs."""
 
 
 class StatusHandler:
-    """Answers for `rank`, which computes on `device`."""
+    """Answers status queries for `rank`, which computes on `device`."""
 
     def __init__(self, work: MainThreadStatus, rank: int, device: torch.device) -> None:
         self._work = work
@@ -116,7 +111,7 @@ class StatusHandler:
         self._listens = False
 
     def answer(self, question: Look) -> Answer:
-        """The answer, or why there is none."""
+        """Answer a query, or return `QueryFailed` with the reason."""
         try:
             match question:
                 case GetStatus():
@@ -138,7 +133,7 @@ class StatusHandler:
             return QueryFailed(question.token, str(error))
 
     def at_once(self, question: Look) -> Answer | None:
-        """A look for which nothing has to be searched or measured: it counts and tells."""
+        """Answer a status query that needs no search and no measurement, or return None."""
         if not isinstance(question, GetStatus) or question.fresh:
             return None
         now = time.monotonic()
@@ -146,7 +141,7 @@ class StatusHandler:
             return None
         return self._told(question)
 
-    # A look
+    # Status
 
     def _look(self, question: GetStatus) -> StatusReply:
         if question.holdings:
@@ -158,6 +153,8 @@ class StatusHandler:
         return self._told(question)
 
     def _search_is_due(self, now: float) -> bool:
+        # The pause between searches is the larger one of two: a fixed pause, which doubles while nothing changes, and
+        # the pause that keeps the cost of the last search (CPU seconds) within its share of a processor.
         running = self._work.running
         if running != self._cell:
             self._cell, self._pause = running, _SOONEST
@@ -178,7 +175,7 @@ class StatusHandler:
         )
 
     def _saves(self) -> tuple[CheckpointSave, ...]:
-        """Those under way, and the last ones that have ended; of one checkpoint that was saved twice the later save."""
+        """Return the running saves and the last completed ones; for a checkpoint saved twice, the later save."""
         running = [each for each in telemetry.snapshot("checkpoint ") if isinstance(each, CheckpointSave)]
         again = {(each.folder, each.name) for each in running}
         return (*running, *(each for each in self._ended if (each.folder, each.name) not in again))
@@ -222,17 +219,17 @@ class StatusHandler:
             self._pause = min(max(2 * self._pause, _PAUSES[0]), _PAUSES[1])
         self._inventory = inventory
         self._searched, self._cost = time.monotonic(), time.thread_time() - began
-        self._due = 0.0
+        self._due = 0.0  # measure at once, with the new objects
 
     def _measure(self) -> None:
         found = self._inventory
         assert found is not None
         self._memory = measure_memory(self._device, found.parameters, self._gradients.bytes, found.optimizer)
-        self._utilised = self._utilisation.now()  # a call into the driver, which may take its time
+        self._utilised = self._utilisation.now()  # a call into the driver, which may be slow
         self._due = time.monotonic() + _SOONEST
 
     def _listen(self) -> None:
-        """A save that has ended is in no snapshot any more."""
+        """Keep completed saves, which are in no telemetry snapshot any more."""
         if self._listens:
             return
         self._listens = True
@@ -248,7 +245,7 @@ class StatusHandler:
 
         telemetry.listener = listener
 
-    # More of it
+    # Details
 
     def _detail(self) -> RankDetail:
         frames = [each for each in self._work.frames() if each.file.startswith("Cell In[") or is_users(each.file)]
@@ -267,21 +264,24 @@ _Q_contra = TypeVar("_Q_contra", bound=Look | Hint | GetValue, contravariant=Tru
 
 
 class QueryHandler(Protocol[_Q_contra]):
-    """What looks."""
+    """Interface of an object that answers queries."""
 
     def answer(self, question: _Q_contra) -> Answer:
-        """The answer, or why there is none."""
+        """Answer a query, or return `QueryFailed` with the reason."""
 
 
 class RepeatedQueryHandler(QueryHandler[_Q_contra], Protocol[_Q_contra]):
-    """What is asked again and again."""
+    """A handler for queries that are repeated all the time."""
 
     def at_once(self, question: _Q_contra) -> Answer | None:
-        """The answer, if it takes next to nothing; else None."""
+        """Return the answer if it is cheap, else None."""
 
 
 class QueryThreads(Generic[_Q]):
-    """Answers with `send`. `make` makes what looks, once; it imports what a rank needs for nothing else."""
+    """A background thread that answers queries with `send`.
+
+    `make` creates the handler once, on that thread: it imports modules that a rank needs for nothing else.
+    """
 
     def __init__(self, send: Callable[[Answer], None], make: Callable[[], RepeatedQueryHandler[_Q]]) -> None:
         self._send = send
@@ -292,20 +292,23 @@ class QueryThreads(Generic[_Q]):
         self._asked = self._answered = 0
 
     def put(self, question: _Q) -> None:
-        """Answer `question`, soon, on another thread. The control thread."""
+        """Queue `question` for the thread. Called on the control thread.
+
+        A cheap answer is given on the control thread itself, which saves waking another thread beside a computing cell.
+        """
         looks = self._looks
         if looks is not None and self._asked == self._answered:
-            answer = self._try(looks.at_once, question)  # a thread less that wakes up beside a cell that computes
+            answer = self._try(looks.at_once, question)
             if answer is not None:
                 _send(self._send, "look", question, answer)
                 return
         self._asked += 1
         self._questions.put(question)
         if self._started.acquire(blocking=False):
-            _thread.start_new_thread(self._run, ())  # Thread.start would wait
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait for the new thread
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         while True:
             question = self._questions.get()
             answer = self._try(self._answer, question)
@@ -320,14 +323,14 @@ class QueryThreads(Generic[_Q]):
     def _try(self, answer: Callable[[_Q], Answer | None], question: _Q) -> Answer | None:
         try:
             return answer(question)
-        except BaseException as error:  # noqa: BLE001 - the notebook is told all of it, and the next one may go well
+        except BaseException as error:  # noqa: BLE001 - reported to the notebook; the next query may succeed
             return _failed("look", question, error)
 
 
 def answer_in_thread(
     send: Callable[[Answer], None], make: Callable[[], QueryHandler[GetValue]], question: GetValue
 ) -> None:
-    """Have it answered on a thread of its own: it may take its time, and other questions would wait. Any thread."""
+    """Answer a query on a thread of its own, because it may be slow and other queries would wait. Any thread."""
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -341,7 +344,7 @@ def answer_in_thread(
 
 
 def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | GetValue, answer: Answer) -> None:
-    """Send an answer, or why it cannot be sent: user code may have given an object odd names."""
+    """Send an answer, or the reason why it cannot be encoded: user code may have given an object odd names."""
     try:
         send(answer)
     except (TypeError, ValueError, OverflowError, ProtocolError) as error:
@@ -349,7 +352,7 @@ def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | Get
 
 
 def _failed(what: str, question: Look | Hint | GetValue, error: BaseException) -> Answer:
-    """The answer that says so. In the handler of `error`."""
+    """Return the answer that reports `error`. Called in the `except` block of `error`."""
     try:
         told = f"{error}\n{traceback.format_exc()}"
     except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
@@ -358,15 +361,15 @@ def _failed(what: str, question: Look | Hint | GetValue, error: BaseException) -
 
 
 LONGEST = 1.5
-"""Seconds."""
+"""Maximum seconds for a statistic."""
 _PIECE = {"cpu": 30_000, "cuda": 1 << 24}
-"""Elements. torch shares out work among threads from 32768 on."""
+"""Elements per piece and device type. torch splits work between threads from 32768 elements on."""
 
 
 def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
-    """Of all elements that are here; of values that the main thread changes meanwhile some are old and some new.
+    """Compute minimum, mean and maximum of the local elements. Values that change meanwhile may be old or new.
 
-    Raises `BadRequest` for what has no order, and for more than can be read in `LONGEST` seconds.
+    Raises `BadRequest` for data without an order, and for more than can be read in `LONGEST` seconds.
     """
     if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
         raise BadRequest(f"a tensor of {tensor.dtype}, {tensor.layout} has no minimum and maximum here")
@@ -397,7 +400,7 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
 
 
 def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """The tensor in pieces of at most `most` elements, without a copy of the whole."""
+    """Yield the tensor in pieces of at most `most` elements, without copying the whole."""
     if tensor.numel() <= most:
         if tensor.numel():
             yield tensor.reshape(-1)
@@ -413,7 +416,7 @@ def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 
 def measure_memory(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
-    """The split, in bytes; None for a CUDA device that this rank has not touched yet."""
+    """Return the memory use in bytes, or None for a CUDA device that this rank has not initialized."""
     if device.type == "cuda":
         if not torch.cuda.is_initialized():
             return None
@@ -425,7 +428,7 @@ def measure_memory(device: torch.device, parameters: int, gradients: int, optimi
         total = free + resident.rss
     held = parameters + gradients + optimizer
     return MemoryUse(
-        total=max(total, free + held),  # pages that nobody has written are nowhere yet
+        total=max(total, free + held),  # pages that were never written occupy no memory yet
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
@@ -436,7 +439,7 @@ def measure_memory(device: torch.device, parameters: int, gradients: int, optimi
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it; empty where nobody says."""
+    """Return the vendor's name of the device; empty if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device) if torch.cuda.is_initialized() else ""
     if sys.platform != "linux":
@@ -456,7 +459,7 @@ class GradientCounter:
     `optimizer.step()`, at the end of that step and for the parameters of that optimizer, and by the main thread between
     two cells for the rest, except for parameters that an optimizer on another thread steps.
 
-    Without a view this costs nothing: the first request registers the hook, which counts once for each request.
+    Without a view this costs nothing: the first request registers the hook, which counts once per request.
     """
 
     def __init__(self, run_when_idle: Callable[[Callable[[], None]], None]) -> None:
@@ -472,11 +475,11 @@ class GradientCounter:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all gradients of the requested parameters, as of their last counts."""
+        """Return the bytes of all gradients of the requested parameters, as of their last counts."""
         return sum(tuple(self._bytes.values()))
 
     def request(self, parameters: Iterable[weakref.ref[torch.Tensor]], *, timeout: float) -> None:
-        """Have the gradients of `parameters` counted, and wait for it for at most `timeout` seconds."""
+        """Request a count of the gradients of `parameters`, and wait up to `timeout` seconds for it."""
         self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
         pending = {id(tensor): parameter for parameter in parameters if (tensor := parameter()) is not None}
         self._bytes = {key: size for key, size in self._bytes.items() if key in pending}
@@ -523,21 +526,21 @@ class GradientCounter:
 
 
 class Utilisation:
-    """The share of time in which a CUDA device computed, where NVML is there to say."""
+    """The share of time in which a CUDA device computed, if NVML is available."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._silent = device.type != "cuda"
 
     def now(self) -> float | None:
-        """From 0 to 1."""
+        """Return a number from 0 to 1, or None."""
         if self._silent or not torch.cuda.is_initialized():
             return None
         try:
             return torch.cuda.utilization(self._device) / 100
         except Exception as error:
-            # No NVML, or none that tells this of the device (a part of a GPU, say); it will not come either. NVML's
-            # errors are of a module that only torch imports.
+            # NVML is missing, or does not report this for the device (a MIG slice, for example), and never will. The
+            # classes of NVML's errors are in a module that only torch imports.
             if not (isinstance(error, ImportError | RuntimeError | OSError) or type(error).__module__ == "pynvml"):
                 raise
             self._silent = True

@@ -1,7 +1,7 @@
-"""What an object has, and what an expression stands for, without asking either.
+"""Resolve expressions and list attributes without running user code.
 
-Owns: the walk from names to attributes and items, by what is stored. Refuses: to run user code: no property, no
-`__getattr__`, no `__dir__`, no call. What only a run could tell is not known; of some of it at least the class is.
+Names, attributes and items are looked up in stored data only: no property, `__getattr__`, `__dir__` or call runs. A
+value that only code could compute is unknown, or known by its class alone (from an annotation, for example).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_TENSORS: dict[str, type] = {
     "dtype": torch.dtype,
     "device": torch.device,
 }
-"""Attributes that torch computes when it is asked for them."""
+"""Attributes that torch computes on access, with the class of their values."""
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MOST_WRAPS = 20
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -37,14 +37,14 @@ _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class KnownValue:
-    """A value that is there."""
+    """An existing value."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class KnownType:
-    """Some value of that class."""
+    """A value of which only the class is known."""
 
     kind: type
 
@@ -53,23 +53,23 @@ Found = KnownValue | KnownType | None
 
 
 def is_class(value: object) -> TypeGuard[type]:
-    """Whether it is a class, which a proxy might only say."""
+    """Return True if `value` is really a class, whatever its `__class__` claims."""
     return is_a(value, type)
 
 
 def mro(kind: type) -> tuple[type, ...]:
-    """The class and its bases."""
+    """Return the class and its bases."""
     return tuple(_mro_of_class.__get__(kind))
 
 
 def class_dict(kind: type) -> Mapping[str, Any]:
-    """What stands in the class itself."""
+    """Return the class's own attributes."""
     found: Mapping[str, Any] = _dict_of_class.__get__(kind)
     return found
 
 
-def class_attribute(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever stands there
-    """What the class has under that name, unbound. Raises KeyError."""
+def class_attribute(kind: type, name: str) -> Any:  # noqa: ANN401 - any class attribute
+    """Return a class attribute unbound, from the class or its bases. Raises KeyError."""
     for each in mro(kind):
         there = class_dict(each)
         if name in there:
@@ -78,7 +78,7 @@ def class_attribute(kind: type, name: str) -> Any:  # noqa: ANN401 - whatever st
 
 
 def instance_attribute(value: object) -> dict[str, Any]:
-    """What the object itself has."""
+    """Return the instance's own attributes, including the parts of a module."""
     if is_a(value, types.ModuleType):
         return dict.copy(types.ModuleType.__getattribute__(value, "__dict__"))
     found: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.instance_dict(value)))
@@ -89,7 +89,7 @@ def instance_attribute(value: object) -> dict[str, Any]:
 
 
 def data_frame_columns(value: object) -> list[str]:
-    """Those of a DataFrame that are strings."""
+    """Return the string column names of a pandas DataFrame."""
     kind = tensor_introspection.loaded_class("pandas", "DataFrame")
     if kind is None or not is_a(value, kind):
         return []
@@ -98,7 +98,7 @@ def data_frame_columns(value: object) -> list[str]:
 
 
 def list_members(found: KnownValue | KnownType) -> dict[str, Any]:
-    """What may follow its dot: names, with what is stored under them."""
+    """Return the names that can follow the dot, with the stored values."""
     value = found.value if isinstance(found, KnownValue) else None
     there: dict[str, Any] = {}
     kind = found.kind if isinstance(found, KnownType) else type(value)
@@ -112,7 +112,7 @@ def list_members(found: KnownValue | KnownType) -> dict[str, Any]:
 
 
 def keys_of(found: Found) -> list[str]:
-    """The keys that are strings, of a mapping that stores them."""
+    """Return the string keys of a mapping that stores them."""
     if not isinstance(found, KnownValue):
         return []
     value = found.value
@@ -121,8 +121,8 @@ def keys_of(found: Found) -> list[str]:
     return [key for key, _ in tensor_introspection.items(value) if type(key) is str] or data_frame_columns(value)
 
 
-def unwrap_object(function: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
-    """The function that decorators have wrapped, where they have left it with theirs (functools.wraps)."""
+def unwrap_object(function: Any) -> Any:  # noqa: ANN401 - any callable
+    """Return the function that decorators wrap, if they use functools.wraps."""
     for _ in range(_MOST_WRAPS):
         inner = (
             tensor_introspection.instance_dict(function).get("__wrapped__")
@@ -136,7 +136,7 @@ def unwrap_object(function: Any) -> Any:  # noqa: ANN401 - a function, or whatev
 
 
 def resolve_expression(node: ast.expr | None, namespace: Mapping[str, Any]) -> Found:
-    """What the expression stands for."""
+    """Return the value or class of the expression, or None if unknown."""
     match node:
         case ast.Name(id=name):
             if name in namespace:
@@ -180,7 +180,9 @@ def _attribute(of: Found, name: str) -> Found:
     return _bound(value, name, stored)
 
 
-def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - whatever stands in a class
+def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - any class attribute
+    # The order of object.__getattribute__: data descriptors, the instance's own attributes, then the class attribute,
+    # bound if it is a function. Only descriptors implemented in C are called.
     kind = type(value)
     if (known := _class_of_property(kind, name, stored)) is not None:
         return known
@@ -202,7 +204,7 @@ def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - wh
 
 
 def _class_of_property(kind: type, name: str, stored: object) -> KnownType | None:
-    """What is computed when it is asked for, of which the code says the class."""
+    """Return the class of a computed attribute, if the code states it."""
     if issubclass(kind, torch.Tensor) and name in _OF_TENSORS:
         return KnownType(_OF_TENSORS[name])
     if type(stored) is property:
@@ -213,13 +215,13 @@ def _class_of_property(kind: type, name: str, stored: object) -> KnownType | Non
 
 
 def _computes(stored: object) -> bool:
-    """Whether asking for it would run something."""
+    """Return True if accessing the attribute would run code."""
     if type(stored) in {types.FunctionType, staticmethod, classmethod} or is_a(stored, _BUILTIN):  # type: ignore[arg-type]
         return False
     return not is_class(stored) and any("__get__" in class_dict(each) for each in mro(type(stored)))
 
 
-def _plain(stored: Any) -> Any:  # noqa: ANN401 - whatever stands in a class
+def _plain(stored: Any) -> Any:  # noqa: ANN401 - any class attribute
     return stored.__func__ if type(stored) in {staticmethod, classmethod} else stored
 
 
@@ -250,7 +252,7 @@ def _item(of: Found, index: ast.expr) -> Found:
 
 
 def _result(called: Found) -> Found:
-    """What a call gives, where that can be said without it."""
+    """Return the class of a call's result, if it is known without the call."""
     if not isinstance(called, KnownValue):
         return None
     value = called.value
@@ -262,7 +264,7 @@ def _result(called: Found) -> Found:
 
 
 def _annotated(function: object) -> KnownType | None:
-    """The class that the function says it returns."""
+    """Return the class in the function's return annotation."""
     function = unwrap_object(function)
     if type(function) is not types.FunctionType:
         return None

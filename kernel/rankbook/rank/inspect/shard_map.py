@@ -1,6 +1,6 @@
-"""Where the tensors of a variable lie: this rank's parts, and by arithmetic those of the other ranks.
+"""Sharding map of a variable: which slices of its tensors this rank and the other ranks hold.
 
-Owns: names to tensors, placements to boxes. Refuses: collectives, and to read any value.
+The slices of other ranks are computed from the placements, without communication. No tensor value is read.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a
 
 _MOST = 200_000
-"""Tensors of one variable."""
+"""Maximum number of tensors per variable."""
 
 
 @dataclass(frozen=True)
 class KeyedTensor:
-    """A tensor, or a shard of the sharding map, under its key."""
+    """A tensor, or a `ShardedTensor` of a checkpoint, with its key."""
 
     key: str
     value: Any
 
 
 def resolve_variable(namespace: Mapping[str, object], name: str, breath: GilYield) -> object:
-    """The variable, or what a dotted name leads to without asking a property. Raises `BadRequest`."""
+    """Return the variable, or the object at a dotted name, without running properties. Raises `BadRequest`."""
     if name in namespace:
         return namespace[name]
     first, *rest = name.split(".")
@@ -50,7 +50,7 @@ def resolve_variable(namespace: Mapping[str, object], name: str, breath: GilYiel
 
 
 def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> tuple[str, list[KeyedTensor]]:
-    """The kind of the variable, as `ShardMap` has it, and its tensors. Raises `BadRequest`."""
+    """Return the kind of the variable, as in `ShardMap`, and its tensors. Raises `BadRequest`."""
     value = resolve_variable(namespace, name, breath)
     if is_a(value, torch.nn.Module):
         tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[
 
 
 def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: GilYield) -> torch.Tensor:
-    """What is here of one tensor. Raises `BadRequest`."""
+    """Return the local shard of one tensor of a variable. Raises `BadRequest`."""
     _, found = tensors_of(namespace, name, breath)
     for each in found:
         if each.key == key:
@@ -112,7 +112,7 @@ def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: Gi
 
 @dataclass
 class _Grids:
-    """The different ways in which tensors are cut, each computed once."""
+    """The distinct partitions of tensors, which are computed once and numbered."""
 
     rank: int
     others: bool
@@ -140,7 +140,7 @@ class _Grids:
         return len(self.grids) - 1
 
     def _cut(self, shape: tuple[int, ...], mesh: Any, placements: Any) -> Iterator[Box]:  # noqa: ANN401 - torch's
-        """The box of each rank of the mesh. Raises `BadRequest` where a rank has none."""
+        """Yield the box of every rank in the mesh. Raises `BadRequest` for a placement without a box."""
         sizes = tuple(int(each) for each in mesh.mesh.shape)
         for number, rank in enumerate(mesh.mesh.flatten().tolist()):
             if not self.others and rank != self.rank:
@@ -176,7 +176,7 @@ def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) ->
 def shard_reply(
     token: int, namespace: Mapping[str, object], name: str, rank: int, breath: GilYield, *, others: bool
 ) -> ShardsReply:
-    """The answer. Raises `BadRequest` where there is no such variable, or none with tensors."""
+    """Return the answer. Raises `BadRequest` if the variable does not exist or has no tensors."""
     kind, found = tensors_of(namespace, name, breath)
     grids, told, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
     for each in found[:_MOST]:
@@ -218,7 +218,7 @@ def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
 
 
 def _number(replica: object) -> int:
-    """The number of a copy; -1 for one of several axes that is not the main one, to be counted with its peers."""
+    """Return the replica number, or -1 for a secondary replica with several axes, to be numbered with its peers."""
     if type(replica) is int:
         return replica
     return -1 if type(replica) is not tuple or any(replica) else 0

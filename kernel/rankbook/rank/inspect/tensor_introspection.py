@@ -1,7 +1,7 @@
-"""The tensors of a model and of an optimizer on this rank, by their metadata.
+"""Metadata of the tensors in a model or an optimizer: names, local shards, shapes and sizes.
 
-Owns: their names, what of them is here, and which are the same. Refuses: to run user code (hooks, properties, reprs)
-and to hold up the main thread, which may change all of it meanwhile.
+No user code runs (hooks, properties, reprs). The main thread may change everything meanwhile, and must not be delayed:
+see `GilYield`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 _STRETCH = 0.0003
-"""Seconds of work after which the main thread may have the interpreter lock, if it wants it."""
+"""Seconds of work after which the GIL is released for the main thread."""
 _PAUSE = 0.0005
 _never = threading.Event()
 
 
 class GilYield:
-    """Lets the main thread go on during a long look: call it once for each object."""
+    """Yields the GIL periodically during a long scan: call the object once per item."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
     def __call__(self) -> None:
-        """Give way, if it is time to."""
+        """Release the GIL if it is time to."""
         if time.perf_counter() - self._began > _STRETCH:
             _never.wait(_PAUSE)
             self._began = time.perf_counter()
@@ -36,7 +36,7 @@ class GilYield:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor by its name in a model or an optimizer: "parameter", "buffer" or "state"."""
+    """A tensor with its name in a model or an optimizer. `kind` is "parameter", "buffer" or "state"."""
 
     name: str
     tensor: torch.Tensor
@@ -44,12 +44,12 @@ class NamedTensor:
 
 
 def is_a(value: object, kind: type) -> bool:
-    """As isinstance, which would ask a proxy what it stands for."""
+    """Check an instance by its type alone; isinstance would ask a proxy for its `__class__`."""
     return issubclass(type(value), kind)
 
 
 def instance_dict(value: object) -> dict[str, Any]:
-    """What is in the object itself: no property is asked."""
+    """Return the instance's `__dict__` without running properties."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -58,72 +58,72 @@ def instance_dict(value: object) -> dict[str, Any]:
 
 
 def items(mapping: object) -> list[tuple[Any, Any]]:
-    """A dict's, although another thread may change it."""
+    """Return the items of a dict that another thread may be changing; empty for any other object."""
     if not is_a(mapping, dict):
         return []
     for _ in range(5):
         try:
             return list(dict.items(mapping))  # type: ignore[arg-type]
-        except RuntimeError:  # it was changed meanwhile
+        except RuntimeError:  # the dict was changed during the iteration
             continue
     return []
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """A class of a module that is there already: nothing is an instance of one that is not."""
+    """Return a class if its module has been imported, else None: then no instance of it exists."""
     found = getattr(sys.modules.get(module), name, None)
     return found if is_a(found, type) else None
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is torch's DTensor."""
+    """Return True for a DTensor."""
     kind = loaded_class("torch.distributed.tensor", "DTensor")
     return kind is not None and is_a(tensor, kind)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What of it is here."""
+    """Return the local shard of a DTensor, and any other tensor itself."""
     return object.__getattribute__(tensor, "_local_tensor") if is_dtensor(tensor) else tensor
 
 
 def spec_of(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - torch's, which is private to it
-    """A DTensor's mesh and placements."""
+    """Return the mesh and placements of a DTensor."""
     return object.__getattribute__(tensor, "_spec")
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Of what is here."""
+    """Return the bytes of the local shard."""
     here = local_shard(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return here.numel() * here.element_size()
 
 
 def numel(tensor: torch.Tensor) -> int:
-    """Of the whole."""
+    """Return the number of elements of the global tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.numel()
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """As `float32`."""
+    """Return the dtype as in `float32`."""
     with torch._C.DisableTorchFunctionSubclass():
         return str(tensor.dtype).removeprefix("torch.")
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of the whole."""
+    """Return the shape of the global tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return tuple(int(each) for each in tensor.shape)
 
 
 def device_of(tensor: torch.Tensor) -> str:
-    """Of what is here."""
+    """Return the device of the local shard."""
     with torch._C.DisableTorchFunctionSubclass():
         return str(local_shard(tensor).device)
 
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """A module's own ones; what only wraps another adds nothing to its name."""
+    """Return the child modules. The name of a module inside a wrapper is empty."""
     transparent = _wrapped_name(module)
     return [
         ("" if name == transparent else str(name), each)
@@ -147,14 +147,14 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The person's own model, of one that DDP or torch.compile wraps."""
+    """Return the user's model inside the wrappers of DDP and torch.compile."""
     while _wrapped_name(module) is not None and (inside := [each for name, each in children(module) if not name]):
         module = inside[0]
     return module
 
 
 def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The model and every module in it, each once, with the prefix of its tensors' names."""
+    """Yield the model and all its submodules without duplicates, with the prefixes of their tensors' names."""
     seen = {id(model)}
     waiting = [("", model)]
     while waiting:
@@ -169,7 +169,7 @@ def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, 
 
 
 def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
-    """Parameters and buffers, each once. Of FSDP2 what stays on the rank, also while the whole is gathered."""
+    """Return the parameters and buffers without duplicates. For FSDP2 these are the shards, even while unsharded."""
     found: dict[int, NamedTensor] = {}
     kept = _kept_by_fsdp([module for _, module in modules])
     for prefix, module in modules:
@@ -183,13 +183,16 @@ def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYi
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was called on it."""
+    """Return True if `fully_shard` was applied to the module."""
     kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return kind is not None and is_a(module, kind)
 
 
 def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
-    """For each place of a parameter that FSDP2 shards the shard, whatever stands there at the moment."""
+    """Return the shards of all parameters that FSDP2 manages, by module id and name.
+
+    While a module is unsharded, its attributes hold the gathered parameters instead.
+    """
     state_of = getattr(
         sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "_get_module_fsdp_state", None
     )
@@ -212,7 +215,7 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that has the state, of one that wraps another."""
+    """Return the innermost of nested optimizers, which has the state."""
     for _ in range(4):
         inner = instance_dict(optimizer).get("optimizer")
         if inner is None or not is_a(inner, torch.optim.Optimizer):
@@ -222,7 +225,7 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Of all its groups, each once."""
+    """Return the parameters of all groups without duplicates."""
     groups = instance_dict(bare_optimizer(optimizer)).get("param_groups", ())
     found = {id(each): each for group in tuple(groups) for each in tuple(dict.get(group, "params", ()))}
     return [each for each in found.values() if is_a(each, torch.Tensor)]
@@ -231,7 +234,7 @@ def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tens
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: GilYield
 ) -> list[NamedTensor]:
-    """Its state's tensors, each once. `names`: of parameters, by their id."""
+    """Return the state tensors without duplicates. `names` maps ids of parameters to names."""
     found: dict[int, NamedTensor] = {}
     numbers = {id(each): number for number, each in enumerate(parameters_of_optimizer(optimizer))}
     for parameter, state in items(instance_dict(bare_optimizer(optimizer)).get("state")):
@@ -244,14 +247,14 @@ def tensors_of_optimizer(
 
 
 def steps_of_optimizer(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many steps it has taken, where it counts them in this machine's own memory."""
+    """Return the number of steps taken, if a counter is in CPU memory."""
     counted = instance_dict(optimizer).get("steps")
-    if type(counted) is int:  # prepared: the wrapper counts
+    if type(counted) is int:  # the wrapper of a prepared optimizer counts
         return counted
     try:
         _, state = next(iter(dict.items(instance_dict(bare_optimizer(optimizer)).get("state", {}))))
         step: Any = dict.get(state, "step")
-    except (StopIteration, RuntimeError, TypeError):  # it has none yet, or is changed at this moment
+    except (StopIteration, RuntimeError, TypeError):  # no state yet, or changed by another thread
         return None
     if is_a(step, torch.Tensor) and device_of(step) == "cpu" and numel(step) == 1 and not is_dtensor(step):
         with torch._C.DisableTorchFunctionSubclass():

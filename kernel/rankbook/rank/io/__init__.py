@@ -1,1 +1,1 @@
-"""Capture the output of a rank's cells and carry the comm messages of its widgets."""
+"""Capture the output of a rank's cells, and exchange the comm messages of its widgets."""

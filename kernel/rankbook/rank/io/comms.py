@@ -1,7 +1,8 @@
-"""Widgets made on this rank: their comms go to the notebook, and what comes back is heard at once.
+"""Comms of the widgets that are created on this rank.
 
-Owns: the comms that are open here, and the thread that hears, made by the first message. Refuses: to wait for the main
-thread: a slider that is moved while a cell runs has its new value there. What listens to it runs beside the cell.
+Outgoing comm messages are sent to the notebook. Incoming ones are handled on a thread of their own, which the first
+message starts: a slider that is moved while a cell runs changes its value at once, and its observers run beside the
+cell.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Kind = Literal["open", "msg", "close"]
 
 
 class RankComm(BaseComm):
-    """One comm's end on this rank."""
+    """The rank's end of a comm."""
 
     def publish_msg(
         self,
@@ -38,7 +39,7 @@ class RankComm(BaseComm):
         buffers: Sequence[bytes | memoryview] | None = None,
         **_keys: Any,  # noqa: ANN401 - comm's own
     ) -> None:
-        """See `comm.base_comm.BaseComm`."""
+        """Send a comm message to the notebook, see `comm.base_comm.BaseComm`."""
         if _office.link is not None:
             if msg_type not in ("comm_open", "comm_msg", "comm_close"):
                 raise ValueError(f"invalid msg_type={msg_type!r}: expected 'comm_open', 'comm_msg' or 'comm_close'")
@@ -55,11 +56,11 @@ class RankComm(BaseComm):
             _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
 
     def __del__(self) -> None:
-        """Nothing is said: garbage is collected anywhere, in the midst of a message that is sent too."""
+        """Send no message: the garbage collector may run in the middle of another message."""
 
 
 class _CommRegistry:
-    """The comms of this process."""
+    """The comms of this process, and the thread that handles incoming messages."""
 
     def __init__(self) -> None:
         self.manager = CommManager()
@@ -69,8 +70,8 @@ class _CommRegistry:
         self.started = _thread.allocate_lock()
 
     def run(self) -> None:
-        """The thread."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        """Handle incoming messages forever."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         while True:
             message, frames = self.heard.get()
             end = self.manager.comms.get(message.comm)
@@ -84,8 +85,8 @@ class _CommRegistry:
                     end.handle_close(told)
                 else:
                     end.handle_msg(told)
-            except BaseException as error:  # noqa: BLE001 - user code; told where the rank prints
-                with contextlib.suppress(BaseException):  # the stream is the user's too
+            except BaseException as error:  # noqa: BLE001 - user code; printed to the rank's stderr
+                with contextlib.suppress(BaseException):  # sys.stderr may be a user's object
                     traceback.print_exception(error, file=sys.stderr)
 
 
@@ -93,15 +94,18 @@ _office = _CommRegistry()
 
 
 def prepare_comms() -> None:
-    """Whoever makes a comm from here on makes one of ours. In the forkserver, before anything imports ipywidgets."""
+    """Make the `comm` package create `RankComm` objects.
+
+    Called in the forkserver, before anything imports ipywidgets.
+    """
     comm.create_comm = RankComm
     comm.get_comm_manager = lambda: _office.manager
 
 
 def attach_comms(link: RankLink, opening: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Comms go out here, but for those of a subprocess that user code forks: the link is not its own.
+    """Send the comm messages of this process over `link`. A forked child process sends none: the link is its parent's.
 
-    `opening` hears what each says as it opens.
+    `opening` is called with the data of every comm_open message.
     """
     _office.link, _office.opening = link, opening
     os.register_at_fork(after_in_child=_detach)
@@ -112,12 +116,12 @@ def _detach() -> None:
 
 
 def receive_comm(message: CommToRank, frames: Sequence[memoryview]) -> None:
-    """Have it heard, soon, on another thread."""
+    """Queue a message for the comm thread."""
     _office.heard.put((message, frames))
     if _office.started.acquire(blocking=False):
-        _thread.start_new_thread(_office.run, ())  # Thread.start would wait
+        _thread.start_new_thread(_office.run, ())  # Thread.start would wait for the new thread
 
 
 def is_open(name: object) -> bool:
-    """Whether a front end knows what is called so."""
+    """Return True if a comm with this id is open."""
     return isinstance(name, str) and name in _office.manager.comms

@@ -1,13 +1,12 @@
-"""stdout and stderr of a rank: of Python, of C++, of subprocesses and DataLoader workers.
+"""Capture stdout and stderr of a rank: of Python, C++ code, subprocesses and DataLoader workers.
 
-Owns: descriptors 1 and 2, the order of what they carried, and the log of a flood. Refuses: to know about lines, other
-ranks or the notebook; it hands bytes to `send`.
+File descriptors 1 and 2 are pipes, so the output of a subprocess keeps its place between the rank's own. Before
+anything else is sent (a display, the end of a cell), the pipes are drained under the same lock. Python's two streams
+drain the pipes whenever output switches between them, so that stdout and stderr stay in order as well
+(`TurnTakingStream`).
 
-Everything goes through the two pipes, so that what a subprocess prints keeps its place. Whoever sends something else
-(a display, the end of a cell) drains the pipes first, under the same lock. Python's own streams drain the other pipe
-when they take turns, so that stdout and stderr keep their order too.
-
-Python's stdout and stderr in a rank, and a `print` that writes once.
+A rank may send `SHOWN` bytes per cell; the rest goes to a log file (`_Quota`). `RateLimit` slows the reading of the
+pipes, and so the program that prints, to what the front end accepts. `print_in_one_write` replaces `print`.
 """
 
 from __future__ import annotations
@@ -32,27 +31,32 @@ from rankbook.rank import os_utils
 from rankbook.transport.output_journal import OutputJournal
 
 PACE_STEP = 0.05
-"""Seconds between two looks at whether the pace allows more."""
+"""Seconds between two checks whether the rate limit allows more output."""
 _WINDOW = 3.2
-"""Seconds over which Jupyter's server counts, and some to spare."""
+"""Seconds over which Jupyter's server measures the rate, with a margin."""
 StreamName = Literal["stdout", "stderr"]
 
 SHOWN = 4 << 20
-"""Bytes that one rank may send per cell; what is more goes to the cell's log."""
+"""Bytes that one rank may send per cell; further output goes to the cell's log."""
 _PRIVATE = partial(os.open, mode=0o600)
 TAIL = 8 << 10
-"""Bytes from the end of a flood that are shown all the same."""
+"""Bytes at the end of a flood that are shown in any case."""
 
 
 class Redirect(Protocol):
-    """Where text goes in the place of the cell."""
+    """Interface of a target that receives text instead of the cell, such as an Output widget."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Text on a stream."""
+        """Write bytes of the stream `name`."""
 
 
 class OutputCapture:
-    """Reads both pipes. `outputs` are (stdout's read end, its write end, stderr's read end, its write end)."""
+    """Reads the pipes of stdout and stderr, and sends the text.
+
+    `outputs` are the read and write ends of the pipes (stdout read, stdout write, stderr read, stderr write). `send`
+    sends a message to the notebook, and `shield` holds interrupts back meanwhile. `logs` is the folder for log files,
+    `pace` the rate limit, and `words` the path of the `OutputJournal`.
+    """
 
     def __init__(
         self,
@@ -93,21 +97,21 @@ class OutputCapture:
         os.register_at_fork(after_in_child=self._become_child)
 
     def _become_child(self) -> None:
-        """A DataLoader worker writes into the pipes; to read them and to send stays the rank's business."""
+        """Stop capturing in a forked child, such as a DataLoader worker: the rank reads the pipes."""
         self.forked = True
-        self.elsewhere.clear()  # the widgets that capture are the rank's
+        self.elsewhere.clear()  # the capturing widgets belong to the rank
 
     def begin(self, cell: int) -> None:
-        """What is written from now on belongs to `cell`."""
+        """Attribute the output from now on to `cell`."""
         self._flush_own()
         with self.lock:
             self.drain()
-            for message in self._quota.close():  # of what a thread printed after its cell had ended
+            for message in self._quota.close():  # output of a thread after the end of its cell
                 self._send(message)
             self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
 
     def divert(self, place: Redirect) -> None:
-        """What this thread writes goes to `place` from now on, on the main thread with all that the process writes."""
+        """Redirect this thread's output to `place`; on the main thread, all output of the process."""
         if threading.get_ident() != self._main:
             self.elsewhere.setdefault(threading.get_ident(), []).append(place)
             return
@@ -117,12 +121,12 @@ class OutputCapture:
             self._here.append(place)
 
     def diverted(self) -> Redirect | None:
-        """Where that is now."""
+        """Return the current redirect of this thread, or None."""
         here = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
         return here[-1] if here and not self.forked else None
 
     def end_diversion(self) -> None:
-        """What this thread writes goes where it went before."""
+        """End the innermost redirect of this thread."""
         if threading.get_ident() != self._main:
             here = self.elsewhere[threading.get_ident()]
             here.pop()
@@ -135,9 +139,10 @@ class OutputCapture:
             self._here.pop()
 
     def flush(self) -> None:
-        """Push Python's own buffers into the pipes, also those of streams that user code has put in their place.
+        """Flush Python's buffers into the pipes, also of streams that user code has put in place of sys.stdout.
 
-        Their `flush` is user code, so this is for the main thread while a cell runs. Raises KeyboardInterrupt.
+        The same holds for sys.stderr. Their `flush` is user code, so only the main thread calls this, while a cell
+        runs. Raises KeyboardInterrupt.
         """
         for stream in (sys.stdout, sys.stderr):
             if stream is not self._streams[0] and stream is not self._streams[1]:
@@ -145,24 +150,24 @@ class OutputCapture:
                     stream.flush()
                 except KeyboardInterrupt:
                     raise
-                except BaseException:  # noqa: BLE001, S110 - it has no flush, is closed, or exits: its own business
+                except BaseException:  # noqa: BLE001, S110 - a stream without flush, closed, or one that raises
                     pass
         self._flush_own()
 
     def _flush_own(self) -> None:
         for stream in self._streams:
-            with contextlib.suppress(Exception):  # user code closed it
+            with contextlib.suppress(Exception):  # user code has closed it
                 TurnTakingStream.flush(stream)
 
     def drain(self) -> None:
-        """Send what the pipes hold. Any thread."""
+        """Send the content of the pipes. Any thread."""
         if self.forked:
             return
         with self._shield(), self.lock:
             self._take(SHOWN)
 
     def drain_if_room(self) -> None:
-        """As `drain`, unless the pace allows nothing now. Any thread."""
+        """Send the content of the pipes unless the rate limit is exhausted. Any thread."""
         if self.forked:
             return
         with self._shield(), self.lock:
@@ -170,14 +175,14 @@ class OutputCapture:
                 self._take(SHOWN)
 
     def tell(self, text: str) -> None:
-        """Send `text` as if it had come through stderr, without the pipe. Any thread."""
+        """Send `text` as if it came from stderr, without the pipe. Any thread."""
         with self._shield(), self.lock:
             for message in self._quota.admit("stderr", text.encode(errors="replace")):
                 self._send(message)
 
     def _take(self, most: int) -> bool:
-        """Send up to `most` bytes of each pipe; whether there may be more."""
-        ready = {file for file, _ in self._poll.poll(0)}  # one call to the system where two reads would find nothing
+        """Send up to `most` bytes of every pipe. Return True if there may be more."""
+        ready = {file for file, _ in self._poll.poll(0)}  # one system call instead of two reads of empty pipes
         more = False
         for descriptor, name in zip(self.files, self._names, strict=True):
             data = self._read(descriptor, name, most) if descriptor in ready else b""
@@ -197,7 +202,7 @@ class OutputCapture:
         return os_utils.read_available(descriptor, most=most) if kept is None else kept
 
     def drain_at_pace(self) -> float:
-        """As `drain`, but no more than the pace allows; the seconds after which there is more to take, 0 for now."""
+        """Send as much as the rate limit allows. Return the seconds to wait for more, or 0 if the pipes are empty."""
         with self.lock:
             room = self._pace.room() if self._quota.open else None
             if room is not None:
@@ -206,23 +211,23 @@ class OutputCapture:
         return 0.0
 
     def end(self) -> None:
-        """The cell ends: send what is left, and what was cut."""
+        """Send the remaining output of the cell, and the notice about output that was cut."""
         self._flush_own()
         while self._pace.rate is not None and self.drain_at_pace():
             self._elapsed.wait(PACE_STEP)
         with self.lock:
             self.drain()
-            self._here.clear()  # a capture lasts for its cell at most
+            self._here.clear()  # a redirect ends with its cell
             for message in self._quota.close():
                 self._send(message)
 
 
 class RateLimit:
-    """How fast text may go to a front end that drops what comes faster. `rate` None: as fast as it likes.
+    """Limits the rate of text to a front end that drops excess messages. `rate` is in bytes/s; None means no limit.
 
     Jupyter's server drops messages beyond 1,000,000 bytes/s over 3 s (`iopub_data_rate_limit`). Not reading the pipe
-    makes the printer wait instead, which loses nothing. A burst and what comes after it share those 3 s: `window` is
-    how many bytes may go in them.
+    makes the printing program wait instead, which loses nothing. A burst and the output after it share those 3 s:
+    `window` is the number of bytes allowed in that time.
     """
 
     def __init__(self, *, rate: float | None, burst: int, window: int | None = None) -> None:
@@ -235,9 +240,10 @@ class RateLimit:
         self._last = time.monotonic()
 
     def room(self) -> int | None:
-        """Bytes that may go now; None for any number."""
+        """Return the bytes that may be sent now; None for no limit."""
         if self.rate is None:
             return None
+        # A token bucket, filled with `rate` bytes/s up to `burst`, and a sliding window over `_WINDOW` seconds.
         now = time.monotonic()
         self._room = min(self._burst, self._room + (now - self._last) * self.rate)
         self._last = now
@@ -248,7 +254,7 @@ class RateLimit:
         return max(0, min(int(self._room), self._window - self._recent))
 
     def spend(self, size: int) -> None:
-        """`size` bytes went. More than there was room for is owed."""
+        """Record that `size` bytes were sent. An excess is subtracted from future room."""
         self._room -= size
         if self.rate is not None:
             self._went.append((time.monotonic(), size))
@@ -256,7 +262,7 @@ class RateLimit:
 
 
 class _Quota:
-    """What one cell may still send, and the log that takes over."""
+    """The number of bytes that a cell may still send, and the log file that takes the rest."""
 
     def __init__(self, cell: int, logs: Path, name: str) -> None:
         self.cell = cell
@@ -273,11 +279,13 @@ class _Quota:
 
     @property
     def open(self) -> bool:
-        """Whether text still goes to the notebook."""
+        """Return True while text is still sent to the notebook."""
         return self._sent is not None
 
     def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
         if self._sent is not None:
+            # Within the quota, send the text and keep a copy for the log. The piece that exceeds the quota is cut at
+            # the end of a line; from then on everything goes to the log, and the last `TAIL` bytes are kept in memory.
             if len(data) <= self._room:
                 self._room -= len(data)
                 self._sent.append(data)
@@ -346,7 +354,7 @@ class _Quota:
         try:
             while view:
                 view = view[self._log.write(view) or 0 :]
-        except OSError:  # the disk is full: what is there stays, `_where` says that it is not all
+        except OSError:  # the disk is full: the log stays, and `_where` reports that it is incomplete
             self._log.close()
             self._log = None
 
@@ -357,11 +365,15 @@ class _Quota:
 
 
 _DRAIN_PACE = 0.005
-"""Seconds in which a flood on stderr is sent once: no child starts and prints sooner."""
+"""Seconds between two drains during a flood on stderr: no child process starts and prints sooner."""
 
 
 class TurnTakingStream(io.TextIOWrapper):
-    """Python's stdout or stderr in a rank: line-buffered, and in order with the other one."""
+    """Python's stdout or stderr in a rank: line-buffered, and in order with the other one.
+
+    The two pipes have no common order. When output switches streams, the other stream is flushed and both pipes are
+    drained before the new text is written.
+    """
 
     _last: TurnTakingStream | None = None
 
@@ -375,7 +387,7 @@ class TurnTakingStream(io.TextIOWrapper):
         self._due = 0.0
 
     def write(self, text: str, /) -> int:
-        """Write `text`; the other stream's text that came before is sent before."""
+        """Write `text`, after sending the earlier text of the other stream."""
         if self._capture.elsewhere and (places := self._capture.elsewhere.get(threading.get_ident())):
             places[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
             return len(text)
@@ -388,7 +400,7 @@ class TurnTakingStream(io.TextIOWrapper):
                 self._capture.drain()
         written = super().write(text)
         if "\n" not in text and "\r" not in text:
-            self.flush()  # half a line shows at once too, and is not lost when the process dies of the next statement
+            self.flush()  # shows a partial line at once, and keeps it if the next statement kills the process
         if self._drains and time.monotonic() > self._due:  # else a child's stdout, which is read first, overtakes it
             self._capture.drain_if_room()
             self._due = time.monotonic() + _DRAIN_PACE
@@ -403,10 +415,10 @@ def print_in_one_write(
     *values: object,
     sep: str | None = " ",
     end: str | None = "\n",
-    file: Any = None,  # noqa: ANN401 - whatever has a write
+    file: Any = None,  # noqa: ANN401 - any object with a write method
     flush: bool = False,
 ) -> None:
-    """As `print`: its text is one write and not one per value, for each write is a system call."""
+    """Print as the builtin does, with one write for the whole text: every write is a system call."""
     stream = sys.stdout if file is None else file
     if type(stream) is not TurnTakingStream:
         _print(*values, sep=sep, end=end, file=file, flush=flush)

@@ -1,13 +1,13 @@
-"""ipywidgets' `Output` on a rank: what is printed and displayed within `with output:` stands in the widget.
+"""Support for ipywidgets' `Output` on a rank: output within `with output:` appears in the widget.
 
-Owns: who captures what, and when the front end is told. Refuses: the front end's own way, which is to take all messages
-of a cell for the widget: the ranks of a cell share one message.
+The stock implementation captures all messages of a cell by its message id. In a cluster this does not work, because the
+ranks of a cell share one message. Instead the rank itself collects the output and sets the widget's `outputs` state.
 
-On the main thread everything is captured that the process writes, subprocesses and C++ too; on another thread, a
-callback's, what Python prints and displays there. The widget's state carries it to the front end; where there is none,
-in a script, nothing is captured.
+On the main thread all output of the process is captured, including subprocesses and C++ code; on another thread, as of
+a callback, only text and displays of Python code. Without a front end, as in a script, nothing is captured.
 
-What stands in an ipywidgets `Output`, as a notebook's list of outputs.
+`OutputWidgetHook` patches the class, `OutputWidgetTarget` collects events and limits the rate of updates, and
+`OutputWidgetModel` turns the events into a list of notebook outputs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import OutputCapture
 
 _SOON = 0.02
-"""Seconds that are waited for more to come with it."""
+"""Seconds to wait for more output before an update."""
 _PACE = 0.1
-"""Seconds between two states of one widget, at least."""
+"""Minimum seconds between two updates of a widget."""
 _RATE = 300_000
-"""Characters per second, at most: Jupyter's server drops what is beyond a million, and this is one rank of several."""
+"""Maximum characters per second: Jupyter's server drops output beyond a million, and this is one rank of several."""
 _MODULE = "ipywidgets.widgets.widget_output"
 
 
 class OutputWidgetTarget:
-    """What one widget captures. Any thread writes; whoever flushes sets the widget's state."""
+    """Collects the output for one widget. Any thread writes; the flushing thread sets the widget's state."""
 
     def __init__(self, widget: Any, queue_up: Callable[[OutputWidgetTarget], None]) -> None:  # noqa: ANN401 - an ipywidgets.Output
         self._widget = widget
@@ -55,13 +55,13 @@ class OutputWidgetTarget:
         self.due = 0.0
 
     def write(self, name: str, data: bytes) -> None:
-        """Text on a stream."""
+        """Add bytes of the stream `name`."""
         text = self._decoders[name].decode(data)
         if text:
             self._add(Printed(name, text))
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> bool:
-        """A bundle; False for an update of what does not stand here."""
+        """Add a MIME bundle. Return False for an update of a display id that is not in this widget."""
         if kind != "update":
             self._add(Displayed(data, metadata, display_id))
             return True
@@ -72,23 +72,25 @@ class OutputWidgetTarget:
         return known
 
     def clear(self, *, wait: bool) -> None:
-        """`clear_output`."""
+        """Clear the output as `clear_output` does."""
         self._add(Cleared(wait))
 
     def fail(self, report: ErrorReport) -> None:
-        """The error that ended the capture."""
+        """Add the error that ended the capture."""
         self._add(Failed(report.name, report.value, report.traceback))
 
     def _add(self, event: Event) -> None:
         with self._adding:
             self._events.append(event)
             queued, self._queued = self._queued, True
+        # The first event after a flush queues the widget. Every flush sends the whole state, so the time to the next
+        # one grows with the size of the state.
         if not queued:
             self.due = max(time.monotonic() + _SOON, self._flushed + max(_PACE, self._size / _RATE))
             self._queue_up(self)
 
     def flush(self) -> None:
-        """Set the widget's state. Raises what listens to it raises."""
+        """Set the widget's state. Raises the exceptions of its observers."""
         with self._flushing:
             with self._adding:
                 events, self._events, self._queued = self._events, [], False
@@ -99,7 +101,10 @@ class OutputWidgetTarget:
 
 
 class OutputWidgetHook:
-    """The captures of this process. `shield` holds interrupts back, `report` puts an error into words."""
+    """Redirects the output of this process into Output widgets.
+
+    `shield` holds interrupts back; `report` formats an exception.
+    """
 
     def __init__(
         self,
@@ -114,7 +119,7 @@ class OutputWidgetHook:
         self._started = _thread.allocate_lock()
 
     def teach(self, opening: object) -> None:
-        """Have the class of `Output` ask here, once there is one; `opening` is what a comm says as it opens."""
+        """Patch `ipywidgets.Output` when its first widget opens a comm; `opening` is the data of comm_open."""
         output = getattr(sys.modules.get(_MODULE), "Output", None)
         state = opening.get("state") if isinstance(opening, dict) else None
         if not isinstance(state, dict) or state.get("_model_name") != "OutputModel" or output is None:
@@ -131,7 +136,7 @@ class OutputWidgetHook:
             output.__enter__, output.__exit__ = enter, leave
 
     def enter(self, widget: Any) -> None:  # noqa: ANN401 - an ipywidgets.Output
-        """`with widget:` begins. Where no front end knows it, nothing is captured."""
+        """Begin `with widget:`. Nothing is captured if no front end knows the widget."""
         if not self._is_shown(widget):
             widget._rankbook_stock[0](widget)
             return
@@ -141,7 +146,7 @@ class OutputWidgetHook:
             )
 
     def leave(self, widget: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Any:  # noqa: ANN401 - True, or what is false
-        """`with widget:` ends. As in any notebook an error stands in the widget, and the cell goes on."""
+        """End `with widget:`. As in stock ipywidgets an error is shown in the widget, and the cell continues."""
         target: OutputWidgetTarget | None = vars(widget).get("_rankbook_target")
         if target is None or self._capture.diverted() is not target:
             return widget._rankbook_stock[1](widget, kind, error, trace) if not self._is_shown(widget) else None
@@ -158,16 +163,16 @@ class OutputWidgetHook:
     def _in_words(self, error: Exception) -> ErrorReport:
         if threading.current_thread() is threading.main_thread():
             return self._report(error)
-        text = "".join(traceback.format_exception(error))  # the shell's own words are the main thread's
+        text = "".join(traceback.format_exception(error))  # only the main thread may use the shell's formatter
         return tracebacks.as_report(tracebacks.name_of(error), tracebacks.text_of(error), text, None)
 
     def _queue_up(self, target: OutputWidgetTarget) -> None:
         self._queue.put(target)
         if self._started.acquire(blocking=False):
-            _thread.start_new_thread(self._run, ())  # Thread.start would wait, and the main thread be interrupted there
+            _thread.start_new_thread(self._run, ())  # Thread.start waits, and an interrupt could hit it
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread that has to wake up
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         waiting: list[OutputWidgetTarget] = []
         while True:
             pause = max(0.0, min(each.due for each in waiting) - time.monotonic()) if waiting else None
@@ -183,29 +188,29 @@ class OutputWidgetHook:
 def _flush_and_tell(target: OutputWidgetTarget) -> None:
     try:
         target.flush()
-    except BaseException as error:  # noqa: BLE001 - user code that observes the widget; told where the rank prints
-        with contextlib.suppress(BaseException):  # the stream is the user's too
+    except BaseException as error:  # noqa: BLE001 - a user's observer of the widget; printed to the rank's stderr
+        with contextlib.suppress(BaseException):  # sys.stderr may be a user's object
             traceback.print_exception(error, file=sys.stderr)
 
 
 MOST_TEXT = 256 << 10
-"""Characters of text that are kept in one widget: each change sends all of it."""
+"""Maximum characters of text in one widget: every change sends all of it."""
 CUT = "(what was printed before is left out)\n"
 
 Output = dict[str, Any]
-"""One output, in the form of a notebook file."""
+"""An output in the format of a notebook file."""
 
 
 @dataclass(frozen=True)
 class Cleared:
-    """`clear_output`: at once, or (`wait`) when something comes in its place."""
+    """A `clear_output`, at once or (`wait`) when the next output comes."""
 
     wait: bool
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What was displayed under this id is another bundle now."""
+    """A new MIME bundle for a display id."""
 
     display_id: str
     data: dict[str, Any]
@@ -214,7 +219,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Displayed:
-    """A bundle, under an id or under none."""
+    """A MIME bundle, with or without a display id."""
 
     data: dict[str, Any]
     metadata: dict[str, Any]
@@ -223,7 +228,7 @@ class Displayed:
 
 @dataclass(frozen=True)
 class Printed:
-    """Text on a stream."""
+    """Text on the stream `name`."""
 
     name: str
     text: str
@@ -231,7 +236,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error that ended the capture."""
+    """The error that ended the capture."""
 
     name: str
     value: str
@@ -242,18 +247,18 @@ Event = Printed | Displayed | Updated | Cleared | Failed
 
 
 class OutputWidgetModel:
-    """Turns events into the widget's next outputs. It remembers what a clear is waiting for, and display ids."""
+    """Turns events into the widget's next outputs. It remembers a pending clear and the display ids."""
 
     def __init__(self) -> None:
         self._clearing = False
         self._ids: dict[str, Output] = {}
 
     def knows(self, display_id: str | None) -> bool:
-        """Whether something was displayed here under this id."""
+        """Return True if a display with this id is in the widget."""
         return display_id in self._ids
 
     def apply(self, outputs: Iterable[Output], events: Iterable[Event]) -> list[Output]:
-        """What stands there after `events`, if `outputs` stood there before."""
+        """Return the outputs that result from `outputs` and `events`."""
         now = list(outputs)
         for event in events:
             match event:
@@ -292,13 +297,14 @@ def _bundle(event: Displayed | Updated) -> Output:
 
 
 def overwritten(text: str) -> str:
-    """The text as a terminal shows it: what stands behind a carriage return has taken the place of what was before."""
+    """Return the text as a terminal shows it: text after a carriage return overwrites the line."""
     if "\r" not in text:
         return text
     return "\n".join(map(_line, text.replace("\r\n", "\n").split("\n")))
 
 
 def _line(line: str) -> str:
+    # With colours the columns cannot be compared, so the text after a carriage return replaces the line.
     shown, coloured = "", "\x1b" in line
     for part in line.split("\r"):
         shown = part + ("" if coloured else shown[len(part) :]) if part else shown
@@ -324,7 +330,7 @@ def _within_bounds(outputs: list[Output]) -> list[Output]:
 
 
 def size_of(outputs: Iterable[Output]) -> int:
-    """Characters that it takes to send them, about."""
+    """Return the approximate number of characters in a message with these outputs."""
     return sum(
         len(each.get("text", "")) + sum(len(value) for value in each.get("data", {}).values() if isinstance(value, str))
         for each in outputs

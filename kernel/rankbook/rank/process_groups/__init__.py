@@ -1,1 +1,1 @@
-"""Make, abort and re-form the process groups of a rank, and log the collectives on them."""
+"""Create, abort and re-form the process groups of a rank, and log the collectives on them."""

@@ -1,6 +1,7 @@
-"""What a process group was asked for: each collective numbered, with its shapes, and those that have not ended.
+"""Log of the collectives of a process group: numbers, shapes, and the ones that have not completed.
 
-Owns: the record, and the words for it. Refuses: torch's groups, and to decide what is wrong; the notebook does.
+The notebook collects the logs of all ranks and compares them to find deadlocks and mismatches; this module only records
+and describes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 
 _REMEMBERED = 16
-"""How many collectives of a group are remembered after their end, to compare them with what the other ranks did."""
+"""Number of completed collectives to remember per group, for the comparison with the other ranks."""
 
 
 class Op(NamedTuple):
-    """One method of a process group.
+    """A method of a process group that launches a collective or a point-to-point operation.
 
-    `word` is torch.distributed's name of it, `tensors` the argument that has this rank's data; `alike`: whether its
-    shape has to be the same on every rank; `peer`: the argument that names the one other rank that takes part. `alone`:
-    whether gloo ends it with nobody waiting; the others must be waited for in one piece.
+    `word` is the name of the function in torch.distributed. `tensors` is the index of the argument with this rank's
+    data. `alike` is True if its shape must be the same on every rank. `peer` is the index of the argument that names
+    the other rank of a send or recv. `alone` is True if gloo completes the operation without a waiting thread; the
+    others must be waited for in a single call.
     """
 
     word: str
@@ -60,61 +62,68 @@ OPS: dict[str, Op] = {
     "recv": Op("recv", 0, alike=False, peer=1, alone=False),
     "recv_anysource": Op("recv", 0, alike=False, alone=False),
 }
-"""The methods of torch's ProcessGroup that launch something (2.11 to 2.13; each version has most of them)."""
+"""The methods of torch's ProcessGroup that launch an operation (torch 2.11 to 2.13; every version has most of them)."""
 
 
 _Data = tuple[object, tuple[int, ...], int]
-"""dtype, shape of the first tensor, and how many more there are."""
+"""dtype and shape of the first tensor, and the number of further tensors."""
 
 
 class CollectiveWork(Protocol):
-    """What tells whether a collective has ended."""
+    """Interface of a work that is asked for its completion."""
 
     def is_completed(self) -> bool:
-        """Whether it has."""
+        """Return True if the collective has completed."""
 
 
 class Future(Protocol):
-    """torch's."""
+    """Interface of torch's Future."""
 
     def set_result(self, result: object) -> None:
-        """End it. Raises RuntimeError if it has ended."""
+        """Complete the future. Raises RuntimeError if it is completed."""
 
 
 class FutureWork:
-    """A work of which C++ keeps no more than the future: DDP's backward does so with its collectives."""
+    """A work that C++ keeps only as a future, as DDP does in `backward()`."""
 
     any_forsaken = False
-    """Whether one was ended that gloo may end once more, which ends its thread."""
+    """True once a future was completed by `forsake`. gloo may complete it a second time, which terminates the thread
+    that does."""
 
     def __init__(self, work: CollectiveWork, future: Future) -> None:
         self._work: CollectiveWork | None = work
         self._future: Future | None = future
 
     def __call__(self) -> FutureWork:
-        """As a weak reference to a work gives it."""
+        """Return this object, as a weak reference to a work would."""
         return self
 
     def is_completed(self) -> bool:
-        """Whether it has ended. Then the work and its tensors are let go."""
+        """Return True if the collective has completed, and release the work and its tensors."""
         work = self._work
         if work is not None and work.is_completed():
             self._work = self._future = None
         return self._work is None
 
     def forsake(self, value: object) -> bool:
-        """End it with `value`, if it has not ended: C++ waits where nothing else reaches it. Any thread."""
+        """Complete the future with `value` if it is pending. Any thread.
+
+        C++ waits for the future in a call that no exception reaches. Return True if the future was pending.
+        """
         future = self._future
         if self.is_completed() or future is None:
             return False
         FutureWork.any_forsaken = True
-        with contextlib.suppress(RuntimeError):  # it has just ended by itself
+        with contextlib.suppress(RuntimeError):  # it has just been completed by gloo
             future.set_result(value)
         return True
 
 
 class CollectiveCall:
-    """One collective of this rank. `number` counts those of its group; 0 for what only two ranks take part in."""
+    """Record of one launched operation of this rank.
+
+    `number` counts the collectives of its group; it is 0 for a send or recv.
+    """
 
     __slots__ = ("__weakref__", "alike", "alone", "began", "data", "number", "op", "peer", "root", "work")
 
@@ -133,17 +142,17 @@ class CollectiveCall:
 
     @property
     def from_anybody(self) -> bool:
-        """Whether it is a receive that does not say from whom."""
+        """Return True for a recv from any source."""
         return self.op == "recv" and self.peer is None
 
     def __str__(self) -> str:
-        """As in `all_reduce #41 (float32[4, 4])`."""
+        """Return a description such as `all_reduce #41 (float32[4, 4])`."""
         number = f" #{self.number}" if self.number else ""
         what = self.describe_data()
         return f"{self.op}{number}" + (f" ({what})" if what else "")
 
     def describe_data(self) -> str:
-        """The data's type and shape, and the rank it comes from or goes to."""
+        """Return the dtype and shape of the data, and the root or peer rank."""
         words = []
         if self.data is not None:
             dtype, shape, more = self.data
@@ -156,10 +165,10 @@ class CollectiveCall:
 
 
 class CollectiveLog:
-    """The record of one group. The thread that runs cells writes, any thread reads. `ranks` are the world's numbers.
+    """The log of one group. The thread that runs cells writes; any thread reads. `ranks` are the global ranks.
 
-    Who reads makes a copy, in one step: `tuple(...)` may collect garbage on its way (up to Python 3.11), and what that
-    ends may let the other thread write.
+    Readers take no lock: they copy a container in one step (`.copy()`). `tuple(...)` of an iterator may run the garbage
+    collector (up to Python 3.11), whose finalizers may let the other thread write.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
@@ -173,20 +182,20 @@ class CollectiveLog:
         self._keys = itertools.count()
 
     def restart(self) -> None:
-        """The group was formed anew: all ranks count from 0 again."""
+        """Forget everything after a regroup: all ranks count from 0 again."""
         self.count = 0
         self.broken = False
         self._open.clear()
         self._recent.clear()
 
     def launch(self, op: Op, args: tuple[Any, ...]) -> tuple[int, CollectiveCall]:
-        """This rank begins `op`. Gives the key for `end`."""
+        """Record that this rank launches `op`. Return the key for `end` and the record."""
         self._forget_kept()
         self.total += 1
         peer: int | None = None
         number = 0
         if op.peer is not None:
-            peer = self.ranks[args[op.peer]]
+            peer = self.ranks[args[op.peer]]  # sends and receives have no number: the other ranks do not see them
         elif op.word != "recv":
             self.count += 1
             number = self.count
@@ -202,7 +211,7 @@ class CollectiveLog:
         return key, launched
 
     def _forget_kept(self) -> None:
-        """Drop the works, and with them the tensors, of what has ended: nobody waits for these by name."""
+        """Release the completed works that C++ held as futures, and their tensors: `wait` is never called for these."""
         for key in self._open.copy():
             launched = self._open.get(key)
             if launched is None or not isinstance(launched.work, FutureWork) or not launched.work.is_completed():
@@ -210,7 +219,7 @@ class CollectiveLog:
             self.end(key)
 
     def withdraw(self, key: int) -> None:
-        """It was refused before anything was sent: its arguments made no sense."""
+        """Undo `launch` for a call that torch refused before anything was sent."""
         launched = self._open.pop(key, None)
         if launched is None:
             return
@@ -220,19 +229,19 @@ class CollectiveLog:
             self._recent.pop()
 
     def end(self, key: int) -> None:
-        """It has ended, or nobody can wait for it any more."""
+        """Record that the operation has completed, or that its work is gone."""
         self._open.pop(key, None)
 
     @property
     def latest(self) -> CollectiveCall | None:
-        """What was begun last, and may have ended."""
+        """Return the operation that was launched last, completed or not."""
         return self._recent[-1] if self._recent else None
 
     def pending(self) -> Iterator[CollectiveCall]:
-        """What has not ended, oldest first."""
+        """Yield the operations that have not completed, oldest first."""
         for key, launched in self._open.copy().items():
             if launched.work is None:
-                yield launched  # it is being begun
+                yield launched  # the launch itself has not returned
                 continue
             work = launched.work()
             if work is None or work.is_completed():
@@ -241,7 +250,7 @@ class CollectiveLog:
                 yield launched
 
     def report(self) -> GroupReport:
-        """What the notebook compares."""
+        """Return the state that the notebook compares between ranks."""
         now = time.monotonic()
         pending = tuple(self._tell(each, now) for each in self.pending())
         return GroupReport(

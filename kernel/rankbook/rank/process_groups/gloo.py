@@ -1,24 +1,22 @@
-"""gloo's backend, connected to ranks of this user only.
+"""gloo backend that connects only to processes of the same user.
 
-Owns: gloo's listening sockets while a group forms, and who may connect to them. Refuses: to know what the group is for.
+gloo listens on a TCP port, which every user of the machine can reach, and trusts the first connection that names a pair
+of ranks. It accepts no socket from outside, so the operating system is asked who is connected, and a group forms in one
+of two ways:
 
-gloo listens on a TCP port, which every user of the machine can reach, and believes the first connection that names a
-pair of ranks. It takes no socket from outside, so the system is asked, and a group forms in one of two ways:
+1. Open, the normal case. Once gloo is connected, the rank looks up the user at the other end of every connection that
+   its listener has accepted. The ranks exchange the result in the store, and use the group only if none of them has
+   seen another user.
+2. Guarded, if one has. A socket filter (BPF) on a new listener cuts the payload off every segment: connections are
+   established, but nothing is read from them. Connections whose other end belongs to this user are freed of the filter,
+   and TCP retransmits the payload 0.2 s later; the others are shut down. So gloo never reads a byte of another user.
 
-1. Openly, which is what happens unless somebody interferes. Once gloo is connected, the rank looks up which user is at
-   the other end of each connection that its listener has accepted. The ranks tell each other in the store, and use the
-   group only if none of them has seen another user.
-2. Guarded, if one has. A socket filter on the new listener cuts the payload off every segment: connections come about,
-   and nothing is read from them. Each connection whose other end is this user's is freed of the filter, and TCP sends
-   again what was cut off, 0.2 s later; the others are shut down. gloo thus never reads a byte of another user.
+From then on the listener drops every segment, so that no other user can exhaust the rank's descriptors. Where the
+system has no socket filters and does not report the owner of a connection (macOS), nothing is checked.
 
-From then on the listener drops every segment, so that nobody can use up the rank's descriptors.
-
-Where the system has no socket filters and does not tell whose a connection is (macOS), nothing is checked.
-
-The TCP sockets of this process: which ones a call opened, whose their peers are, how to end whoever waits on them.
-
-Survives gloo's giving up.
+The second part lists the TCP sockets of this process, finds the user of a peer (sock_diag, /proc/net/tcp), and shuts
+sockets down to end the waits on them. The last part, `install_terminate_handler`, keeps the process alive when a thread
+of gloo calls std::terminate().
 """
 
 from __future__ import annotations
@@ -41,21 +39,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
 _OPEN_TIMEOUT = timedelta(seconds=2)
-"""How long ranks may take to connect openly, where nobody is seen to interfere."""
+"""Time for the ranks to connect in the open way, which is ample unless another user interferes."""
 _LOOK_AGAIN = 0.002
 _FRESH_LISTENERS = 100
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python has no names for
 _DROP_ALL, _CUT_PAYLOAD = 0, 1
-"""How many bytes of a segment a filter lets through; headers always stay with what is let through (socket(7))."""
+"""Number of bytes of a segment that a filter lets pass, not counting the headers that belong to them (socket(7))."""
 _DISTRUSTED = "distrusted"
 
 
 def make_gloo(
     store: dist.Store, rank: int, size: int, timeout: timedelta, wait: Callable[[dist.Store, list[str]], None]
 ) -> Any:  # noqa: ANN401 - torch has no type for it
-    """Return a `ProcessGroupGloo` whose peers are ranks of this user. `wait` waits for keys of a store."""
+    """Return a `ProcessGroupGloo` whose peers are ranks of this user. `wait` waits for keys of a store.
+
+    Tries the open way first. A rank that has seen another user, or could not connect, sets the key `distrusted`. Then
+    all ranks write that their attempt has ended, and wait for one another: so all of them read the same verdict, and
+    take the guarded way together.
+    """
     openly = dist.PrefixStore("open", store)
     with _closed_after(_Listeners()) as listeners, track_new_sockets() as opened:
+        # The ranks that are still connecting look for `distrusted`, so that all of them give up the open way together.
         attempt = _Attempt(listeners, openly, rank, size, min(timeout, _OPEN_TIMEOUT))
         deadline = time.monotonic() + _OPEN_TIMEOUT.total_seconds()
         while not attempt.ended.wait(_LOOK_AGAIN) and time.monotonic() < deadline:
@@ -76,7 +80,7 @@ def make_gloo(
 
 
 def make_unconnected() -> Any:  # noqa: ANN401
-    """Return a backend that is connected to nobody and holds no descriptor or thread.
+    """Return a backend without connections, descriptors and threads.
 
     torch wants a backend registered for the life of a group and offers no way to replace it. A
     `RecoverableProcessGroup` overrides every method through which a call would reach the registered one.
@@ -85,7 +89,7 @@ def make_unconnected() -> Any:  # noqa: ANN401
 
 
 class _Attempt:
-    """A connection on a thread of its own: a stranger can end gloo's thread, for which `_connect` waits forever."""
+    """A connection attempt on another thread: a foreign connection can end gloo's thread, so that `_connect` hangs."""
 
     def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of `_connect`
         self.ended = threading.Event()
@@ -95,13 +99,13 @@ class _Attempt:
     def _run(self, *arguments: Any) -> None:  # noqa: ANN401
         try:
             self.made.append(_connect(*arguments))
-        except RuntimeError:  # it came about too slowly, or was broken off
+        except RuntimeError:  # too slow, or aborted
             pass
         finally:
             self.ended.set()
 
     def forget(self) -> None:
-        """Let go of what was made; that may wait for gloo's thread too."""
+        """Destroy the backend on another thread, since its destructor may wait for gloo's thread."""
         threading.Thread(target=self.made.clear, name="rankbook-end", daemon=True).start()
 
 
@@ -114,7 +118,7 @@ def _connect(listeners: _Listeners, store: dist.Store, rank: int, size: int, tim
 
 
 class _Listeners:
-    """gloo's devices, one for each network interface that it is to use, and the sockets that they listen on."""
+    """gloo's devices, one per network interface to use, and their listening sockets."""
 
     def __init__(self) -> None:
         names = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -134,23 +138,23 @@ class _Listeners:
                     self._addresses.add(same.getsockname()[:2])
 
     def filter(self, length: int) -> None:
-        """Let through `length` bytes of what comes for the listeners, and for what they accept from now on."""
+        """Let `length` bytes of every segment pass, on the listeners and on connections that they will accept."""
         for descriptor, identity in self._sockets.items():
             with duplicate(descriptor, identity) as same:
                 if same is not None:
                     _attach(same, length)
 
     def are_connected(self) -> bool:
-        """Return whether anybody has connected to one of them so far."""
+        """Return True if any process has connected to one of the listeners."""
         return any(has_connections(address) for address in self._addresses)
 
     def strangers(self) -> bool:
-        """Return whether they have accepted a connection whose other end is not this user's."""
+        """Return True if a listener has accepted a connection from another user."""
         return not all(_is_own(local, remote) for _, _, local, remote in self._accepted())
 
     @contextlib.contextmanager
     def admit_own(self) -> Iterator[None]:
-        """Meanwhile, free connections of this user of the filter, and shut down those of others."""
+        """Remove the filter from connections of this user during the block, and shut down those of others."""
         done = threading.Event()
         thread = threading.Thread(target=self._admit, args=(done,), name="rankbook-admit", daemon=True)
         thread.start()
@@ -162,6 +166,8 @@ class _Listeners:
 
     def _admit(self, done: threading.Event) -> None:
         decided: Opened = {}
+        # gloo accepts connections on its own thread, so newly accepted sockets are found by polling. gloo waits until
+        # the filter of its peers' connections is removed, and never sees a byte of the others.
         while not done.wait(_LOOK_AGAIN):
             for descriptor, identity, local, remote in self._accepted():
                 if decided.get(descriptor) == identity:
@@ -181,15 +187,17 @@ class _Listeners:
                     continue
                 try:
                     remote = same.getpeername()[:2]
-                except OSError:  # it was connected, by nobody knows whom
+                except OSError:  # the peer has disconnected, so that its user is unknown
                     remote = None
                 yield descriptor, identity, same.getsockname()[:2], remote
 
 
 def _guarded_listeners() -> _Listeners:
-    """Listeners to which nobody has connected yet, and of whose connections nothing is read."""
+    """Return listeners without any connection, whose future connections deliver no payload."""
     for _ in range(_FRESH_LISTENERS):
         listeners = _Listeners()
+        # Drop everything first: then no connection can be established between the check and the second filter. If
+        # another user was faster, try new listeners on other ports.
         listeners.filter(_DROP_ALL)
         if not listeners.are_connected():
             listeners.filter(_CUT_PAYLOAD)
@@ -206,7 +214,7 @@ def _closed_after(listeners: _Listeners) -> Iterator[_Listeners]:
 
 
 def _is_own(local: Address, remote: Address | None) -> bool:
-    """Return whether the other end of a connection is this user's, as far as the system tells."""
+    """Return True if the other end of a connection belongs to this user, or the system does not tell."""
     return remote is not None and user_of_peer(local, remote) in {os.geteuid(), None}
 
 
@@ -214,22 +222,22 @@ def _attach(listener: socket.socket, length: int) -> None:
     """Attach the one-instruction filter `BPF_RET | BPF_K`."""
     code = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, length))
     program = struct.pack("@HP", 1, ctypes.addressof(code))
-    with contextlib.suppress(OSError):  # no such filters here
+    with contextlib.suppress(OSError):  # this system has no such filters
         listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
 Address = tuple[str, int]
-"""A host, as digits, and a port."""
+"""A numeric host address and a port."""
 NOBODY = -1
 _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _ENOENT = 4, 20, -2  # sock_diag(7)
 _LISTENS = "0A"
 Opened = dict[int, tuple[int, int]]
-"""Descriptors, each with the device and inode that tell whether it still is the same socket."""
+"""Descriptors, with the device and inode that identify the socket even if the number is reused."""
 
 
 def tcp_sockets() -> Opened:
-    """Every TCP socket that is open now."""
+    """Return all TCP sockets that are open now."""
     found: Opened = {}
     for entry in Path("/dev/fd").iterdir():
         descriptor = int(entry.name)
@@ -241,7 +249,7 @@ def tcp_sockets() -> Opened:
 
 @contextlib.contextmanager
 def track_new_sockets() -> Iterator[Opened]:
-    """What is opened within it, by any thread, is in the dict that it gives, at the end of it."""
+    """Collect the sockets that any thread opens during the block; the dict is filled at the end of the block."""
     before = tcp_sockets()
     opened: Opened = {}
     try:
@@ -252,7 +260,7 @@ def track_new_sockets() -> Iterator[Opened]:
 
 @contextlib.contextmanager
 def duplicate(descriptor: int, identity: tuple[int, int]) -> Iterator[socket.socket | None]:
-    """Give the socket for the time of the block; None where it is closed by now."""
+    """Yield a duplicate of the socket for the time of the block, or None if the socket has been closed."""
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -267,19 +275,19 @@ def duplicate(descriptor: int, identity: tuple[int, int]) -> Iterator[socket.soc
 
 
 def shutdown_sockets(opened: Opened) -> None:
-    """End all reading and writing on these sockets, for all who wait on them. Those closed by now are left alone."""
+    """Shut down reading and writing on these sockets, which ends every wait on them. Closed sockets are skipped."""
     for descriptor, identity in opened.items():
         with duplicate(descriptor, identity) as same:
             if same is not None:
-                with contextlib.suppress(OSError):  # its other end may be gone
-                    same.getpeername()  # OSError for one that listens: gloo ends the process if that is shut down
+                with contextlib.suppress(OSError):  # the peer may have disconnected
+                    same.getpeername()  # raises for a listener: gloo ends the process if that is shut down
                     same.shutdown(socket.SHUT_RDWR)
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
     try:
         status = os.fstat(descriptor)
-    except OSError:  # closed meanwhile
+    except OSError:  # it has been closed
         return None
     return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
@@ -293,10 +301,10 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 def user_of_peer(local: Address, remote: Address) -> int | None:
-    """Return which user has the other end of a connection to this machine: `NOBODY`, or None where it cannot be told.
+    """Return the user at the other end of a connection to this machine: `NOBODY` if closed, None if unknown.
 
-    The kernel is asked for that one socket (sock_diag). Where it does not know even our own end, sock_diag is missing,
-    and the whole table is read, which takes tens of milliseconds on a large machine.
+    The kernel is asked for that one socket (sock_diag). If it does not know even our own end, sock_diag is missing, and
+    the whole table is read, which takes tens of milliseconds on a large machine.
     """
     with contextlib.suppress(OSError, AttributeError):
         user = _diagnose(remote, local)
@@ -307,17 +315,22 @@ def user_of_peer(local: Address, remote: Address) -> int | None:
     rows = _rows(_family(local))
     for row in rows:
         if row[1:3] == [_in_hex(remote), _in_hex(local)]:
-            return int(row[7]) if row[9] != "0" else NOBODY  # one that its process has closed is shown as root's
+            return int(row[7]) if row[9] != "0" else NOBODY  # a closed socket is listed as root's
     return NOBODY if rows else None
 
 
 def has_connections(listener: Address) -> bool:
-    """Return whether anybody is connected to this address, accepted or not."""
+    """Return True if a connection to this address exists, accepted or not."""
     return any(row[1] == _in_hex(listener) and row[3] != _LISTENS for row in _rows(_family(listener)))
 
 
 def _diagnose(local: Address, remote: Address) -> int | None:
-    """Return the user of the socket with these addresses; None when there is none, or nobody to ask."""
+    """Return the user of the socket with these addresses, or None if it does not exist.
+
+    Sends one inet_diag request over a sock_diag netlink socket. The request names the socket exactly: address family
+    and protocol, any state, then the ports, the addresses padded to 16 bytes, the interface (0) and no cookie. The
+    reply has the user id and the inode at a fixed offset; inode 0 means a socket that its process has closed.
+    """
     family = _family(local)
     hosts = b"".join(socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (local, remote))
     which = struct.pack("!HH", local[1], remote[1]) + hosts + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
@@ -338,7 +351,7 @@ def _diagnose(local: Address, remote: Address) -> int | None:
 def _rows(family: socket.AddressFamily) -> list[list[str]]:
     try:
         return [line.split() for line in _TABLES[family].read_text(encoding="ascii").splitlines()[1:]]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return []
 
 
@@ -352,19 +365,19 @@ def _in_hex(address: Address) -> str:
 
 
 GLOO = "gloo"
-"""How the names of gloo's threads begin, those that read its sockets."""
+"""Prefix of the names of gloo's threads, which read the sockets."""
 _TORCH = "pt_gloo"
-"""And those of torch's."""
+"""Prefix of the names of torch's threads, which execute gloo collectives."""
 _Handler = ctypes.CFUNCTYPE(None)
 _kept: list[object] = []
-"""The handler, and those before it: C++ holds but their addresses."""
+"""The handlers, kept alive because C++ holds only their addresses."""
 
 
 def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
-    """Call `rescue` on gloo's thread, with its name, when that gives up; if it returns True it sleeps from there on.
+    """Install a std::terminate() handler that calls `rescue(name)` on a thread of gloo or torch.
 
-    Otherwise, and on any other thread, what was to happen before happens: the process ends. False where the system's
-    C++ library has no such handler.
+    If `rescue` returns True, the thread sleeps forever, and the process lives on. Otherwise, and on any other thread,
+    the previous handler ends the process. Return False if the system's C++ library has no such handler.
     """
     if sys.platform != "linux":
         return False
@@ -383,7 +396,7 @@ def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
 
     handler = _Handler(terminate)
     address = set_terminate(handler)
-    before = _Handler(address) if address else _Handler(lambda: None)  # then C++ itself ends the process
+    before = _Handler(address) if address else _Handler(lambda: None)  # C++ ends the process when a handler returns
     _kept.extend((handler, before))
     return True
 

@@ -1,12 +1,15 @@
-"""Waiting for a collective, so that the wait ends when the group is broken off.
+"""Interruptible waits for collectives, which end when their process group is aborted.
 
-Owns: `InterruptibleWork`, which stands where torch expects a Work; the threads that wait in a rank's stead, and which
-begin nothing. Refuses: to break anything off; `recoverable.py` does.
+`InterruptibleWork` replaces torch's Work. It never waits in C++ for longer than `_LOOK_EVERY` without a look at the
+state of its group, for two reasons. Python delivers KeyboardInterrupt only between calls into C++. And gloo does not
+end every wait of a broken connection: it forgets a send that its socket refuses (EPIPE, or a transfer under way), so
+that the wait lasts until the group's timeout of half an hour (`Pair::signalException` in gloo's transport/tcp/pair.cc
+signals operations that wait to begin, but not those under way). A wait that has not ended `ENDS_WITHIN` seconds after
+the abort is left behind.
 
-gloo ends a broken wait only most of the time: a send that its socket refuses (EPIPE, or a transfer under way) is
-forgotten, and the wait for it goes on until the group's timeout, half an hour (`Pair::signalException` in gloo's
-transport/tcp/pair.cc tells those that wait to begin, not those that are under way). So no wait here is longer than a
-look at whether the group is broken, and one that does not end then is left behind.
+There are two ways to wait. Most collectives complete in gloo's threads, so the caller waits in steps with a timeout
+(`_wait_in_steps`). Send, recv and reduce_scatter (`Op.alone` is False) must be waited for in a single call, so a helper
+thread makes that call while the caller waits for the thread (`_wait_apart`).
 """
 
 from __future__ import annotations
@@ -26,32 +29,36 @@ import torch.distributed as dist
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork
 
 _LOOK_EVERY = timedelta(seconds=0.25)
-"""How long a wait stays in C++ before it looks whether there still is somebody to end it."""
+"""The longest time that a wait stays in C++ before it checks for interrupts and for an aborted group."""
 ENDS_WITHIN = 0.5
-"""Seconds that gloo has to end what waits in a group that is broken off."""
+"""Seconds that gloo has to end the waits of an aborted group before they are left behind."""
 
 
 class _Here(threading.local):
-    """The thread that asks."""
+    """Thread-local state of the thread that uses a process group."""
 
     only_looks = False
-    """Whether it is a peek's, which must not begin a collective: the other ranks would take it for the cell's."""
+    """True on a thread that evaluates an expression beside the cell. It must not launch collectives: the other ranks
+    would match them with the cell's."""
 
 
 here = _Here()
 
 
 class WaitObserver(Protocol):
-    """Who measures a cell is told of its collectives. Any thread. `word` is torch.distributed's name of one."""
+    """Interface of the profiler that measures the collectives of a cell. Any thread.
+
+    `word` is the name of the function in torch.distributed.
+    """
 
     def begins(self, word: str) -> AbstractContextManager[None]:
-        """A thread begins one."""
+        """Measure the launch of a collective."""
 
     def waits_for(self, word: str) -> AbstractContextManager[None]:
-        """A thread waits for one."""
+        """Measure the wait for a collective."""
 
     def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
-        """C++ will wait for one, by its future."""
+        """Note that C++ will wait for a collective through its future."""
 
 
 @dataclass
@@ -63,31 +70,31 @@ watching = _Watching()
 
 
 class Group(Protocol):
-    """What a wait needs of the group that it waits in."""
+    """Interface of the process group that a wait needs."""
 
     ledger: CollectiveLog
 
     @property
     def waits_in_steps(self) -> bool:
-        """Whether a wait may be cut into steps."""
+        """Return True if waits must be cut into steps."""
 
     @property
     def sunk(self) -> bool:
-        """Whether nobody will end a wait in C++ any more."""
+        """Return True if gloo's thread has failed, so that no wait in C++ will end."""
 
     @property
     def broken_for(self) -> float:
-        """Seconds since it was broken off; 0 while it is whole."""
+        """Return the seconds since the group was aborted; 0 while it works."""
 
     def leave_behind(self) -> None:
-        """Something will wait in it for good."""
+        """Keep the inner group alive forever: a thread is blocked in it."""
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
-        """What to raise where `launched` failed with `error`."""
+        """Return the exception to raise where `launched` failed with `error`."""
 
 
 class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
-    """A collective that was launched. Its `wait` raises `CollectiveAborted` where the inner group was aborted."""
+    """A launched collective. Its `wait` raises `CollectiveAborted` if the inner group is aborted."""
 
     def __init__(self, work: Any, group: Group, key: int, launched: CollectiveCall) -> None:  # noqa: ANN401 - torch's
         super().__init__()
@@ -98,7 +105,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
         launched.work = weakref.ref(self)
 
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
-        """As torch's. Raises `CollectiveAborted`."""
+        """Wait as torch's Work does. Raises `CollectiveAborted`."""
         watcher = watching.by
         if watcher is None:
             return self._wait(*timeout)
@@ -116,22 +123,25 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             other = self._group.error_for(error, self._launched)
             if other is error:
                 raise
-            raise other from None  # gloo's words would only hide it
+            raise other from None  # gloo's own message would hide the reason
         finally:
             self._group.ledger.end(self._key)
 
     def _wait_in_steps(self) -> None:
-        """Wait until it has ended, or nobody is left to end it. Not for what does not end alone, see `Op`."""
+        """Wait in steps until the collective has completed, or `_check` raises.
+
+        Only for operations that gloo completes without a waiting thread, see `Op`.
+        """
         while not self._work.is_completed():
             self._check()
             try:
                 self._work.wait(_LOOK_EVERY)
             except RuntimeError:
                 if self._work.is_completed():
-                    return  # it has failed, which the wait after this one tells
+                    return  # it has failed; the caller's wait raises the error
 
     def _wait_apart(self) -> bool:
-        """Wait on a thread that can be left behind: this one would be deaf in there."""
+        """Wait on a helper thread that can be left behind, so that this thread stays interruptible."""
         try:
             waiter = _idle.pop()
         except IndexError:
@@ -142,24 +152,24 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
                 self._check()
             return waiter.result()
         finally:
-            if waiter.ended.is_set():  # and its result taken: another thread may have the waiter at once
+            if waiter.ended.is_set():  # its result was taken, so that another thread may reuse the waiter at once
                 _idle.append(waiter)
             else:
                 waiter.dismiss()
 
     def _check(self) -> None:
-        """Raise, in words that `error_for` knows, if nothing will end this wait."""
+        """Raise an error that `error_for` recognizes if this wait will never end."""
         if self._group.sunk:
             raise RuntimeError("the transport has given up")
         if self._launched.from_anybody:
-            if self._group.broken_for > 0:  # gloo ends it for nothing but a message
+            if self._group.broken_for > 0:  # only a message ends it: gloo ignores broken connections here
                 raise RuntimeError("the transport is gone")
         elif self._group.broken_for > ENDS_WITHIN:
             self._group.leave_behind()
             raise RuntimeError("the transport is gone")
 
     def synchronize(self) -> None:
-        """As torch's. Raises `CollectiveAborted`."""
+        """Synchronize as torch's Work does. Raises `CollectiveAborted`."""
         try:
             self._work.synchronize()
         except RuntimeError as error:
@@ -169,7 +179,10 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             raise other from None
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's
-        """As torch's. What it raises in C++ is torch's own error; `GroupManager.translate` knows it."""
+        """Return the future of the collective.
+
+        C++ code that waits for it raises torch's own error, which `GroupManager.translate` recognizes.
+        """
         future = self._work.get_future()
         self._launched.work = FutureWork(self._work, future)  # it outlives this object
         if (watcher := watching.by) is not None:
@@ -178,7 +191,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
 
 
 class _Waiter:
-    """A thread that waits for one work after the other."""
+    """A reusable thread that waits for one work at a time."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -187,12 +200,15 @@ class _Waiter:
         threading.Thread(target=self._run, name="rankbook-wait", daemon=True).start()
 
     def begin(self, work: Any) -> None:  # noqa: ANN401 - torch's
-        """Wait for it; `ended` is set at its end."""
+        """Wait for `work` on the thread, which sets `ended` afterwards."""
         self.ended.clear()
         self._works.put(work)
 
     def result(self) -> bool:
-        """What the wait gave, once. Raises what it raised and keeps none of it: that leads to the frames of all."""
+        """Return the result of the wait, or raise its exception, once.
+
+        The waiter keeps neither: a traceback would keep all of its frames alive.
+        """
         result, self._result = self._result, False
         try:
             if isinstance(result, BaseException):
@@ -202,7 +218,7 @@ class _Waiter:
             del result
 
     def dismiss(self) -> None:
-        """End after this wait, should it ever end."""
+        """End the thread after its current wait, if that ever ends."""
         self._works.put(None)
 
     def _run(self) -> None:
@@ -211,12 +227,12 @@ class _Waiter:
                 self._result = bool(work.wait())
             except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
                 self._result = error
-            del work  # and its tensors
+            del work  # frees its tensors
             self.ended.set()
 
 
 _idle: list[_Waiter] = []
-os.register_at_fork(after_in_child=_idle.clear)  # their threads are not there
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child does not inherit the threads
 
 
 def _passed_on(name: str) -> Callable[..., Any]:

@@ -1,17 +1,12 @@
-"""A rank's process groups: made, aborted and formed anew, under the same objects.
+"""Create, abort and re-form the process groups of a rank.
 
-Owns: the rendezvous store, the connections behind every group of this rank, and which generation they are of. Refuses:
-to decide when; the notebook does, for all ranks at once.
+`GroupManager` implements generations of process groups; `recoverable_group.py` explains the order of events. It wraps
+the one function with which torch creates every group (`_new_process_group_helper`), so that the default group, every
+`new_group` and every DeviceMesh get a `RecoverableProcessGroup` with torch's own bookkeeping. `init_method="env://"`
+leads to the cluster's store as well, since torch's own store would listen on a port that other users can reach.
 
-torch makes each group through one function of its own. Here that is wrapped, so that the default group, every
-`new_group` and every mesh get a `RecoverableProcessGroup`, and everything else about them is torch's.
-
-The ranks meet in a store that lies in a folder (`store.py`): torch's own listens on a port and answers every user of
-the machine. `init_method="env://"` leads there too.
-
-torch's backends for a group.
-
-Children of a rank: loaders' workers, and whatever else a cell starts with multiprocessing.
+`make_backend` creates the gloo and NCCL backends of a group. The last part, `install_fork_guards`, protects child
+processes of a rank: DataLoader workers and other multiprocessing children.
 """
 
 from __future__ import annotations
@@ -53,18 +48,18 @@ from rankbook.rank.process_groups.recoverable_group import BackendGroup, Recover
 from rankbook.rank.process_groups.store import FolderStore, generation_prefix
 
 JOIN_TIMEOUT = timedelta(seconds=60)
-"""How long a rank waits for the others to join."""
+"""Maximum time that a rank waits for the others to join."""
 _FOREVER = timedelta(days=365)
-"""How long a collective may take while a rank may be paused in a debugger."""
+"""Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
 _MANAGED = {"gloo", "nccl"}
-_FORMING = Op("new_group", None, alike=False)
+_FORMING = Op("new_group", None, alike=False)  # logged like a collective, so that the notebook sees ranks waiting in it
 _T = TypeVar("_T")
 
 
 @dataclass
 class _Member:
-    """One group of this rank, and what it takes to make its connections again."""
+    """A group of this rank, and the arguments to create its connections again."""
 
     group: RecoverableProcessGroup
     backends: dict[str, str]
@@ -72,13 +67,13 @@ class _Member:
     rank: int
 
     def describe(self) -> dict[str, Any]:
-        """What a rank needs to make it too."""
+        """Return the arguments with which a fresh rank creates the group."""
         backend = str(c10d._world.pg_map[self.group][0])
         return {"ranks": self.group.ledger.ranks, "backend": backend, "timeout": self.timeout.total_seconds()}
 
 
 class GroupManager:
-    """This rank's membership. The generations of its groups share one store under different prefixes."""
+    """The process groups of this rank. All generations share one store, under different prefixes."""
 
     def __init__(
         self,
@@ -98,33 +93,35 @@ class GroupManager:
         self._members: dict[str, _Member] = {}
         self._forming = CollectiveLog("", tuple(range(world_size)))
         self._made: Counter[str] = Counter()
-        self._being_made: tuple[str, dict[str, str]] | None = None
+        self._being_made: tuple[str, dict[str, str]] | None = None  # name and backends, while torch calls `_make`
         self._cause: str | None = None
         self._give_up = threading.Event()
         self._patient = False
         self.master_port = os.environ.get("MASTER_PORT")
-        self.store = FolderStore(folder / "store", self._give_up)  # for life: torch may use it as long
+        self.store = FolderStore(folder / "store", self._give_up)  # never replaced: torch keeps a reference
         self.store.set_timeout(JOIN_TIMEOUT)
         self._install()
 
-    # Joining
+    # Joining a generation
 
     def join(self, generation: int) -> None:
-        """Join this generation: the first time make the default group, later give every group fresh connections.
+        """Join a generation: create the default group the first time, later give every group fresh connections.
 
-        Raises torch's errors when others do not come, and `CollectiveAborted`.
+        Raises torch's errors when other ranks do not come, and `CollectiveAborted`.
         """
         self._cause = None
         self._give_up.clear()
         self._generation = generation
         if not dist.is_initialized():
             self._members.clear()
-            c10d._world.group_count = 0  # a join that failed has counted too, and the ranks must agree
+            c10d._world.group_count = 0  # a failed join has incremented it, and the ranks must agree
         groups, count = self._agree()
+        # From here on every rank is in the new generation, so that no rank reads older keys any more.
         if self.rank == 0:
             self.store.forget_generations(generation)
         self._made.clear()
         if dist.is_initialized():
+            # In the order of creation, which all ranks share, since creating a group is a collective call.
             for name, member in self._foreground().items():
                 if name in groups:
                     member.group.renew(self._connect(name, member.group.ledger.ranks, member))
@@ -139,18 +136,19 @@ class GroupManager:
                 world_size=self._world_size,
             )
             self._make_as_peers(groups)
-        # A rank that failed in the middle of making a group has counted fewer than the others, and torch names groups
-        # by that count.
+        # torch names a group by the number of groups before it. A rank that failed while it created a group may have
+        # counted fewer than the others.
         c10d._world.group_count = max(count, c10d._world.group_count)
         self._forming.restart()
 
     def _agree(self) -> tuple[dict[str, dict[str, Any]], int]:
-        """Tell the other ranks which groups are here; those that all their members have, but for ranks that are new.
+        """Exchange the groups of all ranks. Return the groups to keep and the highest group count of a rank.
 
-        And how many groups the one has made that has made the most.
+        A group is kept if all of its members have it. A fresh process has none and counts as having all.
         """
         for name in [name for name, each in self._members.items() if each.group not in c10d._world.pg_map]:
             del self._members[name]
+        # `fresh` marks a process without a default group: at the start of the cluster, or in place of a dead rank.
         own = {
             "count": c10d._world.group_count,
             "fresh": not dist.is_initialized(),
@@ -173,7 +171,7 @@ class GroupManager:
         return {name: each for name, each in self._members.copy().items() if not each.group.background}
 
     def _make_as_peers(self, groups: dict[str, dict[str, Any]]) -> None:
-        """Make, on a rank that has replaced another, the groups that its peers have with it."""
+        """Create the groups that the peers have with this rank, which has replaced a dead one."""
         for name, group in groups.items():
             ranks = group["ranks"]
             if name not in self._members and self.rank in ranks:
@@ -189,15 +187,20 @@ class GroupManager:
                 c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
 
     def leave(self) -> None:
-        """Leave all groups, if in one."""
+        """Destroy all process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._members.clear()
 
-    # Aborting and telling
+    # Abort and status
 
     def abort(self, message: Abort) -> None:
-        """Break off what cannot end any more, or only tell why it may break. Any thread."""
+        """Abort the groups that `message` names, or only record the reason for a failure. Any thread.
+
+        Without `lost`, groups in the background are left alone. With it, the processes of `message.ranks` are gone, and
+        all groups with one of them as a member are concerned. With `shut`, the wait for other ranks while a group is
+        being created ends as well.
+        """
         self._cause = self._cause or message.cause
         for name, member in (self._members.copy() if message.lost else self._foreground()).items():
             named = not message.groups or name in message.groups
@@ -214,37 +217,46 @@ class GroupManager:
             self._give_up.set()
 
     def rescue(self, thread: str) -> bool:
-        """A thread of torch's has given up. Whether this rank can go on without it."""
-        if not thread.startswith(gloo.GLOO):  # one that carries out collectives
+        """Handle a C++ thread that called std::terminate(). Return True if the process can continue without the thread.
+
+        Called on that thread. A thread of torch that executes collectives may be lost if a future was completed twice,
+        see `FutureWork.forsake`. A thread of gloo, which reads the sockets, fails if tensors differ in size or type
+        between ranks; then all groups with a pending collective are aborted. With NCCL among the backends the process
+        ends.
+        """
+        if not thread.startswith(gloo.GLOO):  # a thread of torch, which executes collectives
             return FutureWork.any_forsaken
         members = self._members.copy().values()
         if not all(each.group.waits_in_steps for each in members):
             return False
         for each in members:
-            if next(each.group.ledger.pending(), None) is not None:  # no other group's thread had anything to read
+            if next(each.group.ledger.pending(), None) is not None:  # threads of idle groups have nothing to read
                 each.group.sink(
                     "the tensors that the ranks gave to a collective differ in size or type; it was broken off"
                 )
         return True
 
     def report(self) -> tuple[GroupReport, ...]:
-        """Where this rank is in each of its groups. Any thread."""
+        """Return the collective logs of all groups in the foreground. Any thread."""
         ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         return tuple(ledger.report() for ledger in ledgers)
 
     def waits_for(self) -> CollectiveCall | None:
-        """The oldest collective that has not ended. Any thread."""
+        """Return the oldest collective that has not completed, or None. Any thread."""
         ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
         pending = [each for ledger in ledgers for each in ledger.pending()]
         return min(pending, key=lambda each: each.began, default=None)
 
     @property
     def launched(self) -> int:
-        """How many collectives this rank has begun so far."""
+        """Return the number of operations that this rank has launched so far."""
         return self._forming.total + sum(each.group.ledger.total for each in self._foreground().values())
 
     def translate(self, error: BaseException) -> BaseException:
-        """`CollectiveAborted` for what C++ made of an abort, in DDP's backward for one; any other error as it is."""
+        """Return `CollectiveAborted` for an error that C++ code raised because of an abort, as in DDP's backward pass.
+
+        Any other error is returned unchanged.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveAborted):
             return error
         for member in self._foreground().values():
@@ -254,7 +266,10 @@ class GroupManager:
         return error
 
     def be_patient(self, patient: bool) -> None:
-        """Whether what begins from here on may take for as long as it takes: some rank may be paused. Any thread."""
+        """Suspend the timeouts of collectives launched from now on, or restore them. Any thread.
+
+        The debugger calls it, because a paused rank keeps the others waiting without limit.
+        """
         self._patient = patient
         for member in self._foreground().values():
             for device in member.backends:
@@ -263,10 +278,10 @@ class GroupManager:
     def _timeout_of(self, member: _Member) -> timedelta:
         return _FOREVER if self._patient else member.timeout
 
-    # Making
+    # Creating groups
 
     def _install(self) -> None:
-        """Have torch make its groups here."""
+        """Make torch create its groups through this manager."""
         if _NAME.upper() not in dist.Backend._plugins:
             install_fork_guards()
             dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
@@ -277,7 +292,10 @@ class GroupManager:
         _installed = self
 
     def new_group(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:  # noqa: ANN401 - torch's
-        """As torch's `_new_process_group_helper`, with a group of ours."""
+        """Create a group as torch's `_new_process_group_helper` does, with a `RecoverableProcessGroup`.
+
+        Groups with other backends than gloo and NCCL are left to torch.
+        """
         backend = str(bound.arguments["backend"])
         backends = backends_of(backend)
         if not set(backends.values()) <= _MANAGED:
@@ -297,7 +315,7 @@ class GroupManager:
         finally:
             self._being_made = None
             self._forming.end(key)
-        if isinstance(group, RecoverableProcessGroup):  # and not for a rank that is no member
+        if isinstance(group, RecoverableProcessGroup):  # a rank outside the group gets NON_GROUP_MEMBER
             c10d._world.pg_map[group] = (backend, store)
             c10d._world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
         return group, store
@@ -310,7 +328,9 @@ class GroupManager:
         inner = self._connect(name, ranks, member)
         ledger = CollectiveLog(name, ranks)
         member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, ledger, self._line)
-        for device, backend in backends.items():  # a mesh asks the outer one for what it has
+        # A DeviceMesh asks the outer group for its backends. For gloo a dummy is registered, since torch cannot replace
+        # a registered backend later.
+        for device, backend in backends.items():
             kind = dist.Backend.backend_type_map[backend]
             member.group._set_default_backend(kind)
             registered = make_unconnected() if backend == "gloo" else inner.group._get_backend(torch.device(device))
@@ -322,8 +342,12 @@ class GroupManager:
         return self.where()
 
     def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> BackendGroup:
-        """Meet the other members, in the store. An interrupt ends the wait for them, as `abort` does."""
-        self._made[name] += 1  # user code may destroy a group and make it once more
+        """Meet the other members in the store and connect the backends.
+
+        An interrupt ends the wait, as `abort` does. The members meet before gloo begins to connect, so that its short
+        timeout counts from when all of them are present.
+        """
+        self._made[name] += 1  # user code may destroy a group and create it again, which needs fresh keys
         store = self._store(f"group-{name}.{self._made[name]}")
         store.set(f"here-{member.rank}", "")
         self._await(store, [f"here-{rank}" for rank in range(len(ranks))])
@@ -335,7 +359,7 @@ class GroupManager:
 
     def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has its own
+            torch.cuda.set_device(self.device)  # the current device belongs to the thread
         group = dist.ProcessGroup(store, member.rank, len(ranks))
         made: dict[str, Any] = {}
         for device, backend in member.backends.items():
@@ -353,7 +377,7 @@ class GroupManager:
         return dist.PrefixStore(f"{generation_prefix(self._generation)}/{what}", self.store)
 
     def _await(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait until all `keys` are there. torch's own wait would be deaf to signals, and to `abort`."""
+        """Wait until all `keys` are set. torch's own wait ignores signals and `abort`."""
         pause, deadline = 0.0005, time.monotonic() + JOIN_TIMEOUT.total_seconds()
         while not store.check(keys):
             if self._give_up.wait(pause):
@@ -364,7 +388,7 @@ class GroupManager:
             pause = min(2 * pause, 0.02)
 
     def _patiently(self, wait: Callable[[], _T]) -> _T:
-        """What `wait()` gives, on a thread of its own: in C++ it is deaf to signals. An interrupt ends it."""
+        """Call `wait` on another thread, because it blocks in C++. An interrupt ends it through `_give_up`."""
         result: list[_T] = []
         failed: list[BaseException] = []
 
@@ -381,7 +405,7 @@ class GroupManager:
         except BaseException:
             self._give_up.set()
             thread.join()
-            if self._cause is None:  # nobody else has set it
+            if self._cause is None:  # else `abort` has set it, and it stays set until the next join
                 self._give_up.clear()
             raise
         if failed:
@@ -402,7 +426,7 @@ def _make_here(options: object, backend_options: object) -> RecoverableProcessGr
 
 
 def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Lead `init_method="env://"` to the cluster's store, unless the user has set another address."""
+    """Redirect `init_method="env://"` to the cluster's store, unless the user has set another address."""
     member = _member()
     if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
         yield from original(url, **options)
@@ -423,7 +447,7 @@ def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backends_of(backend: str) -> dict[str, str]:
-    """The backend of each kind of device."""
+    """Return the backend of every device type."""
     if backend == "undefined":
         return {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
     return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
@@ -438,7 +462,7 @@ def make_backend(
     timeout: timedelta,
     wait: Callable[[dist.Store, list[str]], None],
 ) -> Any:  # noqa: ANN401 - torch has no type for it
-    """Return a gloo or nccl backend for the group `name` of the world's `ranks`, in which this one is number `rank`.
+    """Return a gloo or NCCL backend for the group `name` of the global `ranks`, in which this rank is number `rank`.
 
     `wait` waits for keys of a store.
     """
@@ -458,21 +482,28 @@ def make_backend(
 
 _TASKS = Path("/proc/self/task")
 _TORCH = "pt_gloo"
-"""How the names of torch's threads begin that carry out collectives."""
+"""Prefix of the names of torch's threads that execute gloo collectives."""
 _AT_MOST = 0.1
-"""Seconds that a fork waits for them; one of them may be at work for long."""
+"""Seconds that a fork waits for these threads; one of them may be at work for long."""
 
 
 def install_fork_guards() -> None:
-    """Do so for every child of this process from here on."""
+    """Protect all child processes that this process creates after the call.
+
+    A fork waits briefly until torch's gloo threads sleep: CPython's child takes the lock of the list of thread states,
+    which such a thread may hold at that moment, and then never starts. A forked child excludes inherited objects from
+    garbage collection (`gc.freeze`), because the finalizers of old gloo connections hang on threads that the child
+    lacks, and remove descriptors from an epoll set that it shares with the rank. Functions and classes of cells are
+    pickled by value for spawned children.
+    """
     if sys.platform == "linux":
         os.register_at_fork(before=_wait_for_rest)
     os.register_at_fork(after_in_child=gc.freeze)
-    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing knows no other way in
+    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing has no other hook
 
 
 def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
-    """What cells have defined goes to a spawned child by value: its `__main__` is another one, and empty."""
+    """Pickle functions and classes of `__main__` by value: a spawned child has another, empty `__main__`."""
     if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
         return cloudpickle.loads, (cloudpickle.dumps(value),)
     return NotImplemented
@@ -481,14 +512,14 @@ def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pic
 def _wait_for_rest() -> None:
     deadline = time.monotonic() + _AT_MOST
     while any(map(_runs, _TASKS.iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.0005)  # they need the interpreter
+        time.sleep(0.0005)  # releases the GIL, which those threads may need
 
 
 def _runs(task: Path) -> bool:
-    """Whether it is one of torch's threads, and not asleep."""
+    """Return True if the task is one of torch's gloo threads and not asleep."""
     try:
         identity = (task / "stat").read_text()
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
     name, _, rest = identity.partition("(")[2].rpartition(")")
     return name.startswith(_TORCH) and rest.split()[0] != "S"

@@ -1,8 +1,90 @@
-"""A process group that outlives its connections.
+"""Process groups that survive an aborted collective: theory of operation.
 
-Owns: `RecoverableProcessGroup`, which stands where torch expects a ProcessGroup and hands every call to an inner one
-that can be replaced, so that models, meshes and optimizers that hold the outer one go on after an abort. Refuses: to
-decide when; `process_group.py` makes, aborts and renews them.
+torch has no way to replace the connections of a process group. After an interrupt, an error or the death of a peer in
+the middle of a collective, the group is unusable, and so is every model, DeviceMesh, DTensor and optimizer that holds a
+reference to it. This module therefore splits a group in two:
+
+- `RecoverableProcessGroup`, the outer group, is the object that torch and the user hold. It lives as long as they need
+  it, owns no connection, and forwards every call.
+- `BackendGroup`, the inner group, is an ordinary torch ProcessGroup with gloo and NCCL backends. It lives for one
+  *generation*: it is aborted when a collective cannot complete, and another one takes its place.
+
+The notebook process decides when to abort and when to re-form. A single rank cannot tell a slow peer from one that will
+never come, and all ranks have to move to the same generation. `manager.py` carries the decision out on the rank.
+
+Threads of a rank
+    main thread       Runs cells. Launches collectives (`_launch`), waits for them (`InterruptibleWork.wait`), and
+                      performs the `Regroup` task between two cells (`GroupManager.join`).
+    control thread    Receives the notebook's messages whatever the main thread does. Calls `GroupManager.abort` and
+                      `report`. It never waits for a peer.
+    rankbook-wait     Waits in C++ for operations that must be waited for in one call (send, recv, reduce_scatter), so
+                      that the main thread stays interruptible and can leave a wait behind.
+    rankbook-join     Connects the backends of a new generation, while the main thread stays interruptible.
+    rankbook-connect  Makes the first attempt to connect gloo; may be left behind. rankbook-admit filters connections
+                      in the second attempt (see `gloo.py`).
+    rankbook-end      Destroys an old inner group: its destructor joins gloo's threads, which may never end.
+    gloo*, pt_gloo*   C++ threads of gloo and torch. When one calls std::terminate(), the handler in `gloo.py` calls
+                      `GroupManager.rescue` on it.
+    save thread       Uses groups of its own that are marked `background`: neither an interrupt nor an error of a cell
+                      aborts them, and a regroup leaves them alone. Only the death of a member does.
+
+Messages (`protocol/messages.py`)
+    GetCollectives, Collectives  The notebook asks every rank for its collective logs and compares them.
+    Abort(shut=False)            Gives the reason why a collective may fail soon: `explain`.
+    Abort(shut=True)             Ends the collectives of the named groups: `break_off`.
+    Interrupt                    Raises KeyboardInterrupt in the main thread.
+    Done                         Reports the end of a cell, and how many collectives it launched.
+    Regroup(generation)          A task for the main thread: join this generation.
+
+From the event to the abort
+    Interrupt. The main thread raises KeyboardInterrupt within 0.25 s if it waits for gloo, because no such wait stays
+        in C++ for longer. A rank that is still in its cell after `GracePeriods.interrupt_abort` gets Abort(shut=True).
+    Error. The rank that raised sends Done. The notebook's `CollectiveMonitor` compares the logs. When a rank has waited
+        for `GracePeriods.raised` in a collective that the failed rank will not launch, the waiting ranks get
+        Abort(shut=True) for that group, and the others get the reason.
+    Death. The notebook at once sends Abort(shut=False, lost=True) with the reason. The kernel closes the dead process'
+        sockets, so gloo mostly fails by itself. `GracePeriods.death_interrupt` later the ranks that wait for the dead
+        one get Abort(shut=True) and the others an Interrupt; after `death_abort` every remaining rank is aborted.
+    Mismatched tensors. gloo's thread throws where no caller catches. The terminate handler parks that thread forever,
+        and `sink` breaks off every group with a pending collective.
+
+What `break_off` does, on the control thread:
+
+1. It records the reason, so that calls from now on raise `CollectiveAborted` at once, and starts the clock of
+   `broken_for`.
+2. It shuts down the TCP sockets of the inner group (gloo has no abort) and calls NCCL's abort. Every operation under
+   way fails, on the peers as well. The sockets are shut down and not closed: gloo's threads still use the descriptors,
+   whose numbers would be given to other files.
+3. A wait that raises goes through `error_for`. It recognizes the backends' messages about broken connections, waits up
+   to one second for the reason to arrive, and raises `CollectiveAborted` with the reason, the collective and the line.
+4. gloo forgets some operations when their socket fails. Such a wait is left behind 0.5 s after the abort: the caller
+   raises, and the inner group is kept forever (`_wrecks`), because its destructor would wait for that operation.
+5. C++ code that holds only a future, as DDP's reducer does in `backward()`, is reached by no exception. After 0.5 s a
+   timer completes those futures with an empty tensor, on which the reducer raises; `GroupManager.translate` turns that
+   error into `CollectiveAborted`.
+
+From the abort to the re-formed group:
+
+1. Every rank sends Done. The notebook marks the group stale if the cell was aborted, or if it failed or was interrupted
+   after it had launched collectives: then the ranks may be at different collectives even though every connection works.
+   The death of a rank has the same effect, once its replacement has connected.
+2. Once all ranks are idle, the notebook increments the generation and sends Regroup to all ranks, before any queued
+   cell. The first generation is formed in the same way.
+3. The ranks agree, through the store, on the groups to keep: those that exist on all of their members, where a fresh
+   process counts as having every group (`GroupManager._agree`). A group that a rank failed to create is aborted for
+   good.
+4. For every kept group, in the order of creation, the members announce themselves in the store, wait for one another,
+   connect a new inner group, and `renew` the outer one. The logs count from 0 again. A fresh process calls
+   `init_process_group` and then creates the groups that its peers have.
+5. Models are reset to the start of a step (`model_reset.reset_after_abort`). If the regroup fails on a rank, the
+   cluster counts as ungrouped, and the next regroup begins with another generation.
+
+The store (`store.py`) is a folder of files. It carries no tensor. It is used for the agreement of step 3, to wait for
+the members of a group, for gloo's addresses and NCCL's unique id, and for what torch itself stores while it creates a
+group. Its keys begin with `generation-N/`, so that a rank that is late in an old generation never reads or writes keys
+of the new one; rank 0 deletes older keys once all ranks have agreed. torch's TCPStore is not used because every user of
+the machine can reach its port, and because its server would die with the rank that runs it. All waits for a key poll,
+so that an interrupt and `GroupManager.abort` can end them.
 """
 
 from __future__ import annotations
@@ -22,15 +104,15 @@ from rankbook.rank.process_groups.gloo import Opened, shutdown_sockets
 from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, InterruptibleWork, here, watching
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
-"""What gloo and nccl say when it is the way to a peer that broke, and not the call that was wrong."""
+"""Error messages of gloo and NCCL that mean a broken connection, and not an invalid call."""
 _EMPTY = re.compile(r"size \(?0\b")
-"""What torch says of an empty tensor that is given to it for a bucket of gradients."""
+"""torch's error message for an empty tensor in a bucket of gradients, see `_forsake`."""
 _CAUSE_WITHIN = 1.0
-"""Seconds that the notebook has to tell why a peer is gone."""
+"""Seconds to wait for the notebook's reason after a connection broke."""
 
 
 class BackendGroup:
-    """One life of a group: torch's ProcessGroup and what it takes to end whoever waits on it."""
+    """The connections of one generation: a torch ProcessGroup, its sockets, and the abort functions of its backends."""
 
     def __init__(self, group: dist.ProcessGroup, sockets: Opened, aborts: list[Callable[[], None]]) -> None:
         self.group = group
@@ -40,25 +122,25 @@ class BackendGroup:
 
     @property
     def waits_in_steps(self) -> bool:
-        """Whether a wait may be cut into steps: gloo's, of which nothing but time ends."""
+        """Return True if waits must be cut into steps: gloo waits end only by completion or timeout."""
         return not self._aborts
 
     def abort(self) -> None:
-        """Make every call that waits on it raise. Any thread."""
+        """Make every call that waits in this group raise. Any thread."""
         shutdown_sockets(self._sockets)
         for abort in self._aborts:
             abort()
 
     def leave_behind(self) -> None:
-        """Keep it for good: one of its threads will never end, and its own end would wait for that."""
+        """Keep the group alive forever: its destructor would wait for a thread that never ends."""
         if self not in _wrecks:
             _wrecks.append(self)
 
     def end(self) -> None:
-        """Abort it and let it go.
+        """Abort the group and destroy it.
 
-        torch waits there for the group's threads, and one of them may wait for what gloo has forgotten, so this is
-        done on a thread of its own.
+        The destructor joins the group's threads, and one of them may wait for an operation that gloo has forgotten, so
+        it runs on a thread of its own.
         """
         self.abort()
         if self in _wrecks:
@@ -67,14 +149,17 @@ class BackendGroup:
         del self.group
         thread = threading.Thread(target=last.clear, name="rankbook-end", daemon=True)
         thread.start()
-        thread.join(ENDS_WITHIN / 2)  # so that it mostly is gone before anything is made anew
+        thread.join(ENDS_WITHIN / 2)  # usually enough to free its descriptors before the next group is connected
 
 
 _wrecks: list[BackendGroup] = []
 
 
 class RecoverableProcessGroup(dist.ProcessGroup):
-    """See above. `ranks` are the members' numbers in the world; `where` tells the line of the cell that runs."""
+    """The process group that torch and the user hold, in front of a replaceable inner group; see the module docstring.
+
+    `ranks` are the global ranks of the members. `where` returns the line of the running cell.
+    """
 
     def __init__(
         self,
@@ -87,8 +172,8 @@ class RecoverableProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
         self.background = False
-        """Whether only a thread beside the cells uses it, as a save does: an error of a cell does not break it off, and
-        a regroup leaves its connections alone. Whoever makes such a group sets it."""
+        """True for a group that only a thread beside the cells uses, as an asynchronous save does: an error of a cell
+        does not abort it, and a regroup leaves its connections alone. Set by the creator of the group."""
         self._store = store
         self.ledger = ledger
         self._inner: BackendGroup = inner
@@ -98,10 +183,10 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self._forsaken = False
         self._told = threading.Event()
 
-    # What befalls it
+    # Failure and recovery
 
     def renew(self, inner: BackendGroup) -> None:
-        """Go on with fresh connections."""
+        """Replace the inner group by `inner`, which has fresh connections, and restart the log."""
         self._inner.end()
         self._inner = inner
         self._cause = None
@@ -111,12 +196,16 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self.ledger.restart()
 
     def explain(self, cause: str) -> None:
-        """If a wait breaks, or a call comes, this is why. Any thread."""
+        """Record the reason that later errors and calls report. The first reason wins. Any thread."""
         self._cause = self._cause or cause
         self._told.set()
 
     def break_off(self, cause: str) -> None:
-        """Make every call that waits raise, for this reason. Any thread."""
+        """Make every waiting call raise `CollectiveAborted` with this reason. Any thread.
+
+        Futures that C++ still holds after `ENDS_WITHIN` seconds are completed by a timer, see `_forsake`.
+        """
+        # The order matters: a thread whose wait the abort ends must find the cause, and the log must say `broken`.
         self.explain(cause)
         self._note_broken()
         self._inner.abort()
@@ -127,7 +216,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
             timer.start()
 
     def _forsake(self, inner: BackendGroup, promised: list[FutureWork]) -> None:
-        """End what C++ still waits for, with a value for which it raises."""
+        """Complete the futures that C++ still waits for with an empty tensor, on which DDP's reducer raises."""
         for each in promised:
             if each.forsake([torch.empty(0)]):
                 self._forsaken = True
@@ -138,32 +227,36 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self.ledger.broken = True
 
     def sink(self, cause: str) -> None:
-        """Gloo's thread has given up: whoever waits in Python raises, and so do the peers. Any thread."""
+        """Abort the group after gloo's thread has failed: no wait in C++ will end any more. Any thread."""
         self._inner.sunk = True
         self._inner.leave_behind()
         self.break_off(cause)
 
     def leave_behind(self) -> None:
-        """Something will wait in the inner group for good."""
+        """Keep the inner group alive forever: a thread is blocked in it."""
         self._inner.leave_behind()
 
     @property
     def sunk(self) -> bool:
-        """Whether nobody will end a wait in C++ any more."""
+        """Return True if gloo's thread has failed, so that no wait in C++ will end."""
         return self._inner.sunk
 
     @property
     def broken_for(self) -> float:
-        """Seconds since it was broken off; 0 while it is whole."""
+        """Return the seconds since the group was aborted; 0 while it works."""
         return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
     @property
     def cause(self) -> str | None:
-        """Why it cannot be used until it is renewed, if it cannot."""
+        """Return the reason why the group cannot be used until it is renewed, or None."""
         return self._cause
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
-        """What to raise where `launched` failed with `error`."""
+        """Return the exception to raise where `launched` failed with `error`.
+
+        A broken connection becomes `CollectiveAborted`, after a wait of up to `_CAUSE_WITHIN` seconds for the reason;
+        any other error is returned unchanged.
+        """
         if not _BROKEN_LINK.search(str(error)) and not (self._forsaken and _EMPTY.search(str(error))):
             return error
         self._note_broken()
@@ -176,13 +269,15 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         line = self._where()
         return CollectiveAborted(f"{self._cause}{doing}" + (f" at line {line}" if line is not None else ""))
 
-    # What torch calls
+    # The interface that torch calls
 
     def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
         if here.only_looks:
             raise BadRequest(f"a peek cannot begin {op.word}, for the ranks would no longer be at the same collective")
         if self._cause is not None:
             raise self._aborted(f", so this rank cannot begin {op.word}")
+        # Logged before the call, which may block: the notebook has to see a rank that waits in it. A call that torch
+        # refuses is withdrawn, because the other ranks have not seen it; one that fails on the network has ended.
         key, launched = self.ledger.launch(op, args)
         watcher = watching.by
         try:
@@ -197,7 +292,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
                 self.ledger.withdraw(key)
                 raise
             self.ledger.end(key)
-            raise other from None  # gloo's words would only hide it
+            raise other from None  # gloo's own message would hide the reason
         except BaseException:
             self.ledger.withdraw(key)
             raise
@@ -208,11 +303,11 @@ class RecoverableProcessGroup(dist.ProcessGroup):
 
     @property
     def waits_in_steps(self) -> bool:
-        """See `BackendGroup`."""
+        """Return True if waits must be cut into steps, see `BackendGroup`."""
         return self._inner.waits_in_steps
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the name of the inner group's backend."""
         return str(self._inner.group.name())
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ calls
@@ -220,15 +315,15 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         return "rankbook"
 
     def get_group_store(self) -> dist.Store:
-        """The store it was made with."""
+        """Return the store that the group was created with."""
         return self._store
 
     def shutdown(self) -> None:
-        """End the inner group."""
+        """Shut down the inner group."""
         self._inner.group.shutdown()
 
     def abort(self) -> None:
-        """As torch's: whoever waits gets an error."""
+        """Abort the group as `torch.distributed.ProcessGroup.abort` does: waiting calls raise."""
         self.break_off("the process group was aborted")
 
     def _get_backend(self, device: Any) -> Any:  # noqa: ANN401 - torch's
@@ -241,7 +336,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         return self._inner.group._end_coalescing(device)
 
     def set_timeout(self, timeout: Any) -> None:  # noqa: ANN401
-        """As torch's."""
+        """Set the timeout of the inner group's backends."""
         self._inner.group.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: Any) -> None:  # noqa: ANN401

@@ -1,9 +1,8 @@
-"""The rendezvous store of a cluster: torch's key-value store in a folder that only its user can enter.
+"""Rendezvous store of a cluster: a torch key-value store in a folder that only its user can enter.
 
-Owns: the files behind the keys. Refuses: sockets: torch's TCPStore answers every user of the machine.
-
-A key is a file. A value is written beside it and renamed, so a process that is killed meanwhile leaves no half of one,
-and there is no server whose death the ranks would notice. Whoever waits for a key looks again after a pause.
+A key is a file. A value is written to another file and renamed, so a process that is killed meanwhile leaves no partial
+value. Read-modify-write operations hold a file lock. There is no server whose death the ranks would notice, and no port
+that other users of the machine could reach, as torch's TCPStore has. A process that waits for a key polls.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def generation_prefix(generation: int) -> str:
 
 
 class FolderStore(dist.Store):
-    """A `dist.Store` in `folder`, shared by all processes that open it. A set `give_up` ends every wait for a key."""
+    """A `dist.Store` in `folder`, shared by all processes that open it. A set `give_up` ends all waits for keys."""
 
     def __init__(self, folder: Path, give_up: threading.Event) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class FolderStore(dist.Store):
         self._write(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once there is one."""
+        """Return the value of a key, after waiting until it is set."""
         self.wait([key])
         value = self._read(key)
         if value is None:
@@ -57,7 +56,10 @@ class FolderStore(dist.Store):
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Raise `DistStoreError` after `timeout`."""
+        """Wait until all keys are set. Raise `DistStoreError` after `timeout`.
+
+        Raises `CollectiveAborted` once `give_up` is set.
+        """
         allowed: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined, unused-ignore]
         seconds = allowed.total_seconds()
         pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
@@ -70,7 +72,7 @@ class FolderStore(dist.Store):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set."""
+        """Return True if all keys are set."""
         return all(self._is_set(key) for key in keys)
 
     def add(self, key: str, value: int) -> int:
@@ -91,7 +93,7 @@ class FolderStore(dist.Store):
         self._change(key, lambda before: (before or b"") + more)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """See `torch.distributed.Store`: an empty `expected` also stands for a key that is not set."""
+        """See `torch.distributed.Store`: an empty `expected` also matches a key that is not set."""
         old, new = (each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired))
         result = new
 
@@ -106,7 +108,7 @@ class FolderStore(dist.Store):
         return result
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and return whether it was set."""
+        """Delete a key. Return True if it was set."""
         try:
             os.unlink(_name(key), dir_fd=self._folder)
         except FileNotFoundError:
@@ -114,14 +116,14 @@ class FolderStore(dist.Store):
         return True
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
+        """Return the number of keys that are set."""
         return sum(name.startswith("key-") for name in self._names())
 
     def clone(self) -> FolderStore:
-        """Return this store: it has no connection that a second one would need."""
+        """Return this store: it has no connection to duplicate."""
         return self
 
-    # The names by which C++ calls some of these.
+    # C++ calls these methods by other names.
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
@@ -135,7 +137,7 @@ class FolderStore(dist.Store):
 
     @property
     def _folder(self) -> int:
-        """Return a descriptor of the folder: of a new one where it was removed, as by a cleaner of temporary files."""
+        """Return a descriptor of the folder, which is created again if a cleaner of temporary files removed it."""
         if os.fstat(self._opened).st_nlink == 0:
             fresh = _open_private(self._path)
             os.dup2(fresh, self._opened, inheritable=False)
@@ -143,7 +145,7 @@ class FolderStore(dist.Store):
         return self._opened
 
     def _names(self) -> list[str]:
-        return os.listdir(self._folder)  # noqa: PTH208 - a pathlib.Path cannot be of a descriptor
+        return os.listdir(self._folder)  # noqa: PTH208 - pathlib.Path takes no descriptor
 
     def _is_set(self, key: str) -> bool:
         try:
@@ -168,7 +170,7 @@ class FolderStore(dist.Store):
         os.rename(fresh, _name(key), src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a value by what `change` makes of it, while no other process does so."""
+        """Replace a value by `change(value)` under the file lock; `change` returns None to leave it."""
         with self._locked():
             value = change(self._read(key))
             if value is not None:
@@ -185,7 +187,7 @@ class FolderStore(dist.Store):
 
 
 def _open_private(folder: Path) -> int:
-    """Open a folder, made with its parent where it is missing. Raise `PermissionError` where others may enter it."""
+    """Open a folder and create it and its parent if missing. Raise `PermissionError` if other users may enter it."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
         status = each.lstat()

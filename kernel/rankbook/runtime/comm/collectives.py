@@ -1,15 +1,16 @@
-"""gather, broadcast, reduce and pad, over nested containers of tensors; and the same for objects.
+"""Collectives over nested containers of tensors (gather, reduce, broadcast, pad) and over Python objects.
 
-Owns: what each rank gets. Refuses: to start one that the ranks do not agree on, where agreeing costs no wait.
+With a single process every function returns what it would with more: gathering a 0-d tensor gives one dimension.
 
-With one process each gives what it would give with more: a 0-d tensor gathered has one dimension. Before anything is
-sent the ranks compare what they bring (`agreement.same`), if the group can do that over the CPU, or if `debug` is set;
-a rank with other shapes, or with a leaf that is no tensor, makes it an error on every rank that shows all of them. It
-costs one collective of 16 bytes; `RANKBOOK_DEBUG=0` leaves it out.
+Consistency check. Before anything is sent, the ranks compare the structure, shapes and dtypes of their arguments
+(`consistency.check_same`), if the group has a CPU backend or `debug` is set. If a rank has different shapes, or a leaf
+that is not a tensor, all ranks raise an error that shows the arguments of all. This costs one collective of 16 bytes;
+`RANKBOOK_DEBUG=0` disables it.
 
-Small tensors travel together: one collective for all leaves of a container, not one for each.
+Packing. Small tensors are sent together: one collective for all leaves of a container of one kind, up to `MOST_BYTES`,
+instead of one per leaf (`parcels`, `as_bytes`, `rows_from_bytes`, `split_like`).
 
-From what all ranks gathered to the dataset's own samples.
+`trim` removes samples that were repeated to make batches even, for `Accelerator.gather_for_metrics`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from rankbook.runtime.process_state import PartialState
 
 _T = TypeVar("_T")
 REDUCTIONS = ("mean", "sum", "min", "max")
-# The newer name of one function; torch 2.13 warns of the older.
+# torch 2.13 has renamed this function and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # type: ignore[deprecated,unused-ignore]
-_SENT_AS_THEY_ARE = frozenset(  # by gloo and nccl both; the others go as bytes, or as a wider type to add them up
+_SENT_AS_THEY_ARE = frozenset(  # supported by gloo and nccl; others are sent as bytes, or reduced in a wider type
     {
         torch.bool,
         torch.uint8,
@@ -50,10 +51,10 @@ _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceO
 
 
 def gather(tensor: _T) -> _T:
-    """The tensors of all ranks, joined along their first dimension in rank order, on every rank.
+    """Concatenate the tensors of all ranks along their first dimension, in rank order, on every rank.
 
-    A 0-d tensor counts as one row. All ranks bring the same shapes; `pad_across_processes` makes them so.
-    Raises `BadRequest` on every rank for shapes that differ and for leaves that are no tensors (`gather_object`).
+    A 0-d tensor counts as one row. Shapes must be equal on all ranks; see `pad_across_processes`. Raises `BadRequest`
+    on every rank for different shapes, and for leaves that are not tensors (use `gather_object`).
     """
     state = PartialState()
     _prepare(state, "gather", tensor, describe)
@@ -70,7 +71,7 @@ def gather(tensor: _T) -> _T:
 
 
 def _gather(state: PartialState, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All ranks' rows of each, in one collective."""
+    """Gather all `tensors` of all ranks in one collective."""
     first = tensors[0]
     sent = _as_sent(first) if len(tensors) == 1 else as_bytes(tensors)
     gathered = sent.new_empty((state.num_processes * sent.shape[0], *sent.shape[1:]))
@@ -81,10 +82,10 @@ def _gather(state: PartialState, tensors: list[torch.Tensor]) -> list[torch.Tens
 
 
 def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
-    """Each tensor's "mean", "sum", "min" or "max" over all ranks, times `scale`, as new tensors on every rank.
+    """Reduce every tensor over all ranks to the "mean", "sum", "min" or "max", times `scale`; return new tensors.
 
-    The mean of integers is a floating point number. Raises `BadRequest` on every rank for another reduction, for shapes
-    that differ and for leaves that are no tensors; nothing is sent then.
+    The mean of integers is a floating point number. Raises `BadRequest` on every rank for an unknown reduction,
+    different shapes, and leaves that are not tensors; nothing is sent then.
     """
     state = PartialState()
     unknown = reduction not in REDUCTIONS
@@ -109,7 +110,7 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
 
 
 def _as_summed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, contiguous, where the backends can add it up and in a type that they can."""
+    """Return a contiguous copy of a type and on a device that the backend can reduce."""
     copied = _sendable(tensor.detach()).clone(memory_format=torch.contiguous_format)
     if copied.dtype in _SENT_AS_THEY_ARE and copied.dtype != torch.bool:
         return copied
@@ -128,9 +129,9 @@ def _finish(
 
 
 def broadcast(tensor: _T, from_process: int = 0) -> _T:
-    """The tensors of rank `from_process`, on every rank; the other ranks' tensors are written to, and given back.
+    """Copy the tensors of rank `from_process` into those of the other ranks, in place, and return them.
 
-    Raises `BadRequest` on every rank for a rank that is not there, shapes that differ and leaves that are no tensors.
+    Raises `BadRequest` on every rank for an invalid rank, different shapes and leaves that are not tensors.
     """
     state = PartialState()
     _prepare(state, f"broadcast(from {from_process})", tensor, describe, _no_such_rank(state, from_process))
@@ -144,16 +145,16 @@ def _broadcast(tensor: torch.Tensor, source: int) -> torch.Tensor:
     rows = own if own.ndim else own[None]
     sent = _sendable(rows).contiguous()
     dist.broadcast(_as_sent(sent), src=source)
-    if sent.data_ptr() != rows.data_ptr():  # it was not contiguous, or went by way of another device
+    if sent.data_ptr() != rows.data_ptr():  # `sent` is a copy: not contiguous, or on another device
         rows.copy_(sent)
     return tensor
 
 
 def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> _T:
-    """Each tensor, padded along `dim` with `pad_index` to the largest size that any rank has there.
+    """Pad every tensor along `dim` with `pad_index`, up to the largest size on any rank.
 
-    A tensor without that dimension stays as it is. `pad_first` puts the padding before the data. Raises `BadRequest` on
-    every rank for structures or numbers of dimensions that differ, and for leaves that are no tensors.
+    A tensor without that dimension is unchanged. `pad_first` puts the padding before the data. Raises `BadRequest` on
+    every rank for different structures or numbers of dimensions, and for leaves that are not tensors.
     """
     state = PartialState()
     _prepare(state, f"pad_across_processes(dim={dim})", tensor, lambda data: str(map_leaves(_kind, data)))
@@ -183,11 +184,11 @@ def _pad(tensor: torch.Tensor, dim: int, size: int, value: float, first: bool) -
     return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
 
 
-def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the name that callers know
-    """The items of every rank's list, one list in rank order, on every rank. With one process the object as it is.
+def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the established name
+    """Concatenate the lists of all ranks to one list, in rank order, on every rank.
 
-    Raises `TransferError` on every rank when one of them has an object that cannot be pickled, and `BadRequest` when
-    one has no list.
+    With one process the object is returned unchanged. Raises `TransferError` on every rank if an object of any rank
+    cannot be pickled, and `BadRequest` if a rank passes something that is not a list.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -210,9 +211,9 @@ def _exchange(state: PartialState, value: object) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Put the objects of rank `from_process` into every rank's list, and give it back.
+    """Replace the items of every rank's list by those of rank `from_process`, and return the list.
 
-    Raises `TransferError` on every rank when one of them cannot be pickled, `BadRequest` for a rank that is not there.
+    Raises `TransferError` on every rank if an object cannot be pickled, `BadRequest` for an invalid rank.
     """
     state = PartialState()
     failure = _no_such_rank(state, from_process)
@@ -230,7 +231,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def _pickled(value: object) -> bytes | str:
-    """The pickle, or why there is none: the other ranks wait for an answer in any case."""
+    """Return the pickle, or an error message: the other ranks wait for an answer in either case."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - raised on every rank, as a TransferError
@@ -238,7 +239,7 @@ def _pickled(value: object) -> bytes | str:
 
 
 def _prepare(state: PartialState, what: str, data: Any, words: Any, failure: str | None = None) -> None:  # noqa: ANN401 - anything
-    """Raise, on every rank, what speaks against this collective."""
+    """Check the arguments of a collective, and raise an error on every rank if they are invalid or differ."""
     if failure is None:
         wrong = [f"{path or 'it'} is a {type(each).__name__}" for path, each in leaves(data) if not _is_tensor(each)]
         if wrong:
@@ -265,12 +266,12 @@ def _map(function: Any, data: _T) -> _T:  # noqa: ANN401 - tensor to tensor
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous and with a dimension, or its bytes where the backends do not know its type."""
+    """Return the tensor, or a view of its bytes if the backends do not support its dtype."""
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(torch.uint8)
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where the group has a backend for it."""
+    """Return the tensor on a device for which the group has a backend."""
     group = dist.group.WORLD
     if group is None or not group._device_types or tensor.device.type in {each.type for each in group._device_types}:
         return tensor
@@ -278,11 +279,11 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MOST_BYTES = 1 << 20
-"""Above this a copy costs more than a collective's latency, so that larger tensors go alone."""
+"""Maximum bytes per packed collective. Copying a larger tensor costs more than the latency of its own collective."""
 
 
 def parcels(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The indices of tensors that go together: of one kind, in order, and of `MOST_BYTES` at most."""
+    """Group tensors of the same kind in order, up to `MOST_BYTES` per group; return the indices of the groups."""
     open_parcels: dict[Hashable, tuple[list[int], int]] = {}
     closed: list[list[int]] = []
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
@@ -299,32 +300,36 @@ def parcels(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[
 
 
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of contiguous tensors, one after the other: uint8[sum of their bytes]."""
+    """Return the bytes of contiguous tensors, concatenated: uint8[sum of their bytes]."""
     return torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
 
 
 def rows_from_bytes(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What all ranks' `as_bytes(like)` hold, uint8[ranks, bytes]: each tensor with every rank's rows, in rank order."""
+    """Split the gathered `as_bytes(like)` of all ranks, uint8[ranks, bytes], into tensors.
+
+    Every tensor has the rows of all ranks in rank order.
+    """
     found, start = [], 0
     for each in like:
-        piece = gathered[:, start : start + each.nbytes].flatten().clone()  # a copy starts where its type may
+        piece = gathered[:, start : start + each.nbytes].flatten().clone()  # the copy is aligned for its dtype
         found.append(piece.view(each.dtype).view(gathered.shape[0] * each.shape[0], *each.shape[1:]))
         start += each.nbytes
     return found
 
 
 def split_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The pieces of a 1-d tensor in the shapes of `like`, as tensors of their own."""
+    """Split a 1-d tensor into copies with the shapes of `like`."""
     pieces = flat.split([each.numel() for each in like])
     return [piece.clone().view(each.shape) for piece, each in zip(pieces, like, strict=True)]
 
 
 def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of the type of `gathered`
-    """`gathered` without the rows that only fill up the round.
+    """Return `gathered` without the rows that were added to complete the round.
 
-    `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, each rank's padded to the same
-    number of rows; or it is a list of as many objects. `share` is the loader's (`loader.share`) of the batch that the
-    rows were computed from; None: all are real. Raises `BadRequest` if the rows cannot be divided among the ranks.
+    `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, the same number for every rank
+    after padding; or it is a list of as many objects. `share` is the loader's (`loader.share`) for the batch that the
+    rows were computed from, None if all rows are real. Raises `BadRequest` if the rows cannot be divided among the
+    ranks.
     """
     if share is None:
         return gathered

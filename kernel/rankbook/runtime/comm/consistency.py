@@ -1,10 +1,8 @@
-"""All ranks learn that one of them cannot go on, so that none waits for it.
+"""Consistency checks between ranks: agree on errors, arguments and small numbers before a collective.
 
-Owns: the small collectives that go before the large ones. Refuses: to send tensors that the person gave.
-
-A rank that finds its arguments bad, or whose block raised, does not leave the others in the next collective: it takes
-part in the agreement and says so, and each rank raises. What is agreed upon travels over the CPU where the group has a
-backend for it, so that no accelerator is waited for.
+A rank with invalid arguments, or whose block has raised, must not leave the others waiting in the next collective. It
+takes part in a small collective that reports the failure, and all ranks raise. These collectives use the CPU if the
+group has a backend for it, so that no rank waits for an accelerator.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _LEVELS = 16
 
 
 def control_device() -> torch.device:
-    """Where small tensors go that only the agreement reads: the CPU, if the default group can send from there."""
+    """Return the device for small control tensors: the CPU if the default group has a backend for it."""
     group = dist.group.WORLD
     assert group is not None
     kinds = [device.type for device in group._device_types]
@@ -32,14 +30,15 @@ def control_device() -> torch.device:
 
 
 def is_cheap() -> bool:
-    """Whether an agreement costs no wait for an accelerator."""
+    """Return True if a check does not have to wait for an accelerator."""
     return control_device().type == "cpu"
 
 
 def raise_if_any_failed(failure: str | None, level: int = 0) -> int:
-    """The highest `level` (0 to 15) of all ranks, once all have come here and none brings a failure.
+    """Wait for all ranks, and return the highest `level` (0 to 15) if no rank reports a failure. A collective.
 
-    Raises `PeerFailed` on every rank when one does; it names the first of them.
+    Raises `PeerFailed` on every rank otherwise, with the failure of the lowest failed rank. One MAX reduction carries
+    both: failures are encoded as numbers above all levels, larger for lower ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     flag = torch.tensor([level if failure is None else _LEVELS + world_size - 1 - rank], device=control_device())
@@ -54,26 +53,31 @@ def raise_if_any_failed(failure: str | None, level: int = 0) -> int:
 
 
 def all_min(number: int) -> int:
-    """The smallest number that any rank brings."""
+    """Return the smallest `number` of all ranks. A collective."""
     found = torch.tensor([number], device=control_device())
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return int(found.item())
 
 
 def announce_failure(error: Exception) -> None:
-    """On the rank where `error` was raised: the others' `agree` raises. Returns, for `error` is to be raised again."""
+    """Make `raise_if_any_failed` raise on the other ranks; called on the rank where `error` was raised.
+
+    Returns normally, so that the caller can raise `error` itself.
+    """
     try:
         raise_if_any_failed(f"raised {type(error).__name__}, and this rank waited for it: {error}")
     except PeerFailed:
-        pass  # as meant: this rank raises its own error
-    except Exception as failed:  # noqa: BLE001 - the first error is the one to see; this one is told along with it
+        pass  # expected: this rank raises its own error
+    except Exception as failed:  # noqa: BLE001 - the first error is the one to see; this one is added as a note
         error.add_note(f"The other ranks could not be told: {type(failed).__name__}: {failed}")
 
 
 def check_same(what: str, description: str, failure: str | None = None) -> None:
-    """Return if each rank brings the same `description` and no `failure`. Every rank calls this.
+    """Return if all ranks pass the same `what` and `description`, and no `failure`. A collective.
 
-    Raises `BadRequest` on every rank otherwise, with what each one has. `what` is the operation, for the message.
+    Raises `BadRequest` on every rank otherwise, with the arguments of all ranks. `what` is the name of the operation
+    for the message. Only a 56-bit hash is compared, in one MAX reduction of [hash, -hash]: the hashes are equal if the
+    maximum equals the minimum. The descriptions are exchanged only if they differ.
     """
     digest = hashlib.blake2b(f"{what}\n{description}".encode(), digest_size=7).digest()
     mark = int.from_bytes(digest, "big") if failure is None else _FAILED

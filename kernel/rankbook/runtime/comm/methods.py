@@ -1,6 +1,6 @@
-"""What ranks tell one another, as methods of the `Accelerator`.
+"""Communication methods of the `Accelerator`: collectives, metrics over uneven batches, code for selected ranks.
 
-Owns: the collectives' names there, metrics over uneven data, and who does what. Refuses: collectives of its own.
+`gather_for_metrics` removes repeated samples. The collectives themselves are in collectives.py.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class CollectiveMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
     def gather(self, tensor: _T) -> _T:
-        """The tensors of all ranks, joined along their first dimension in rank order. A collective."""
+        """Concatenate the tensors of all ranks along their first dimension, in rank order. A collective."""
         return collectives.gather(tensor)
 
     def reduce(self, tensor: _T, reduction: str = "sum", scale: float = 1.0) -> _T:
-        """Each tensor's "mean", "sum", "min" or "max" over the ranks, times `scale`. A collective."""
+        """Reduce every tensor over the ranks to the "mean", "sum", "min" or "max", times `scale`. A collective."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: _T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> _T:
-        """Each tensor as long in `dim` as the longest of all ranks. A collective."""
+        """Pad every tensor along `dim` to the largest size on any rank. A collective."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: ANN401 - nested
-        """`gather`, without what was added to make batches even: each sample of the dataset once, in order.
+        """Gather tensors without the samples that were repeated to make batches even. A collective.
 
-        Where batches are uneven and a rank has none in the last round, the ranks that have one get its samples.
-
-        What is no tensor is gathered as objects; `use_gather_object` has tensors go that way too. A collective.
+        Every sample of the dataset appears once, in order. With uneven batches, ranks without a batch in the last round
+        have left the loop; only the other ranks get its samples. Data that are not tensors are gathered as objects;
+        `use_gather_object` sends tensors this way too.
         """
         found = [each for _, each in leaves(input_data)]
         as_objects = use_gather_object or not found or not all(isinstance(each, torch.Tensor) for each in found)
@@ -59,7 +59,7 @@ class CollectiveMethods(AcceleratorSettings):
         data = map_leaves(lambda each: each if each.ndim else each[None], data)
         if len(share.ranks) < len(share.real):
             return self._from_those_with_a_batch(data, share)
-        # The ranks' parts of this batch may differ in length.
+        # The ranks' parts of this batch may differ in length, so pad before gathering and trim afterwards.
         return trim(self._without_replicas(collectives.gather(collectives.pad_across_processes(data))), share)
 
     def _for_metrics_as_objects(self, data: Any) -> Any:  # noqa: ANN401 - nested
@@ -74,9 +74,10 @@ class CollectiveMethods(AcceleratorSettings):
         return trim(self._without_replicas(rows), share)
 
     def _from_those_with_a_batch(self, data: Any, share: RoundPadding) -> Any:  # noqa: ANN401 - nested
-        """Of the last round of uneven batches, in which some ranks have none: they have left the loop.
+        """Gather the last round of uneven batches among the ranks that have a batch in it.
 
-        They cannot take part in a collective, so the others send to one another, each in its turn.
+        The other ranks have left the loop and cannot take part in a collective, so point-to-point messages are used:
+        every rank sends to its peers in turn.
         """
         replicas = self.num_processes // self.setup.data_parallel_size
         own = self.process_index % replicas
@@ -97,7 +98,7 @@ class CollectiveMethods(AcceleratorSettings):
         return send_to_device(concatenate(parts), self.device)
 
     def _without_replicas(self, gathered: Any) -> Any:  # noqa: ANN401 - nested
-        """Of ranks that share their batches, as those of a tensor-parallel group do, the first one's rows."""
+        """Keep the rows of one rank of every group that shares batches, such as a tensor-parallel group."""
         ranks, parts = self.num_processes, self.setup.data_parallel_size
         if ranks == parts:
             return gathered
@@ -106,67 +107,67 @@ class CollectiveMethods(AcceleratorSettings):
             return [each for part in range(parts) for each in gathered[part * (ranks // parts) * rows :][:rows]]
         return map_leaves(lambda each: each.unflatten(0, (parts, ranks // parts, -1))[:, 0].flatten(0, 1), gathered)
 
-    # Who does what
+    # Execution on selected ranks
 
     def wait_for_everyone(self) -> None:
-        """Return once every rank has come here."""
+        """Wait until all ranks have reached this call."""
         self.state.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank 0 goes through before the others."""
+        """Return a context manager whose block rank 0 executes before the other ranks."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first rank of each machine goes through before the others."""
+        """Return a context manager whose block the first rank of every machine executes before its other ranks."""
         return self.state.local_main_process_first()
 
     def split_between_processes(self, inputs: _T, apply_padding: bool = False) -> AbstractContextManager[_T]:
-        """This rank's share of `inputs`, within a block."""
+        """Return a context manager that gives this rank's share of `inputs`."""
         return self.state.split_between_processes(inputs, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
-        """A function that only rank 0 runs."""
+        """Decorate a function to run on rank 0 only."""
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
-        """A function that only the first rank of each machine runs."""
+        """Decorate a function to run only on the first rank of every machine."""
         return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - a decorator
-        """A function that only the last rank runs."""
+        """Decorate a function to run on the last rank only."""
         return self.state.on_last_process(function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:  # noqa: ANN401 - a decorator
-        """A function that only rank `process_index` runs."""
+        """Decorate a function to run on rank `process_index` only."""
         return self.state.on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:  # noqa: ANN401 - a decorator
-        """A function that only rank `local_process_index` of each machine runs."""
+        """Decorate a function to run only on rank `local_process_index` of every machine."""
         return self.state.on_local_process(function, local_process_index)
 
-    # Where a rank stands in the mesh
+    # Position in the device mesh
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of `parallelism_config`, with all its axes; None without one. A collective, the first time."""
+        """Device mesh of `parallelism_config` with all its axes, None without one. The first access is a collective."""
         parallelism = self.parallelism_config
         return None if parallelism is None else mesh_for(self.device.type, parallelism.sizes)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this rank has a part of. Raises `BadRequest` without a `parallelism_config`."""
+        """Index of the model replica that this rank belongs to. Raises `BadRequest` without a `parallelism_config`."""
         return self._place("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of its copy this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        """Index of this rank's shard within its replica. Raises `BadRequest` without a `parallelism_config`."""
         return self._place("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each divided layer this rank has. Raises `BadRequest` without a `parallelism_config`."""
+        """Index of this rank within its tensor-parallel group. Raises `BadRequest` without a `parallelism_config`."""
         return self._place("tp")
 
     def _place(self, axis: str) -> int:
@@ -175,7 +176,7 @@ class CollectiveMethods(AcceleratorSettings):
         return self.parallelism_config.place_of(self.process_index)[axis]
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
-        """Print on the first rank of each machine."""
+        """Print on the first rank of every machine."""
         self.state.print(*values, **options)
 
 

@@ -1,8 +1,7 @@
-"""Nested containers of tensors: apply a function, move to a device, concatenate, describe.
+"""Operations on nested containers of tensors: map, flatten, move to a device, concatenate, describe.
 
-Owns: what counts as a container, and how one is made again with other leaves. Refuses: to talk to other processes.
-
-Containers are mappings, lists, tuples (named ones too) and dataclasses; everything else is a leaf.
+Containers are mappings, lists, tuples (also named ones) and dataclasses; everything else is a leaf. A container is
+rebuilt with its own type. Nothing here communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ _T = TypeVar("_T")
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a tensor."""
+    """Return True if `value` is a tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def honor_type(like: Any, values: Iterable[Any]) -> Any:  # noqa: ANN401 - of the type of `like`
-    """A sequence of the type of `like` with these values; a named tuple gets them by position."""
+    """Return a sequence of the type of `like` with these values; a named tuple takes them by position."""
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*values)
     return type(like)(values)
 
 
 def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noqa: ANN401 - of the type of `like`
-    """A mapping of the type of `like`, with what else that type carries (a defaultdict's factory, own attributes)."""
+    """Return a mapping of the type of `like`, with its other state (a defaultdict's factory, custom attributes)."""
     if type(like) is dict:
         return items
     if isinstance(like, defaultdict):
         return type(like)(like.default_factory, items)
     try:
         return type(like)(items)  # type: ignore[call-arg]
-    except TypeError:  # a type of the person's own, whose constructor takes something else
+    except TypeError:  # a user-defined type whose constructor takes other arguments
         made: Any = copy.copy(like)
         for key, value in items.items():
             made[key] = value
@@ -48,7 +47,10 @@ def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noq
 
 
 def _dataclass_like(like: Any, values: dict[str, Any]) -> Any:  # noqa: ANN401 - of the type of `like`
-    """A copy with other values in its fields; no constructor runs, which might ask for more or compute anew."""
+    """Return a copy with other field values.
+
+    The constructor is not called: it may take other arguments or recompute fields.
+    """
     made = copy.copy(like)
     for name, value in values.items():
         object.__setattr__(made, name, value)
@@ -56,7 +58,7 @@ def _dataclass_like(like: Any, values: dict[str, Any]) -> Any:  # noqa: ANN401 -
 
 
 def is_container(value: object) -> bool:
-    """Whether it is looked into."""
+    """Return True if `value` is a mapping, list, tuple or dataclass instance."""
     return isinstance(value, list | tuple | Mapping) or _is_dataclass(value)
 
 
@@ -65,7 +67,7 @@ def _is_dataclass(value: object) -> bool:
 
 
 def children(value: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401 - any container
-    """The keys, indices or field names of a container, with what is there. A dataclass's unset fields are left out."""
+    """Return (key, value) pairs of a container: keys, indices or field names. Unset dataclass fields are skipped."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple):
@@ -74,7 +76,7 @@ def children(value: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401 - any contain
 
 
 def rebuild(like: Any, values: dict[Any, Any]) -> Any:  # noqa: ANN401 - of the type of `like`
-    """A container like this one with other children; `values` has the keys of `children(like)`."""
+    """Return a container like this one with other children; `values` has the keys of `children(like)`."""
     if isinstance(like, Mapping):
         return _mapping_like(like, values)
     if isinstance(like, list | tuple):
@@ -83,14 +85,14 @@ def rebuild(like: Any, values: dict[Any, Any]) -> Any:  # noqa: ANN401 - of the 
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:  # noqa: ANN401 - of the type of `data`
-    """The same containers, with `function` of each leaf."""
+    """Return the same containers with `function` applied to all leaves."""
     if not is_container(data):
         return function(data)
     return rebuild(data, {key: map_leaves(function, each) for key, each in children(data)})
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
-    """Each leaf with the path to it, `['x'][0]`, in order."""
+    """Yield (path, leaf) pairs in order; a path looks like `['x'][0]`."""
     if not is_container(data):
         yield path, data
         return
@@ -107,9 +109,9 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,  # noqa: ANN401 - the function's
 ) -> Any:  # noqa: ANN401 - of the type of `data`
-    """The same containers, with `func(leaf, *args, **kwargs)` for each leaf that `test_type` accepts.
+    """Return the same containers, with `func(leaf, *args, **kwargs)` for every leaf that `test_type` accepts.
 
-    Other leaves stay as they are. Raises `TypeError` for others if `error_on_other_type`.
+    Other leaves are unchanged, or raise `TypeError` with `error_on_other_type`.
     """
 
     def apply(leaf: Any) -> Any:  # noqa: ANN401 - the function's
@@ -131,11 +133,11 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:  # noqa: ANN401 - of the type of `tensor`
-    """The same containers with every tensor, and every other leaf that has a `.to`, on `device`.
+    """Return the same containers, with every tensor, and any other leaf with a `.to` method, on `device`.
 
-    Where a container's own type has a `.to` (a batch of a tokenizer), that is called. `skip_keys`: the keys of
-    mappings, at any depth, whose values stay where they are. `non_blocking` as in torch; a `.to` that does not know it
-    is called without.
+    A container type with its own `.to` (such as a tokenizer's batch) is moved by that. `skip_keys` are keys of
+    mappings, at any depth, whose values are not moved. `non_blocking` is as in torch; it is omitted for a `.to` that
+    does not accept it.
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     return _send(tensor, torch.device(device) if isinstance(device, str) else device, non_blocking, skipped)
@@ -145,7 +147,7 @@ def _send(data: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     kind = type(data)
-    if kind is dict:  # what nearly all batches are made of goes first: a loader does this for each of them
+    if kind is dict:  # most batches are dicts, and a loader calls this for every batch: test for them first
         return {
             key: each if key in skipped else _send(each, device, non_blocking, skipped) for key, each in data.items()
         }
@@ -173,11 +175,11 @@ def _call_to(data: Any, device: Any, non_blocking: bool) -> Any:  # noqa: ANN401
         if "non_blocking" not in str(error):
             raise
         moved = data.to(device)
-    return data if moved is None else moved  # a `.to` that works in place
+    return data if moved is None else moved  # this `.to` works in place
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:  # noqa: ANN401 - of the type of each
-    """One container like each of `data`, its tensors joined along `dim`. Raises `BadRequest` for other leaves."""
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:  # noqa: ANN401 - of the type of the elements
+    """Concatenate the tensors of containers of the same structure along `dim`. Raises `BadRequest` for other leaves."""
     first = data[0]
     if is_container(first):
         return rebuild(
@@ -193,7 +195,7 @@ def _child(container: Any, key: Any) -> Any:  # noqa: ANN401 - any container
 
 
 def find_batch_size(data: Any) -> int:  # noqa: ANN401 - anything
-    """The first dimension of the first tensor that has one. Raises `BadRequest` where there is none."""
+    """Return the first dimension of the first tensor that has one. Raises `BadRequest` if there is none."""
     for _, leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return int(leaf.shape[0])
@@ -206,16 +208,16 @@ def slice_tensors(
     process_index: int | None = None,  # noqa: ARG001 - see below
     num_processes: int | None = None,  # noqa: ARG001
 ) -> _T:
-    """The same containers with `tensor[tensor_slice]` for each tensor; other leaves as they are.
+    """Return the same containers with `tensor[tensor_slice]` for every tensor; other leaves are unchanged.
 
-    The rank and the world size are what a `slice_fn_for_dispatch` is told; it may be this function.
+    Rank and world size are the arguments of a `slice_fn_for_dispatch`, which this function can be used as.
     """
     result: _T = recursively_apply(lambda tensor: tensor[tensor_slice], data)
     return result
 
 
 def convert_to_fp32(tensor: _T) -> _T:
-    """The same containers with half precision tensors in float32."""
+    """Return the same containers with half precision tensors converted to float32."""
     half = (torch.float16, torch.bfloat16)
     result: _T = recursively_apply(
         lambda each: each.float(), tensor, test_type=lambda each: is_tensor(each) and each.dtype in half
@@ -224,7 +226,7 @@ def convert_to_fp32(tensor: _T) -> _T:
 
 
 def describe(data: Any) -> str:  # noqa: ANN401 - anything
-    """Shapes and types in words: `{'x': float32[4, 2], 'y': [int64[4]]}`."""
+    """Return the structure, dtypes and shapes as text: `{'x': float32[4, 2], 'y': [int64[4]]}`."""
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
     if not is_container(data):

@@ -1,7 +1,8 @@
-"""Reads one batch, in whichever process that happens: a loader's worker, or the rank itself.
+"""Reading of single batches, in a DataLoader worker or in the rank's own process.
 
-torch's loader is given tickets instead of lists of indices, and a dataset that takes tickets. A ticket says which
-batch it is, so a worker needs to know nothing else, however long it has lived.
+A prepared loader gives torch's DataLoader a sampler of `BatchRequest`s instead of lists of indices, and a reader
+dataset that accepts them (`MapReader`, `IterableReader`). A request identifies the batch completely (seed, epoch,
+round, rank), so the batch does not depend on which worker reads it, or on how long that worker has lived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, R
 
 
 class BatchRequest(NamedTuple):
-    """One batch to be read: `items` are its indices, None for a stream; `number` counts the batches of all ranks."""
+    """A request to read one batch.
+
+    `items` are the indices of its samples, None for an iterable dataset. `number` counts the batches of all ranks in
+    the epoch.
+    """
 
     run: int
     seed: int
@@ -32,15 +37,15 @@ class BatchRequest(NamedTuple):
 
 
 class FetchedBatch(NamedTuple):
-    """A batch that there is something to say of; all others come bare."""
+    """A batch with metadata. Batches without metadata are passed as they are, to save the overhead."""
 
     batch: Any
     share: RoundPadding | None
     last: bool
-    absent: bool = False  # the stream has ended, or has nothing for this rank in this round
+    absent: bool = False  # the stream has ended, or this rank has no batch in this round
 
     def pin_memory(self) -> FetchedBatch:
-        """Called by torch's pinning thread."""
+        """Pin the batch. Called by torch's pin-memory thread."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return self._replace(batch=pin_memory(self.batch))
@@ -50,12 +55,15 @@ NOTHING = FetchedBatch(None, None, True, True)
 
 
 def identity(batch: Any) -> Any:  # noqa: ANN401 - any batch
-    """The collate function of a loader whose dataset gives whole batches."""
+    """Return `batch`: the collate function of a loader whose dataset returns whole batches."""
     return batch
 
 
 class MapReader(Dataset[Any]):
-    """`dataset`, as one that gives whole, collated batches for tickets. All else is the dataset's own."""
+    """Map-style dataset that reads and collates whole batches of `dataset` for `BatchRequest`s.
+
+    Other attributes are those of `dataset`.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool = False) -> None:  # noqa: ANN401
         self.dataset = dataset
@@ -71,7 +79,7 @@ class MapReader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a ticket from the loader, an index from anybody else
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a ticket from the loader, an index from other callers
         return self.__getitems__(index) if type(index) is BatchRequest else self.dataset[index]
 
     def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
@@ -91,11 +99,11 @@ class MapReader(Dataset[Any]):
 
 
 class IterableReader(Dataset[Any]):
-    """An iterable dataset, as one that gives whole, collated batches for tickets.
+    """Iterable dataset, wrapped as a map-style one that reads and collates whole batches for `BatchRequest`s.
 
-    Every process that reads runs the whole stream, with generators seeded from (seed, epoch, round) alone, and
-    keeps the part that it was asked for: so all of them see one and the same stream, and each sample is given once.
-    A dataset that asks torch for its worker is told that it is the only one.
+    Every reading process iterates over the whole stream, with random generators seeded from (seed, epoch, round) alone,
+    and keeps the part that it was asked for. So all processes see the same stream, and every sample is used once. To a
+    dataset that calls `get_worker_info`, the worker appears as the only one.
     """
 
     def __init__(
@@ -136,11 +144,11 @@ class IterableReader(Dataset[Any]):
         return FetchedBatch(batch, share, last) if last or share else batch
 
     def _advance(self, ticket: BatchRequest) -> Round | None:
-        """Read up to the ticket's round. None if the stream ends before."""
+        """Read up to the round of the request. Return None if the stream ends before."""
         if ticket.run != self._run or ticket.round < self._at:
             self._run, self._at, self._current = ticket.run, -1, None
             if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-                set_epoch(ticket.epoch)  # the copy in a worker that outlives the epoch hears of it only here
+                set_epoch(ticket.epoch)  # the copy in a persistent worker has no other way to learn it
             self._restart(ticket)
         while self._at < ticket.round:
             self._current = next(self._rounds, None)
@@ -151,39 +159,39 @@ class IterableReader(Dataset[Any]):
         self._rounds = mark_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
 
     def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        """Yield `rounds`, from number `first` on, each read with generators seeded for it."""
+        """Yield `rounds`, numbered from `first`, reading every round with generators seeded for it."""
         return self._rng.iterate(rounds, ticket.seed, ticket.epoch, "round", first=first)
 
-    def _open(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - an iterator, with whatever else it has
+    def _open(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - an iterator, possibly with other methods
         with self._rng.seeded(ticket.seed, ticket.epoch, "start"):
             return iter(self.dataset)
 
 
 def keep_share(share: RoundPadding | None) -> RoundPadding | None:
-    """The share of a round whose items are batches already: how many rows they have is not known."""
+    """Return the share of a round whose items are whole batches already, with unknown numbers of rows."""
     if share is None:
         return None
     return RoundPadding(tuple(WHOLE if count else 0 for count in share.real), WHOLE, share.ranks)
 
 
 def patch_worker_info() -> None:
-    """Have this loader's worker say that it is the only one; nothing happens in a process that is none."""
+    """Make `get_worker_info` report a single worker in this worker process; do nothing outside a worker."""
     info: Any = get_worker_info()
     if info is not None and info.num_workers != 1:
         alone = copy.copy(info)
         for name, value in (("id", 0), ("num_workers", 1)):
-            object.__setattr__(alone, name, value)  # torch's own refuses to be changed
+            object.__setattr__(alone, name, value)  # torch's `__setattr__` refuses changes
         torch.utils.data._utils.worker._worker_info = alone
 
 
 class WorkerInit:
-    """A worker's first call: the person's own, which finds the dataset that it was written for."""
+    """Initialization of a worker: calls the user's `worker_init_fn` with the original dataset in the worker info."""
 
     def __init__(self, dataset: Any, function: Callable[[int], None], iterable: bool) -> None:  # noqa: ANN401
         self._dataset, self._function, self._iterable = dataset, function, iterable
 
     def __call__(self, worker: int) -> None:
-        """`worker` is the number of the worker. Raises what the person's function raises."""
+        """Run the user's function for worker number `worker`, and raise what it raises."""
         info: Any = get_worker_info()
         fetch = info.dataset
         object.__setattr__(info, "dataset", fetch.dataset)

@@ -1,6 +1,7 @@
-"""What is to be read in one pass over the data: the index sampler of a prepared loader.
+"""Batch samplers of prepared loaders: which batches a pass over the data reads, as `BatchRequest`s.
 
-Owns: the number that each batch has in an epoch, the shuffle's stream, where a pass starts. Refuses: reading data.
+They assign every batch its number in the epoch, seed the shuffle, and skip rounds at the start of a pass. They read no
+data.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DRAW_NOTHING_ELSE = (SequentialSampler, SeedableRandomSampler, DistributedSampl
 
 @dataclass
 class EpochState:
-    """One pass over the data: `run` counts them, `skip` is the number of rounds that are left out at its start."""
+    """One pass over the data. `run` counts the passes; `skip` is the number of rounds left out at its start."""
 
     run: int = 0
     seed: int = 0
@@ -41,7 +42,7 @@ class EpochState:
 
 
 class SingleItemSampler:
-    """A sampler of indices, each as a batch by itself, for a loader that does not batch."""
+    """Batch sampler that returns every index as a batch of its own, for a loader without batching."""
 
     def __init__(self, sampler: Any) -> None:  # noqa: ANN401 - any iterable of indices
         self.sampler = sampler
@@ -56,10 +57,10 @@ class SingleItemSampler:
 
 
 class Shuffle:
-    """Seeds a batch sampler from (seed, epoch), so that all ranks shuffle alike.
+    """Seed a batch sampler from (seed, epoch), so that all ranks shuffle alike.
 
-    `batch_sampler` is a copy of the person's, as deep as it must be: torch's samplers are given a generator, and theirs
-    stay as they were. A torch generator that the person gave is theirs: it is used, and `own` gives it.
+    `batch_sampler` is a copy of the user's, as deep as needed: torch's samplers are given a generator, and the user's
+    objects stay unchanged. A torch generator that the user gave is used as it is, and available as `own`.
     """
 
     def __init__(self, batch_sampler: Any, seedable: bool = False) -> None:  # noqa: ANN401 - any batch sampler
@@ -85,14 +86,14 @@ class Shuffle:
         return sampler
 
     def begin(self, a_pass: EpochState) -> None:
-        """A pass begins."""
+        """Seed the sampler for a new pass."""
         if self._seedable is not None:
             self._seedable.initial_seed = a_pass.seed
         if self._generator is not None:
             self._generator.manual_seed(stream_seed(a_pass.seed, a_pass.epoch, "shuffle") >> 193)
 
     def draw(self, rounds: Iterator[Round], a_pass: EpochState) -> Iterator[Round]:
-        """Yield `rounds`, read with generators seeded for the pass where the sampler may draw from any."""
+        """Yield `rounds`, drawn with generators seeded for the pass if the sampler may use generators of its own."""
         return self._rng.iterate(rounds, a_pass.seed, a_pass.epoch, "shuffle")
 
 
@@ -103,10 +104,10 @@ def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler
 
 
 class MapBatchSampler:
-    """The tickets of a map-style dataset for `ranks`, round by round. A rank that has no batch gets none.
+    """Batch requests of a map-style dataset for `ranks`, round by round, without requests for ranks that have no batch.
 
-    `world_size` and `rank` are those that the batches are numbered by; they are the shard's unless the person's own
-    sampler has dealt the samples already.
+    `numbered` is (world size, rank), used to number the batches if the user's own sampler has distributed the samples
+    already; otherwise the shard's are used.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class MapBatchSampler:
         self.drop_last = shard.drop_last
 
     def begin(self, a_pass: EpochState) -> None:
-        """What the next `__iter__` gives tickets for."""
+        """Set the pass that the next `__iter__` yields requests for."""
         self.current = a_pass
         set_epoch_recursive(self.shard.batch_sampler, a_pass.epoch)
         self.shuffle.begin(a_pass)
@@ -141,7 +142,7 @@ class MapBatchSampler:
                     return
                 share, last = each.share, each.last[rank]
                 if self._numbered:
-                    assert items is not None  # what has been dealt is numbered, and read by one rank
+                    assert items is not None  # samples were distributed already: exactly one rank reads here
                     share = share_of_dealt(self.shard.sampler, len(items)) if last else None
                 number = each.number * world_size + rank + offset
                 yield BatchRequest(run, seed, epoch, each.number, rank, number, items, share, last)
@@ -150,14 +151,14 @@ class MapBatchSampler:
         return len(self.shard)
 
     def move_to(self, rank: int) -> None:
-        """These are the tickets of `rank` from now on: they have come to the successor of a dead rank."""
+        """Continue as `rank`, on the process that replaces a dead rank."""
         if self._numbered is None:
             self.shard.process_index = rank
             self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
             return
         place, self._numbered = self._numbered, (self._numbered[0], rank)
         below: Any = self.shard.batch_sampler
-        while below is not None:  # the person's own samplers, which have dealt the samples already
+        while below is not None:  # the user's own samplers, which have distributed the samples already
             if isinstance(below, DistributedSampler) and (below.num_replicas, below.rank) == place:
                 below.rank = rank
             if isinstance(below, BatchSamplerShard) and (below.num_processes, below.process_index) == place:
@@ -167,9 +168,10 @@ class MapBatchSampler:
 
 
 def share_of_dealt(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN401 - any sampler
-    """What is real in the last round, of `rows` each, where a DistributedSampler has dealt; of others nobody knows.
+    """Return what is real in the last round, of `rows` per rank, if a DistributedSampler has distributed the samples.
 
-    It repeats samples until all ranks have as many, so the last of each rank's may be a repetition.
+    It repeats samples until all ranks have the same number, so the last sample of a rank may be a repetition. Returns
+    None for other samplers, about which this is unknown.
     """
     if not isinstance(sampler, DistributedSampler):
         return None
@@ -181,7 +183,7 @@ def share_of_dealt(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN
 
 
 class UnbatchedSampler(MapBatchSampler):
-    """As `MapBatchSampler`, where each item is a batch already: nobody knows its rows."""
+    """`MapBatchSampler` for datasets whose items are batches already, with unknown numbers of rows."""
 
     def __iter__(self) -> Iterator[BatchRequest]:
         for ticket in super().__iter__():
@@ -189,7 +191,7 @@ class UnbatchedSampler(MapBatchSampler):
 
 
 class IterableBatchSampler:
-    """The tickets of an iterable dataset for `ranks`, without an end: who reads finds it."""
+    """Endless batch requests of an iterable dataset for `ranks`; the reader detects the end of the stream."""
 
     def __init__(self, shard: IterableDatasetShard, ranks: tuple[int, ...]) -> None:
         self.shard = shard
@@ -199,10 +201,10 @@ class IterableBatchSampler:
         self.drop_last = shard.drop_last
 
     def begin(self, a_pass: EpochState) -> None:
-        """What the next `__iter__` gives tickets for."""
+        """Set the pass that the next `__iter__` yields requests for."""
         self.current = a_pass
-        # Here too, ahead of the workers: a dataset may keep its epoch in memory that they share, and a change by all of
-        # them at once would be none that anybody meant.
+        # Set the epoch here too, before the workers do: a dataset may keep its epoch in memory shared by all workers,
+        # and concurrent changes by all of them would race.
         self.shard.set_epoch(a_pass.epoch)
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -213,7 +215,7 @@ class IterableBatchSampler:
                 yield BatchRequest(run, seed, epoch, number, rank, whole, None, None, False)
 
     def move_to(self, rank: int) -> None:
-        """These are the tickets of `rank` from now on: they have come to the successor of a dead rank."""
+        """Continue as `rank`, on the process that replaces a dead rank."""
         self.shard.process_index = rank
         self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
 

@@ -1,11 +1,16 @@
-"""A loader that rank 0 reads for all ranks.
+"""Data loader that rank 0 reads and dispatches to all ranks.
 
-Owns: `DataLoaderDispatcher`: what rank 0 sends each rank, and that an error of its reading is raised by all. Refuses:
-to deal or to read differently than `DataLoaderShard` does: each rank gets the very batches it would have read itself.
+Every rank receives the batches that it would have read itself with a `DataLoaderShard`. An error while rank 0 reads,
+packs or cuts a batch is raised on all ranks.
 
-The ways between rank 0, which reads, and the others.
+Protocol. At the start of a pass every receiver sends a greeting of 32 bytes: a key of its host and the token of the
+shared memory that it has open (slots.py). Rank 0 reads rounds (one batch per rank), packs those that are small into a
+bundle, and sends every rank one `BatchFrame` per bundle (frames.py). While a bundle travels, rank 0 reads the next one.
+The last bundle says that the pass has ended, or carries the error.
 
-Puts a batch together where it is to lie.
+Parts: `DataLoaderDispatcher` is the loader. `_Reading` reads and bundles rounds on rank 0. `SendChannel` and
+`RecvChannel` are the two ends of the point-to-point connection between rank 0 and another rank. `Collate` stacks
+samples directly in the shared memory of the receiver, which saves one copy.
 """
 
 from __future__ import annotations
@@ -33,21 +38,25 @@ from rankbook.runtime.data.slots import MOST_BYTES, NO_OFFER, SlotRing, host_key
 
 _MOST_ROUNDS = 32
 _MOST_BYTES = 1 << 18
-"""How many rounds travel together at most, and how many bytes; larger rounds travel one by one."""
+"""Maximum number of rounds in a bundle, and its approximate maximum size in bytes.
+
+Larger rounds are sent one by one.
+"""
 _PATIENCE = 0.002
-"""Seconds after which what was read is sent: nobody is kept waiting for the rest of a bundle."""
+"""Seconds after which a bundle is sent incomplete, so that receivers do not wait for slow reading."""
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """Rank 0 reads, and sends each rank its batch; `prepare_data_loader(dispatch_batches=True)` makes one.
+    """Loader whose data rank 0 reads and sends to the other ranks; see `prepare_data_loader(dispatch_batches=True)`.
 
-    Any batch that can be pickled passes. What rank 0 raises while it reads, packs or runs `slice_fn` is raised on every
-    rank. `slice_fn(batch, slice, process_index=, num_processes=)` cuts a rank's part out of all ranks' batches, joined.
+    Batches must be picklable. What rank 0 raises while it reads, packs or runs `slice_fn` is raised on every rank.
+    `slice_fn(batch, slice, process_index=, num_processes=)` cuts the part of a rank out of the concatenated batches of
+    all ranks.
     """
 
     @classmethod
     def of(cls, parts: LoaderParts, slice_fn: Callable[..., Any] | None = None) -> DataLoaderDispatcher:
-        """One that is made of these parts, whose tickets are those of all ranks."""
+        """Return a dispatcher made of `parts`, whose requests are those of all ranks."""
         made = cls.__new__(cls)
         made._setup(parts)
         made.slice_fn = slice_fn
@@ -59,12 +68,12 @@ class DataLoaderDispatcher(PreparedLoader):
     _lanes: dict[int, SendChannel]
     _inbound: RecvChannel | None
 
-    def __getstate__(self) -> dict[str, Any]:  # for a copy, and for a rank that takes a lost one's place
+    def __getstate__(self) -> dict[str, Any]:  # for copies, and for a process that replaces a dead rank
         return {**self.__dict__, "_lanes": {}, "_inbound": None}
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
-        """The `BatchSamplerShard`; None for an iterable dataset."""
+        """The `BatchSamplerShard`, None for an iterable dataset."""
         shard = self.parts.tickets.shard
         return shard if isinstance(shard, BatchSamplerShard) else None
 
@@ -79,7 +88,10 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._send(self._lanes, deal)
 
     def _deal(self) -> tuple[int, tuple[int, ...]]:
-        """This rank, and the part of the data that each rank gets: those of one tensor-parallel group get the same."""
+        """Return this rank, and the data-parallel part of every rank.
+
+        Ranks of one tensor-parallel group have the same part.
+        """
         if self.parts.deal is None:
             return self.parts.process_index, tuple(range(self.parts.num_processes))
         return dist.get_rank(), self.parts.deal
@@ -98,6 +110,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def _send(
         self, lanes: dict[int, SendChannel], deal: tuple[int, ...]
     ) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
+        # Pipeline: while the current bundle is being sent, the next one is read and its large buffers are copied to
+        # shared memory. Rank 0 yields its own batches of a bundle only after all sends have completed, so that the
+        # buffers of the bundle can be reused, and raises an error after all batches read before it.
         reading = _Reading(self.parts, self.slice_fn, deal, lanes)
         first = reading.next_bundle()
         for wait in [lane.begin() for lane in lanes.values()]:
@@ -109,7 +124,7 @@ class DataLoaderDispatcher(PreparedLoader):
             posted = []
             for rank, lane in lanes.items():
                 posted += lane.post(current.parcels[rank])
-            following = None if current.ended else reading.next_bundle()  # read while this one travels
+            following = None if current.ended else reading.next_bundle()  # read during the transfer
             if following is not None:
                 for rank, lane in lanes.items():
                     lane.load(following.parcels[rank])
@@ -123,18 +138,18 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Failure:
-    """What rank 0 raised, on its way to the others."""
+    """An exception of rank 0, in a form that can be sent to the other ranks."""
 
     def __init__(self, error: Exception) -> None:
         self.text = f"{type(error).__name__}: {error}"
         try:
             self.pickled: bytes | None = pickle.dumps(error)
             pickle.loads(self.pickled)
-        except Exception:  # noqa: BLE001 - the error goes as text then
+        except Exception:  # noqa: BLE001 - the error is sent as text then
             self.pickled = None
 
     def throw(self) -> None:
-        """Raise it here: as what it was, or a `PeerFailed` that tells of it where it cannot be pickled."""
+        """Raise the original exception, or a `PeerFailed` that describes it if it cannot be pickled."""
         told = PeerFailed(f"rank 0 raised {self.text} while it read a batch for all ranks", 0)
         if self.pickled is None:
             raise told
@@ -144,9 +159,10 @@ class _Failure:
 
 
 class _Bundle:
-    """Some rounds, packed: rank 0's own batches, and a parcel for each other rank; `deal` has the part of each rank.
+    """Some rounds, packed: rank 0's own batches, and one frame for every other rank.
 
-    After `error` nothing follows, nor after an end: `ended`.
+    `deal` has the data-parallel part of every rank; ranks with the same part share the packed data. `ended` is True for
+    the last bundle of a pass, and after an `error`.
     """
 
     def __init__(
@@ -167,7 +183,7 @@ class _Bundle:
 
 
 class _Reading:
-    """Rank 0's own loader, read a round at a time."""
+    """Read and bundle the rounds of a pass, on rank 0."""
 
     def __init__(
         self,
@@ -189,7 +205,10 @@ class _Reading:
         self._rounds = 1
 
     def next_bundle(self) -> _Bundle:
-        """The next rounds: one, or as many as are small and quickly read, for a message takes longer than those."""
+        """Read the next bundle: one round, or several if they are small and quickly read, to save messages.
+
+        The number of rounds adapts to the size of the previous bundle.
+        """
         rounds: list[list[FetchedBatch]] = []
         error: Exception | None = None
         began = time.perf_counter()
@@ -199,7 +218,7 @@ class _Reading:
             try:
                 arrived = self._read()
                 rounds.append(self._cut(arrived) if self._slice_fn else arrived)
-            except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
+            except Exception as raised:  # noqa: BLE001 - raised on every rank, including this one
                 error = raised
             if len(rounds) >= self._rounds or time.perf_counter() - began > _PATIENCE:
                 break
@@ -210,10 +229,10 @@ class _Reading:
         return bundle
 
     def _packed(self, rounds: list[list[FetchedBatch]], error: Exception | None) -> _Bundle:
-        """`rounds`, up to the first of which a batch cannot be packed."""
+        """Pack `rounds` up to the first one with a batch that cannot be packed; that one's error ends the bundle."""
         try:
             return _Bundle(rounds, self._deal, error, self._ended)
-        except Exception as raised:  # noqa: BLE001 - raised on every rank, this one too
+        except Exception as raised:  # noqa: BLE001 - raised on every rank, including this one
             if len(rounds) < 2:
                 return _Bundle([], self._deal, raised, True)
         good: list[list[FetchedBatch]] = []
@@ -246,7 +265,10 @@ class _Reading:
         return arrived
 
     def _filled(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
-        """An `__iter__` of a person's own may end within a round: whole batches are repeated, or ranks go without."""
+        """Complete a round in which a user-defined `__iter__` has ended.
+
+        Whole batches are repeated with `even_batches`; otherwise the last ranks have no batch.
+        """
         ranks = self._parts.num_processes
         self._first = self._first or arrived
         if not arrived:
@@ -263,7 +285,7 @@ class _Reading:
         return [each if each.absent else each._replace(share=share, last=True) for each in (*arrived, *repeated)]
 
     def _cut(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
-        """What `slice_fn` makes of all ranks' batches together."""
+        """Replace the batches by what `slice_fn` cuts out of all of them, concatenated."""
         assert self._slice_fn is not None
         present = [each for each in arrived if not each.absent]
         if not present:
@@ -279,13 +301,13 @@ class _Reading:
         return cut + arrived[len(present) :]
 
 
-_TAG = 7411  # nobody else's messages between the same ranks
+_TAG = 7411  # keeps these messages apart from others between the same ranks
 _KEY = 16
 _NOWHERE = bytes(_KEY)
 
 
 class SendChannel:
-    """Rank 0's end of the way to one other rank."""
+    """Rank 0's end of the connection to one other rank."""
 
     def __init__(self, rank: int, group: Any) -> None:  # noqa: ANN401 - a process group
         self._rank, self._group = rank, group
@@ -294,7 +316,7 @@ class SendChannel:
         self._shares_host = False
 
     def begin(self) -> Callable[[], None]:
-        """A pass begins. What is returned waits until the other side has begun it too."""
+        """Start a pass; return a function that waits until the receiver has started it too."""
         greeting = torch.empty(2 * _KEY, dtype=torch.uint8)
         work = dist.irecv(greeting, src=self._rank, group=self._group, tag=_TAG)
         self._capacity = FIRST_CAPACITY
@@ -311,23 +333,27 @@ class SendChannel:
             self._slots = None
 
     def begin_parcel(self) -> None:
-        """What comes now belongs to another parcel."""
+        """Start a new frame: memory reserved with `room` so far is not part of it."""
         if self._slots is not None:
             self._slots.begin()
 
     def room(self, size: int) -> torch.Tensor | None:
-        """Shared memory for a large tensor that this rank alone is to get; None: it may lie anywhere."""
+        """Return shared memory for a large tensor that only this rank receives, None if there is none."""
         return None if self._slots is None else self._slots.room(size)
 
     def load(self, parcel: BatchFrame) -> None:
-        """Put the large buffers of `parcel` into shared memory where that can be, so that they need not be kept."""
+        """Copy the large buffers of `parcel` into shared memory if possible, so that they need not be kept.
+
+        The first large frame creates the memory and offers it to the receiver. It is used once the receiver has opened
+        it, and given up if the receiver does not open it within some frames (for example from another container).
+        """
         needed = sum(each.numel() for each in parcel.large)
         if not needed or not self._shares_host or needed > MOST_BYTES:
             return
         if self._slots is None or needed > self._slots.capacity:
             try:
                 self._slots = SlotRing(needed)
-            except OSError:  # no such memory here
+            except OSError:  # no memfd, or out of memory
                 self._shares_host = False
                 return
             parcel.say(None, self._slots.offer)
@@ -341,14 +367,14 @@ class SendChannel:
             self._shares_host, self._slots = False, None
 
     def post(self, parcel: BatchFrame) -> list[Any]:
-        """Begin to send; what is returned is to be waited for."""
+        """Start to send a frame; return the requests to wait for."""
         send = partial(dist.isend, dst=self._rank, group=self._group, tag=_TAG)
         posted, self._capacity = parcel.post(send, self._capacity)
         return posted
 
 
 class RecvChannel:
-    """Another rank's end of the way from rank 0."""
+    """End of the connection to rank 0 on another rank."""
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 - a process group
         self._group = group
@@ -356,34 +382,34 @@ class RecvChannel:
         self._capacity = FIRST_CAPACITY
 
     def begin(self) -> None:
-        """A pass begins; waits until rank 0 has begun it too."""
+        """Start a pass: send the greeting, and wait until rank 0 has started the pass too."""
         token = (self._unpacking.opened or NO_OFFER).token
         greeting = torch.frombuffer(bytearray(host_key() + token), dtype=torch.uint8)
         dist.send(greeting, dst=0, group=self._group, tag=_TAG)
         self._capacity = FIRST_CAPACITY
 
     def receive(self) -> Any:  # noqa: ANN401 - what was packed
-        """The content of the next parcel."""
+        """Receive the next frame and return its content."""
         take = partial(dist.recv, src=0, group=self._group, tag=_TAG)
         content, self._capacity = self._unpacking.unpack(take, self._capacity)
         return content
 
 
 Room = Callable[[int], torch.Tensor | None]
-"""Memory of so many bytes, or None where torch is to find some."""
+"""Function that returns memory of the given number of bytes, or None to let torch allocate."""
 
 
 class Collate:
-    """What `default_collate` makes of a batch, with its large tensors in `room` while there is one."""
+    """`default_collate`, with large tensors stacked in memory from `room` while that is set."""
 
     def __init__(self) -> None:
         self.room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"room": None}  # this process's
+        return {"room": None}  # the memory belongs to this process
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401 - any items
-        """The items, stacked."""
+        """Collate a list of samples."""
         kinds = default_collate_fn_map
         if self.room is None or kinds.get(torch.Tensor) is not collate_tensor_fn or get_worker_info() is not None:
             return default_collate(batch)
@@ -402,7 +428,7 @@ class Collate:
 
 
 def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
-    """Whether both are plain: dense, on the CPU, without gradients, and of one type and shape."""
+    """Return True if both tensors are plain: dense, on the CPU, without gradients, and of the same dtype and shape."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -415,7 +441,7 @@ def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def placing(fetch: Any) -> Collate | None:  # noqa: ANN401 - what reads a batch
-    """Have `fetch` collate where it is told to, if torch's own function is what it collates with; None if not."""
+    """Make `fetch` collate with `Collate` if it uses torch's `default_collate`; return it, or None."""
     if fetch._collate is default_collate:
         fetch._collate = Collate()
     return fetch._collate if type(fetch._collate) is Collate else None

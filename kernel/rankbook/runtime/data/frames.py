@@ -1,13 +1,15 @@
-"""Batches on their way from one rank to another.
+"""Wire format of dispatched batches: pickle a batch into one message, with large tensors out of band.
 
-Owns: how a batch is packed into one message, with large tensors beside it unpacked. Refuses: to know who sends what.
+Layout of a frame (little-endian): `_HEADER` (frame length, pickle length, number of buffers), `_SHARED` (slot of shared
+memory, or an offer of it), the sizes of all buffers (uint64), the pickle, and the small buffers, aligned to 64 bytes.
+Buffers of `LARGE` bytes or more are not in the frame. They follow as separate messages, unless the frame says in which
+slot of the shared memory (slots.py) all of them are.
 
-A parcel is a frame and perhaps large buffers. The frame has the pickle and all small buffers; the receiver must know
-how long it is, so both sides begin with a short one and then go by the size of the frame before: in the steady state a
-small batch is one message. What does not fit follows in a second one. A large buffer is a message of its own, unless
-the frame says in which slot of a shared memory all of them are.
+Frame size. A receiver has to know the length of a message in advance. Both sides start with a short frame, and then
+expect the size of the previous frame, rounded up (`next_capacity`); so in the steady state a small batch is one
+message. The remainder of a longer frame follows in a second message.
 
-Memory for what arrives, lent again once nobody has it any more.
+`BufferPool` provides the memory for large received buffers, and reuses it once all tensors that view it are gone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from rankbook.runtime.data.slots import NO_OFFER, OpenedSlot, SlotOffer
 
 LARGE = 1 << 16
-"""Bytes from which on a buffer is a message of its own: copying it into the frame would cost more."""
+"""Size in bytes from which a buffer is a separate message, since copying it into the frame would take longer."""
 
 _ALIGNED = 64
 _SHORTEST = 4096
@@ -49,21 +51,21 @@ class BatchFrame:
 
     @property
     def nbytes(self) -> int:
-        """Of the frame and the large buffers."""
+        """Bytes of the frame and the large buffers."""
         return self.frame.numel() + sum(each.numel() for each in self.large)
 
     def again(self) -> BatchFrame:
-        """The same for another receiver, to whom something else may be said."""
+        """Return a copy for another receiver. The copy has its own header and shares the large buffers."""
         return BatchFrame(self.frame.clone(), self.large)
 
     def say(self, slot: int | None, offer: SlotOffer = NO_OFFER) -> None:
-        """Write into the frame that the large buffers are in `slot` and do not follow; or an offer of memory."""
+        """Write into the header that the large buffers are in `slot` and do not follow, or a memory offer."""
         _SHARED.pack_into(self.frame.numpy().data, _HEADER.size, -1 if slot is None else slot, *offer)
         if slot is not None:
             self.large = []
 
     def post(self, send: Send, capacity: int) -> tuple[list[Any], int]:
-        """Send to a receiver who expects a frame of `capacity` bytes; what `send` gave, and the next capacity."""
+        """Send to a receiver that expects `capacity` bytes; return what `send` returned, and the next capacity."""
         length = self.frame.numel()
         if length < capacity:
             frame = torch.empty(capacity, dtype=torch.uint8)
@@ -78,7 +80,7 @@ class BatchFrame:
 
 
 def next_capacity(length: int) -> int:
-    """How long a frame the receiver of one of `length` bytes expects next."""
+    """Return the frame size that the receiver expects after a frame of `length` bytes."""
     return max(_SHORTEST, -(-length // 1024) * 1024)
 
 
@@ -86,7 +88,7 @@ FIRST_CAPACITY = _SHORTEST
 
 
 class _FramePickler(pickle.Pickler):
-    """Takes the memory of plain CPU tensors, and of whatever else offers it, out of the pickle."""
+    """Pickler that takes the memory of plain CPU tensors, and other out-of-band buffers, out of the pickle."""
 
     def reducer_override(self, thing: Any) -> Any:  # noqa: ANN401 - as pickle's
         if type(thing) is not torch.Tensor or thing.layout is not torch.strided or thing.requires_grad:
@@ -109,7 +111,7 @@ def _no_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def pack(thing: Any) -> BatchFrame:  # noqa: ANN401 - anything that can be pickled
-    """Raises whatever pickling raises."""
+    """Pack any picklable object into a frame. Raises what pickling raises."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     _FramePickler(stream, protocol=5, buffer_callback=lambda each: buffers.append(each.raw())).dump(thing)
@@ -139,20 +141,20 @@ def pack(thing: Any) -> BatchFrame:  # noqa: ANN401 - anything that can be pickl
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
-    if view.readonly:  # somebody's bytes: torch takes no memory that cannot be written to
+    if view.readonly:  # torch does not accept read-only memory
         return torch.frombuffer(bytearray(view), dtype=torch.uint8)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class FrameReader:
-    """The receiving side: the memory that large buffers come in, and the one that they are lent."""
+    """Receiving side: unpack frames into pooled memory or from an opened shared memory."""
 
     def __init__(self) -> None:
         self.lent = BufferPool()
         self.opened: OpenedSlot | None = None
 
     def unpack(self, receive: Callable[[torch.Tensor], Any], capacity: int) -> tuple[Any, int]:
-        """The next parcel's content, from `receive`, which fills a tensor; and the next capacity."""
+        """Receive one frame by calling `receive`, which fills a tensor; return its content and the next capacity."""
         frame = torch.empty(capacity, dtype=torch.uint8)
         receive(frame)
         length, body, count = _HEADER.unpack_from(frame.numpy().data, 0)
@@ -191,7 +193,7 @@ class FrameReader:
         if offer != NO_OFFER:
             try:
                 self.opened = OpenedSlot(offer)
-            except OSError:  # as in a container of its own: rank 0 sees that it was not opened, and goes on as it did
+            except OSError:  # for example in another container: rank 0 notices it, and keeps sending messages
                 self.opened = None
 
 
@@ -200,26 +202,29 @@ _ROUNDED = 1 << 16
 
 
 class BufferPool:
-    """Lends memory, and keeps some of what comes back."""
+    """Pool of receive buffers, reused after the last view is freed."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
 
     def take(self, size: int) -> Any:  # noqa: ANN401 - a numpy array, uint8[size]
-        """Memory of `size` bytes; it is free once no tensor, array or view of it is left."""
+        """Return a uint8 array of `size` bytes.
+
+        Its memory returns to the pool once no tensor, array or view of it is left.
+        """
         fitting = [(each.nbytes, at) for at, each in enumerate(self._free) if size <= each.nbytes <= 2 * size]
         if fitting:
             piece = self._free.pop(min(fitting)[1])
         else:
-            if len(self._free) >= _MOST_KEPT:  # of sizes that are not asked for any more
+            if len(self._free) >= _MOST_KEPT:  # the sizes in demand have changed
                 self._free.clear()
             piece = np.empty(max(1, -(-size // _ROUNDED)) * _ROUNDED, dtype=np.uint8)
-        lease = np.frombuffer(piece.data, dtype=np.uint8)  # each view, however far, holds this one and not the piece
+        lease = np.frombuffer(piece.data, dtype=np.uint8)  # views keep the lease alive, not the piece
         weakref.finalize(lease, _take_back, self._free, piece).atexit = False
         return lease[:size]
 
 
 def _take_back(free: list[Any], piece: Any) -> None:  # noqa: ANN401 - a numpy array
-    """In whichever thread the last view ended: the list only grows here, and at its end."""
+    """Return memory to the pool. Runs in the thread that frees the last view, so it only appends to the list."""
     if len(free) < _MOST_KEPT:
         free.append(piece)

@@ -1,7 +1,9 @@
-"""What every prepared loader does, whoever reads its data.
+"""Base class of all prepared data loaders: seeds and epochs, the position in the data, and the end of a pass.
 
-Owns: a pass over the data: its seed and epoch agreed by all ranks, which batch is the last, what of it is real, and the
-position to resume from. Refuses: to deal the samples (`samplers.py`) or to read them (`fetch.py`).
+`PreparedLoader.__iter__` runs one pass. At its start all ranks agree on seed, epoch and position (`_begin`); then it
+counts the batches, so that a checkpoint can resume after the last one. Which samples a rank gets is decided in
+samplers.py, and reading them is the task of the subclasses (loaders.py, dispatcher.py). `iterate_local` reads in this
+process or in torch's workers.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _LOW = (1 << 32) - 1
 
 @dataclass
 class LoaderParts:
-    """What a prepared loader is made of.
+    """Parts of a prepared loader.
 
-    `source` is the person's loader, untouched. `inner` is a copy of it that reads `tickets` through `fetch`.
-    `total_rows` are the samples of all ranks in a full round, 0 if not known. `length` gives this rank's batches.
-    `custom_iter`: the class of `source` has an `__iter__` of its own, which may do anything with the batches.
-    `stateful`: `inner` is torchdata's, and keeps a state of the dataset.
-    `agree`: the ranks of the default group read together. `deal`: the `process_index` of each rank of that group, for
-    the parts that a dead rank's successor is given by another rank; None where the caller chose it.
+    `source` is the user's loader, unchanged. `inner` is a copy of it that reads `tickets` through `fetch`. `total_rows`
+    is the number of samples of all ranks in a full round, 0 if unknown. `length` returns the number of this rank's
+    batches. `custom_iter` is True if the class of `source` overrides `__iter__`, which may do anything with the
+    batches. `stateful` is True if `inner` is torchdata's StatefulDataLoader and keeps a state of the dataset. `agree`
+    is True if the ranks of the default group read together. `deal` is the `process_index` of every rank of that group,
+    for a process that replaces a dead rank and takes over its part; None if the caller chose the index.
     """
 
     source: Any
@@ -63,13 +65,13 @@ class LoaderParts:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank among those that read different data, and how many they are."""
+        """Index of this rank among the ranks that read different data, and their number."""
         return self.process_index, self.num_processes
 
-    # On a rank that takes a lost one's place
+    # Pickling: for a process that replaces a dead rank
 
     def __getstate__(self) -> dict[str, Any]:
-        inner = copy.copy(self.inner)  # what reads now, workers too, belongs to this process
+        inner = copy.copy(self.inner)  # the iterator and its workers belong to this process
         inner.__dict__["_iterator"] = None
         inner.__dict__.pop("_get_iterator", None)
         here = _process()
@@ -89,7 +91,7 @@ class LoaderParts:
 
 
 def _process() -> PartialState | None:
-    """What this process is; None where nobody has asked yet, and the question would start a process group."""
+    """Return the state of this process, or None if asking for it would start a process group."""
     return PartialState() if PartialState._shared_state or dist.is_initialized() else None
 
 
@@ -100,7 +102,7 @@ def _position(name: str, reference: weakref.ref[PreparedLoader]) -> telemetry.So
             return None
         try:
             batches: int | None = len(loader)
-        except TypeError:  # an iterable dataset: nobody knows
+        except TypeError:  # an iterable dataset without a length
             batches = None
         at = loader.position
         return telemetry.LoaderPosition(name=name, epoch=at.epoch, delivered=at.delivered, batches=batches)
@@ -109,11 +111,11 @@ def _position(name: str, reference: weakref.ref[PreparedLoader]) -> telemetry.So
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A loader that `prepare` made. What is not its own (`batch_size`, `collate_fn`, ...) is the person's loader's.
+    """A loader made by `prepare`. Attributes that it lacks (`batch_size`, `collate_fn`, ...) are the user's loader's.
 
-    `end_of_dataloader`: the batch in hand is this rank's last. `share`: what is real in the round in hand, None where
-    all of it is; `trim` takes it. `remainder`: how many samples of the last round are real, 0 where all are, -1 before
-    the end and where nobody knows.
+    `end_of_dataloader` is True while the current batch is this rank's last. `share` says what is real in the current
+    round, None if all of it is; it is the argument of `trim`. `remainder` is the number of real samples in the last
+    round: 0 if all are, -1 before the end and if unknown.
     """
 
     end_of_dataloader: bool
@@ -130,63 +132,66 @@ class PreparedLoader(DataLoader[Any]):
         parts.rng_types = check_rng_types(parts.rng_types)
 
     def tell(self, name: str) -> None:
-        """Have telemetry know where a loop over it is, under `name`."""
+        """Publish the position of loops over this loader to telemetry under `name`."""
         self.told_as = name
         telemetry.offer_source(name, _position(name, weakref.ref(self)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "told_as" in state:  # on a rank that takes a lost one's place
+        if "told_as" in state:  # in a process that replaces a dead rank
             self.tell(state["told_as"])
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the person's loader's
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the user's loader
         if name == "parts" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.parts.source, name)
 
     @property
     def base_dataloader(self) -> Any:  # noqa: ANN401 - a DataLoader
-        """The loader that gives the batches, of the class of the person's own."""
+        """The loader that yields the batches, of the class of the user's loader."""
         return self.parts.inner
 
     @property  # type: ignore[misc]  # torch's can be set
     def multiprocessing_context(self) -> Any:  # noqa: ANN401 - as torch's
-        """How the workers are started; torch's."""
+        """Multiprocessing context of the workers, as in torch."""
         return self.parts.source.multiprocessing_context
 
     @property
     def device(self) -> torch.device | None:
-        """Where the batches are put; None: they stay where they are."""
+        """Device that batches are moved to, None if they are not moved."""
         return self.parts.device
 
     @property
     def total_batch_size(self) -> int:
-        """The samples of all ranks in one round, 0 if nobody knows."""
+        """Number of samples of all ranks in one round, 0 if unknown."""
         return self.parts.total_rows
 
     @property
     def total_dataset_length(self) -> int:
-        """The number of samples. Raises TypeError for a dataset without a length."""
+        """Number of samples in the dataset. Raises TypeError for a dataset without a length."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
     def iteration(self) -> int:
-        """The epoch of the next pass."""
+        """Epoch of the next pass."""
         return self.position.next_epoch()
 
     def __len__(self) -> int:
-        """This rank's batches in a whole pass. Raises TypeError for a dataset without a length."""
+        """Return the number of this rank's batches in a whole pass. Raises TypeError for a dataset without a length."""
         return max(0, self.parts.length() - self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`: its shuffle and its random numbers. Without it each pass is the next."""
+        """Set the epoch of the next pass, which determines its shuffle and random numbers.
+
+        Without a call, every pass has the epoch after the previous one.
+        """
         self.position.set_epoch(epoch)
         dataset = self.parts.source.dataset
         if callable(tell := getattr(dataset, "set_epoch", None)):
             tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, batches delivered), and what else a fresh process needs to continue with the next batch."""
+        """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from."""
         state = self.position.state_dict(self.parts.num_processes, self.parts.total_rows)
         if state["finished"] and not self.position.restore and self.parts.generator is not None:
             state["generator"] = self.parts.generator.get_state()
@@ -198,9 +203,9 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next pass continue where `state_dict` was taken, also with other workers or another world size.
+        """Make the next pass continue where `state_dict` was taken, also with other numbers of workers or ranks.
 
-        Raises `BadRequest` if the batches delivered there do not end where a round of this world size ends.
+        Raises `BadRequest` if the batches delivered there do not end at the end of a round of this world size.
         """
         self.position.load_state_dict(state_dict, self.parts.num_processes, self.parts.total_rows, remembered_seed())
 
@@ -208,13 +213,13 @@ class PreparedLoader(DataLoader[Any]):
         self._begin()
         state, position, device = GradientState(), self.position, self.parts.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
-            device = None  # there is no other place that a batch could come from
+            device = None  # without an accelerator, all batches are on the CPU
         run, non_blocking = position.run, self.parts.non_blocking
         with state.iterating(self):
             for batch, share, last in self._arrivals():
                 if device is not None:
                     batch = send_to_device(batch, device, non_blocking)  # noqa: PLW2901 - the same, elsewhere
-                if position.run == run:  # no later pass has begun
+                if position.run == run:  # no later pass has started
                     self.share = share
                     position.delivered += 1
                     if last:
@@ -231,7 +236,11 @@ class PreparedLoader(DataLoader[Any]):
             self.remainder = -1 if WHOLE in share.real else sum(share.real)
 
     def _begin(self) -> None:
-        """Agree with the other ranks on what comes, and make the tickets for it."""
+        """Agree with the other ranks on seed, epoch, position and random states of the pass, and start its requests.
+
+        The seed is the first of: `data_seed`, the seed of the earlier passes (unless `set_seed` was called since), and
+        the seed of this run. With `agree`, rank 0's values are used on all ranks.
+        """
         parts, position = self.parts, self.position
         if parts.data_seed is not None:
             seed = parts.data_seed
@@ -263,7 +272,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _agreed(seed: int, epoch: int, skip: int) -> tuple[int, int, int]:
-    """What rank 0 says."""
+    """Return rank 0's values. A collective."""
     told = torch.tensor([seed >> 32, seed & _LOW, epoch, skip], dtype=torch.int64, device=consistency.control_device())
     dist.broadcast(told, src=0)
     high, low, epoch, skip = told.tolist()
@@ -271,12 +280,12 @@ def _agreed(seed: int, epoch: int, skip: int) -> tuple[int, int, int]:
 
 
 def is_default_group(num_processes: int) -> bool:
-    """Whether the loader's ranks are those of the default group."""
+    """Return True if the loader's ranks are those of the default process group."""
     return num_processes > 1 and PartialState().use_distributed and PartialState().num_processes == num_processes
 
 
 def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
-    """This process's batches, each with what is real in its round and whether it is the last."""
+    """Yield this process's batches as (batch, what is real in its round, True for the last)."""
     if parts.custom_iter:
         yield from _read_custom(parts)
         return
@@ -293,14 +302,17 @@ def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None
 
 
 def _read_here(parts: LoaderParts) -> Iterator[Any]:
-    """Without torch's iterator, whose bookkeeping takes longer than a small batch."""
-    if parts.generator is not None:  # torch takes a number for its workers first; the shuffle is to be the same
+    """Read in this process without torch's iterator, whose overhead exceeds the time to read a small batch."""
+    if parts.generator is not None:  # torch draws a seed for its workers first; draw it for the same shuffle
         torch.empty((), dtype=torch.int64).random_(generator=parts.generator)
     return map(parts.fetch.__getitems__, parts.tickets)
 
 
 class BatchUnwrapper:
-    """What torch's iterator gives, with nothing but the batches in it; an `__iter__` of a person's own reads it."""
+    """torch's iterator without the metadata of batches; a user-defined `__iter__` reads from it.
+
+    `count` is the number of batches read, and `arrived` the metadata of the last one.
+    """
 
     def __init__(self, iterator: Any) -> None:  # noqa: ANN401 - torch's
         self._iterator = iterator
@@ -318,7 +330,7 @@ class BatchUnwrapper:
         self.count += 1
         return each if self.arrived is None else self.arrived.batch
 
-    def _reset(self, loader: Any) -> None:  # noqa: ANN401 - called by torch for workers that stay
+    def _reset(self, loader: Any) -> None:  # noqa: ANN401 - called by torch for persistent workers
         self.count, self.arrived = 0, None
         self._iterator._reset(loader)
 
@@ -329,7 +341,11 @@ class BatchUnwrapper:
 
 
 def _read_custom(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
-    """The batches of an `__iter__` that may drop, change or add some: the last is known once there is no other."""
+    """Yield the batches of a user-defined `__iter__`, which may drop, change or add batches.
+
+    The last batch is known only after the next read fails, so one batch is read ahead. A batch has the metadata of the
+    batch it was made from only as long as both were counted one to one.
+    """
     inner, made = parts.inner, []
     make = type(inner)._get_iterator
 

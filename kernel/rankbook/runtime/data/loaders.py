@@ -1,10 +1,11 @@
-"""A loader of which each rank reads its own part.
+"""Data loaders that every rank reads by itself, and `prepare_data_loader`.
 
-Owns: `DataLoaderShard`, and how `prepare` takes a person's loader apart and puts it together again. Refuses: to touch
-the person's loader, its sampler or its lists, and to run the constructor of a subclass again: a shallow copy of the
-loader is given another index sampler and another dataset instead, so its class, its `__iter__` and its attributes stay.
+`prepare_data_loader` makes a prepared loader of any DataLoader. It never changes the user's loader, its sampler or
+their lists, and never calls the constructor of a subclass again, since that may take other arguments. It makes a
+shallow copy of the loader and gives the copy another batch sampler and another dataset; so the class, its `__iter__`
+and its attributes are kept.
 
-A loader without its first batches.
+`skip_first_batches` returns a loader without its first batches.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from rankbook.runtime.process_state import PartialState
 
 
 class DataLoaderShard(PreparedLoader):
-    """Rank's own part of a loader; its batches are on the device when they come.
+    """A rank's own part of a loader; batches are on the device when they are yielded.
 
-    `prepare_data_loader` makes one of any loader. Made by hand it takes the arguments of torch's DataLoader, whose
-    samplers deal out this rank's batches already, and puts them on `device`.
+    `prepare_data_loader` makes one of any loader. The constructor takes the arguments of torch's DataLoader, whose
+    samplers must yield this rank's batches already, and the `device` to move them to.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class DataLoaderShard(PreparedLoader):
 
     @classmethod
     def of(cls, parts: LoaderParts) -> DataLoaderShard:
-        """One that is made of these parts."""
+        """Return a loader made of `parts`."""
         made = cls.__new__(cls)
         made._setup(parts)
         return made
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
-        """The `BatchSamplerShard`; None for an iterable dataset."""
+        """The `BatchSamplerShard`, None for an iterable dataset."""
         shard = self.parts.tickets.shard
         return shard if isinstance(shard, BatchSamplerShard) else None
 
@@ -96,15 +97,15 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,  # noqa: ANN401 - a DeviceMesh
 ) -> Any:  # noqa: ANN401 - a DataLoaderShard or a DataLoaderDispatcher
-    """`dataloader` for rank `process_index` of `num_processes` (default: this process among the others).
+    """Return a loader of the part of `dataloader` for rank `process_index` of `num_processes` (default: this process).
 
-    The options are those of `DataLoaderConfiguration`. `put_on_device`: batches are on `device` (default: this
-    process's) when they come. `rng_types`: what else is given rank 0's state when a pass begins. `torch_device_mesh`:
-    ranks that differ only along the axes "tp" and "cp" get the same batches. A loader that was prepared already comes
-    back as it is. The person's loader is not changed.
+    The options are those of `DataLoaderConfiguration`. `put_on_device` moves batches to `device` (default: this
+    process's). `rng_types` are further generators that get rank 0's state at the start of a pass. `torch_device_mesh`:
+    ranks that differ only along the axes "tp" and "cp" get the same batches. A prepared loader is returned unchanged.
+    The user's loader is not modified.
 
-    Raises `BadRequest` (a ValueError) for what is no loader, a batch that cannot be split evenly, an unknown rng type,
-    a `slice_fn_for_dispatch` without dispatched batches, and torchdata that is asked for and not there.
+    Raises `BadRequest` (a ValueError) if the argument is not a DataLoader, for a batch that cannot be split evenly, an
+    unknown rng type, a `slice_fn_for_dispatch` without dispatched batches, and missing torchdata.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
@@ -146,7 +147,7 @@ def prepare_data_loader(
 
 
 def data_parallel_rank(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 - a DeviceMesh
-    """How many ranks of `mesh` read different data, and which of them this one is."""
+    """Return how many ranks of `mesh` read different data, and the index of this one."""
     names = list(mesh.mesh_dim_names or ())
     ranks, rank = 1, 0
     for axis, name in enumerate(names):
@@ -158,7 +159,7 @@ def data_parallel_rank(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: 
 
 
 def data_parallel_layout(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a DeviceMesh
-    """The part of the data that each rank of `mesh` reads, by its number in the world."""
+    """Return the data-parallel part of every rank of `mesh`, by global rank."""
     layout = mesh.mesh
     parts = torch.zeros_like(layout)
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
@@ -186,9 +187,9 @@ def build_loader_parts(
     seedable: bool = False,
     data_seed: int | None = None,
 ) -> LoaderParts:
-    """The parts of the prepared loader for `source`; `every_rank`: this process reads for all of them."""
+    """Return the parts of the prepared loader for `source`. With `every_rank`, this process reads for all ranks."""
     wanted = tuple(range(ranks)) if every_rank else (rank,)
-    even_batches = even_batches and ranks > 1  # one rank alone has nobody to be even with
+    even_batches = even_batches and ranks > 1  # even_batches has no effect on a single rank
     single = source.batch_sampler is None
     tickets: MapBatchSampler | IterableBatchSampler
     fetch: Any
@@ -230,7 +231,7 @@ def build_loader_parts(
 
 
 def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> Any:  # noqa: ANN401 - a DataLoader
-    """A loader like `source` that reads `tickets` through `fetch`; of torchdata's class, if `stateful`."""
+    """Return a loader like `source` that reads `tickets` through `fetch`, of torchdata's class if `stateful`."""
     start = source.worker_init_fn
     if start is not None:
         start = WorkerInit(source.dataset, start, isinstance(source.dataset, IterableDataset))
@@ -244,14 +245,14 @@ def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> 
         )
     else:
         inner = copy.copy(source)
-    inner.__dict__.update(  # torch's own `__setattr__` refuses most of these
+    inner.__dict__.update(  # torch's `__setattr__` refuses most of these
         dataset=fetch,
         batch_sampler=tickets,
         collate_fn=identity,
         worker_init_fn=start,
         _dataset_kind=_DatasetKind.Map,
         _iterator=None,
-        in_order=True,  # the position counts batches in their order
+        in_order=True,  # the position counts batches in order
     )
     return inner
 
@@ -267,7 +268,7 @@ _COPIED = (
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A plain loader whose first `skip_batches` batches are read and left out: its dataset cannot be indexed."""
+    """Plain loader that reads and discards its first `skip_batches` batches, for datasets that cannot be indexed."""
 
     _source: Any
     skip_batches: int
@@ -284,10 +285,10 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:  # noqa: ANN401 - a loader of the same kind
-    """A loader whose every pass begins after `num_batches` of this rank's batches. The given one is not changed.
+    """Return a loader whose every pass starts after `num_batches` of this rank's batches. `dataloader` is not changed.
 
-    With a prepared loader the two share their position: a pass over either is the next epoch. The samples that are
-    skipped are not read, except from iterable datasets. Raises `BadRequest` for a negative number.
+    A prepared loader and the returned one share their position: a pass over either is the next epoch. Skipped samples
+    are not read, except from iterable datasets. Raises `BadRequest` for a negative number.
     """
     if num_batches < 0:
         raise BadRequest(f"cannot skip {num_batches} batches; give 0 or more")

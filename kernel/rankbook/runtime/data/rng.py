@@ -1,12 +1,12 @@
-"""Random numbers of prepared loaders: each batch is read with generators seeded for it.
+"""Random numbers: the global seed of a run, and independent seeds for every batch of a prepared loader.
 
-The seed of a batch is a hash of (seed, epoch, number), where the number counts the batches of all ranks. So no two
-ranks, workers, epochs or batches draw alike, a batch does not depend on how many workers there are, and a resumed run
-draws what the uninterrupted one would have drawn.
+A batch is read with generators seeded by a hash of (seed, epoch, number), where the number counts the batches of all
+ranks. So no two ranks, workers, epochs or batches draw the same numbers, a batch does not depend on the number of
+workers, and a resumed run draws what the uninterrupted run would have drawn. `BatchRng` seeds the generators, and
+`find_generators` searches datasets and collate functions for generators of their own.
 
-One seed for a run: set everywhere, remembered, and made the same on all ranks.
-
-The generators of a batch are seeded by `streams.py`.
+`set_seed` seeds the global generators of this process, and `synchronize_rng_states` copies generator states from rank 0
+to all ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rankbook.runtime.process_state import PartialState
 T = TypeVar("T")
 
 MOST_ITEMS = 256
-"""A longer list or dict is taken for data and not searched for generators."""
+"""A longer list or dict is considered data, and not searched for generators."""
 
 MOST_OBJECTS = 20_000
-"""The search for generators ends after so many objects."""
+"""Maximum number of objects visited in the search for generators."""
 
 
 def stream_seed(*key: int | str) -> int:
@@ -45,10 +45,10 @@ def stream_seed(*key: int | str) -> int:
 
 
 class BatchRng:
-    """Seeds `random`, NumPy's and PyTorch's global generators, and those that `roots` hold, for one batch at a time.
+    """Seed the global generators of `random`, NumPy and PyTorch, and those held by `roots`, for one batch at a time.
 
-    Outside a worker, where the process has other use for its generators, their states are put back after the batch.
-    Generators in `skip` are left alone.
+    In the main process, whose user code also draws from these generators, their states are restored after the batch. In
+    a worker they are not. Generators in `skip` are not touched.
     """
 
     def __init__(self, *roots: object, skip: tuple[object, ...] = ()) -> None:
@@ -64,7 +64,7 @@ class BatchRng:
         if not self._roots:
             yield
             return
-        # A dataset may make its generators late, in a worker or with its first sample: so search twice in an epoch.
+        # A dataset may create generators late, in a worker or with its first sample: so search twice per epoch.
         if key[:2] != self._epoch:
             self._epoch, self._searches = key[:2], 0
         if self._searches < 2:
@@ -80,7 +80,7 @@ class BatchRng:
                 generator.set_state(state)
 
     def iterate(self, items: Iterator[T], *key: int | str, first: int = 0) -> Iterator[T]:
-        """Yield `items`, each read with generators seeded from `key` and its number, which counts from `first`."""
+        """Yield `items`, with generators seeded from `key` and the item's number, which counts from `first`."""
         for number in count(first):
             with self.seeded(*key, number):
                 item = next(items, None)
@@ -89,7 +89,7 @@ class BatchRng:
             yield item
 
     def search_again(self) -> None:
-        """Search the roots for other generators before the next batch."""
+        """Search the roots for further generators before the next batch."""
         self._searches = 0
 
     def _search(self) -> None:
@@ -98,7 +98,7 @@ class BatchRng:
         found = [(name, _generator(held)) for name, held in find_generators(*self._roots) if id(held) not in skip]
         self._generators = [*_GLOBAL, *[(name, generator) for name, generator in found if generator is not None]]
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what was found belongs to this process
+    def __reduce__(self) -> tuple[Any, ...]:  # the generators found belong to this process
         return functools.partial(BatchRng, skip=self._skip), self._roots
 
 
@@ -134,9 +134,9 @@ def _words(seed: int) -> npt.NDArray[np.uint32]:
     return np.frombuffer(seed.to_bytes(32, "big"), dtype=np.uint32)
 
 
-# NumPy's global generator is replaced by one of ours while a batch is read: putting the other one back takes a
-# microsecond, setting its 624 words 55. Replacing it loses the second half of a pair of normal numbers, which `randn`
-# keeps for its next call. So the state is set where there is one, and where a batch is read within another one.
+# While a batch is read, NumPy's global bit generator is replaced by one of ours: restoring the original object takes 1
+# microsecond, restoring its 624 words 55. The replacement loses the second number of a normally distributed pair, which
+# `randn` caches for its next call. So the full state is set if there is a cached number, or for nested batches.
 _numpy: Any = np.random
 _bits = np.random.MT19937(0)
 
@@ -171,10 +171,10 @@ _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, 
 
 
 def find_generators(*roots: object) -> Iterator[tuple[str, object]]:
-    """Yield the random generators that `roots` hold, once each, with the path that leads to it.
+    """Yield the random generators that `roots` hold, once per generator, with the path that leads to it.
 
     The search follows attributes, slots, short lists and dicts, partial functions, bound methods, closures, and the
-    global names that functions and the methods of the objects' classes use.
+    global names used by functions and by the methods of the objects' classes.
     """
     seen: set[int] = set()
     waiting = [(str(number), root) for number, root in enumerate(roots)][::-1]
@@ -222,7 +222,7 @@ def _children_of_function(function: types.FunctionType) -> list[tuple[object, ob
         ("attributes", function.__dict__),
     ]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # a name without a value yet
+        with contextlib.suppress(ValueError):  # a cell that is still empty
             children.append((name, cell.cell_contents))
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
@@ -242,34 +242,35 @@ _remembered: int | None = None
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed `random`, numpy and torch (every device), and remember `seed` for the loaders.
+    """Seed `random`, numpy and torch (all devices), and remember `seed` for the loaders.
 
-    With `device_specific` each rank gets numbers of its own, derived from (seed, rank) by hashing; the loaders go on
-    from `seed` itself, so that all ranks agree on the order of samples. `deterministic`: torch's algorithms too.
+    With `device_specific` every rank draws different numbers, seeded by a hash of (seed, rank); the loaders still use
+    `seed` itself, so that all ranks agree on the order of samples. `deterministic` also selects torch's deterministic
+    algorithms.
     """
     global _remembered
     _remembered = seed
     own = stream_seed(seed, PartialState().process_index, "set_seed") >> 193 if device_specific else seed
     random.seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002 - the global state is the one that is to be set
+    np.random.seed(own % 2**32)  # noqa: NPY002 - the global state has to be set
     torch.manual_seed(own)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
 
 def remembered_seed() -> int | None:
-    """What `set_seed` was last given in this process."""
+    """Return the last seed given to `set_seed` in this process."""
     return _remembered
 
 
 def run_seed() -> int:
-    """The seed that a loader of this process starts from: `set_seed`'s, or else torch's."""
+    """Return the seed for a loader in this process: that of `set_seed`, otherwise torch's initial seed."""
     remembered = remembered_seed()
     return torch.initial_seed() if remembered is None else remembered
 
 
 def check_rng_types(rng_types: Iterable[str] | None) -> list[str]:
-    """Raises `BadRequest` for a name that is not one of `RNG_TYPES`."""
+    """Return `rng_types` as a list of names. Raises `BadRequest` for a name that is not in `RNG_TYPES`."""
     names = [str(getattr(each, "value", each)) for each in rng_types or ()]
     for name in names:
         if name not in RNG_TYPES:
@@ -278,7 +279,7 @@ def check_rng_types(rng_types: Iterable[str] | None) -> list[str]:
 
 
 def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
-    """Give every rank the state that rank 0 has, for each of `rng_types`; "generator" means `generator`.
+    """Copy rank 0's state of the generators `rng_types` to all ranks; "generator" means `generator`. A collective.
 
     Raises `BadRequest` for an unknown type and for "generator" without one, before anything is sent.
     """
@@ -293,7 +294,7 @@ def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator 
         _set_state(name, state, generator)
 
 
-def _state(name: str, generator: torch.Generator | None) -> Any:  # noqa: ANN401 - what that generator calls its state
+def _state(name: str, generator: torch.Generator | None) -> Any:  # noqa: ANN401 - the type depends on the generator
     if name == "generator":
         assert generator is not None
         return generator.get_state()

@@ -1,10 +1,8 @@
-"""Which rank gets which samples: samplers cut into one part per rank.
+"""Samplers that distribute batches and streams over ranks, and track which samples are real and which are repeated.
 
-Owns: the deal of batches and of streams, the padding, what was real in the last round. Refuses: reading any data,
-processes, devices.
-
-A *round* is what all ranks consume together: one batch each. A deal is the same on every rank, because every rank
-runs the whole sampler and keeps its own part; so each rank also knows what the others have, without asking them.
+A *round* is what all ranks consume together: one batch per rank. Every rank runs the whole sampler and keeps its own
+part. So the distribution is the same on all ranks, and every rank also knows the parts of the others without
+communication. No data are read here.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from rankbook.runtime.data.rng import stream_seed
 T = TypeVar("T")
 
 WHOLE = -1
-"""In a `RoundPadding`: all rows of that rank's batch, however many they are."""
+"""Value in a `RoundPadding` that stands for all rows of a rank's batch, however many there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPadding:
-    """What is real in a round that is not the same for all ranks.
+    """The real (not repeated) samples of a round in which they are not the same number for all ranks.
 
-    `real[r]` is how many rows of rank r's batch are samples of the dataset, not repetitions (`WHOLE`: all of them).
-    `rows` is the number of rows of the largest batch of the round (`WHOLE`: not known). `ranks` have a batch at all.
+    `real[r]` is the number of rows of rank r's batch that are not repetitions (`WHOLE`: all of them). `rows` is the
+    number of rows of the largest batch of the round (`WHOLE`: unknown). `ranks` are those that have a batch.
     """
 
     real: tuple[int, ...]
@@ -40,9 +38,11 @@ class RoundPadding:
 
 
 class Round(NamedTuple):
-    """One round: `parts[r]` are rank r's items, None where it has no batch; `last[r]`: none follows for rank r.
+    """One round.
 
-    `share` is None where every rank has the same number of samples, all of them real.
+    `parts[r]` are rank r's items, None if it has no batch; `last[r]` is True if rank r's batch is its last.
+
+    `share` is None if all ranks have the same number of samples, all of them real.
     """
 
     number: int
@@ -52,11 +52,11 @@ class Round(NamedTuple):
 
 
 Dealt = tuple[int, list[Sequence[Any] | None], RoundPadding | None]
-"""A round's number, its parts, and what is real in it where that is not all: what `with_last` makes a `Round` of."""
+"""Number, parts and padding of a round, before `mark_last` makes a `Round` of it."""
 
 
 def per_rank_batch_size(batch_size: int, num_processes: int, split_batches: bool) -> int:
-    """The rows of one rank's batch. Raises `BadRequest`, a ValueError, where a batch cannot be split evenly."""
+    """Return the rows of one rank's batch. Raises `BadRequest` (a ValueError) if a batch cannot be split evenly."""
     if not split_batches:
         return batch_size
     if batch_size % num_processes:
@@ -67,13 +67,13 @@ def per_rank_batch_size(batch_size: int, num_processes: int, split_batches: bool
     return batch_size // num_processes
 
 
-def split_samples(  # one chunk of samples into the parts of one round
+def split_samples(  # the samples of one round
     chunk: Sequence[T], initial: Sequence[T], rows: int, num_processes: int, even: bool
 ) -> tuple[list[Sequence[T] | None], RoundPadding | None]:
-    """Cut `chunk` into a part of `rows` samples for each rank.
+    """Cut `chunk` into a part of `rows` samples per rank.
 
-    A chunk that is too short is filled up from `initial`, as often as it takes, if `even`; if not, the last ranks
-    get a shorter part or None.
+    If `even`, a short chunk is filled up from `initial`, repeated as often as needed; otherwise the last ranks get a
+    shorter part or None.
     """
     missing = rows * num_processes - len(chunk)
     cuts = [slice(rank * rows, (rank + 1) * rows) for rank in range(num_processes)]
@@ -88,7 +88,7 @@ def split_samples(  # one chunk of samples into the parts of one round
 
 
 def mark_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], RoundPadding | None]]) -> Iterator[Round]:
-    """Look one round ahead, so that each rank's last batch is known as such when it is dealt."""
+    """Yield rounds with the last batch of every rank marked, by looking one round ahead."""
     current = next(rounds, None)
     while current is not None:
         following = next(rounds, None)
@@ -103,17 +103,17 @@ def mark_last(rounds: Iterator[tuple[int, list[Sequence[T] | None], RoundPadding
 class BatchSamplerShard(BatchSampler):
     """Rank `process_index`'s part of `batch_sampler`.
 
-    Batches are dealt in turn: batch k belongs to rank k % num_processes. With `split_batches` each batch is cut into
-    one part per rank instead. With `even_batches` every rank gets the same number of batches of the same size: what is
-    missing at the end is taken from the beginning. A sampler whose `drop_last` is set drops an incomplete round.
-    The lists of `batch_sampler` are never written to.
+    Batches are assigned in turn: batch k belongs to rank k % num_processes. With `split_batches` every batch is cut
+    into one part per rank instead. With `even_batches` all ranks get the same number of batches of the same size; what
+    is missing at the end is taken from the beginning. A sampler with `drop_last` drops an incomplete round. The lists
+    of `batch_sampler` are never modified.
 
     Raises `BadRequest` (a ValueError) if a batch cannot be split evenly.
     """
 
     def __init__(
         self,
-        batch_sampler: Any,  # noqa: ANN401 - whatever iterates over lists of indices
+        batch_sampler: Any,  # noqa: ANN401 - any iterable of lists of indices
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
@@ -134,8 +134,8 @@ class BatchSamplerShard(BatchSampler):
             per_rank_batch_size(self.batch_size, num_processes, split_batches)
 
     @property
-    def sampler(self) -> Any:  # noqa: ANN401 - as torch's BatchSampler has it
-        """The sampler below the batches, None where there is none."""
+    def sampler(self) -> Any:  # noqa: ANN401 - as in torch's BatchSampler
+        """The sampler of `batch_sampler`, None if it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -143,7 +143,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler below which epoch comes next."""
+        """Set the epoch of the underlying samplers."""
         set_epoch_recursive(self.batch_sampler, epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -153,7 +153,7 @@ class BatchSamplerShard(BatchSampler):
                 yield part  # type: ignore[misc]
 
     def rounds(self, skip: int = 0) -> Iterator[Round]:
-        """All ranks' batches, round by round, from round `skip` on."""
+        """Yield the batches of all ranks, round by round, starting with round `skip`."""
         return mark_last(self._split_rounds(skip) if self.split_batches else self._dealt_rounds(skip))
 
     def _dealt_rounds(self, skip: int) -> Iterator[tuple[int, list[Any], RoundPadding | None]]:
@@ -183,7 +183,7 @@ class BatchSamplerShard(BatchSampler):
         if size is not None and all(length == size for length in lengths[:-1]) and lengths[-1] <= size:
             parts, share_ = split_samples(list(chain(*batches)), list(chain(*first)), size, ranks, True)
             return list(parts), share_ or RoundPadding((size,) * ranks, size, everybody)
-        # Batches of many sizes: a whole batch is repeated, for there is no size to fill them up to.
+        # Batch sizes differ, so there is no size to fill up to: repeat whole batches.
         repeated = list(islice(cycle(first), ranks - len(batches)))
         rows = max([*lengths, *map(len, repeated)])
         return [*batches, *repeated], RoundPadding((*lengths, *[0] * len(repeated)), rows, everybody)
@@ -201,9 +201,12 @@ class BatchSamplerShard(BatchSampler):
             number += 1
 
     def _batches_from(self, skip: int, keep: int) -> tuple[Iterator[Any], list[Any], int]:
-        """The batches from number `skip` on, the first `keep` of all (empty if nothing is skipped), and the number."""
+        """Return the batches from number `skip` on, the first `keep` batches of all, and the number.
+
+        Nothing is kept if nothing is skipped.
+        """
         below = self.batch_sampler
-        if type(below) is BatchSampler:  # its batches are runs of indices: those are skipped without being built
+        if type(below) is BatchSampler:  # batches are runs of indices: skip these without building lists
             indices = iter(below.sampler)
             size = below.batch_size
             if not skip:
@@ -220,11 +223,11 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of the sampler's own batches."""
+        """Number of batches of `batch_sampler`."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """The number of batches of this rank, as `__iter__` yields them. Raises TypeError if there is no telling."""
+        """Return the number of this rank's batches. Raises TypeError if `batch_sampler` has no length."""
         batches = len(self.batch_sampler)
         if self.split_batches:
             short = self._last_batch_length(batches)
@@ -240,7 +243,7 @@ class BatchSamplerShard(BatchSampler):
         return whole + 1 if self.even_batches else whole + (self.process_index < more)
 
     def _last_batch_length(self, batches: int) -> int:
-        """The length of the sampler's last batch; a full one where there is no telling without running it."""
+        """Return the length of the sampler's last batch; a full one if it is unknown without a run of the sampler."""
         size = self.batch_size or 0
         if isinstance(self.batch_sampler, Sequence) and batches:
             return len(self.batch_sampler[-1])
@@ -256,7 +259,7 @@ def _runs(indices: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
 
 
 def set_epoch_recursive(sampler: Any, epoch: int) -> None:  # noqa: ANN401 - any sampler
-    """Call `set_epoch` of a sampler and of the samplers below it, where they have one."""
+    """Call `set_epoch` on a sampler and on the samplers that it wraps, if they have one."""
     for each in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
@@ -276,12 +279,12 @@ class SkipBatchSampler(BatchSampler):
         return islice(self.batch_sampler, self.skip_batches, None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler below which epoch comes next."""
+        """Set the epoch of the underlying samplers."""
         set_epoch_recursive(self.batch_sampler, epoch)
 
     @property
     def total_length(self) -> int:
-        """The number of batches with those that are skipped."""
+        """Number of batches including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -289,10 +292,10 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SeedableRandomSampler(Sampler[int]):
-    """A shuffle that depends on (seed, epoch) alone: the same on every rank, on every run, and after a resume.
+    """Random permutation that depends on (seed, epoch) alone: the same on all ranks, in every run, and after a resume.
 
-    `set_epoch` chooses the epoch; without it each pass is the epoch after the one before. Without a `data_seed` it is
-    torch's seed, and in a prepared loader the loader's.
+    `set_epoch` selects the epoch; without it every pass has the epoch after the previous one. The default of
+    `data_seed` is torch's initial seed, and in a prepared loader the loader's seed.
     """
 
     def __init__(self, data_source: Sized, data_seed: int | None = None, epoch: int = 0) -> None:
@@ -311,17 +314,17 @@ class SeedableRandomSampler(Sampler[int]):
         return len(self.data_source)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """Rank `process_index`'s samples of an iterable dataset, and inside a loader's worker that worker's.
+    """Rank `process_index`'s samples of an iterable dataset; in a DataLoader worker, that worker's part of them.
 
-    The stream is dealt in runs of `batch_size` samples, one per rank; `split_batches` makes `batch_size` that of all
-    ranks together. What is missing in the last round is taken from the beginning, unless `drop_last`, or unless
-    `even_batches` is False. The loader's workers take rounds in turn, as torch asks them for batches in turn, so that
-    the samples come in the same order with any number of workers.
+    The stream is assigned in runs of `batch_size` samples, one per rank; with `split_batches`, `batch_size` is the
+    total of all ranks. What is missing in the last round is taken from the beginning, unless `drop_last` is set or
+    `even_batches` is False. Workers take rounds in turn, in the order in which torch asks them for batches, so that the
+    order of samples does not depend on the number of workers.
     """
 
     def __init__(
@@ -344,17 +347,20 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.even_batches = even_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch comes next, if it has a `set_epoch`."""
+        """Set the epoch of the dataset, if it has a `set_epoch`."""
         set_epoch_recursive(self.dataset, epoch)
 
     def rounds(self, stream: Iterator[Any]) -> Iterator[Round]:
-        """All ranks' samples of `stream`, round by round."""
+        """Yield the samples of all ranks from `stream`, round by round."""
         return mark_last(self.dealt(stream))
 
     def dealt(self, stream: Iterator[Any], first: int = 0, initial: Sequence[Any] = ()) -> Iterator[Dealt]:
-        """As `rounds`, with no look ahead. `stream` begins with round `first`; `initial` are the samples of round 0."""
+        """Yield rounds without looking ahead.
+
+        `stream` starts with round `first`; `initial` are the samples of round 0, used to fill up the last round.
+        """
         total = self.rows * self.num_processes
-        each = map(next, repeat(stream))  # `islice` would ask a stream that is its own dataset for an iterator again
+        each = map(next, repeat(stream))  # `islice` would call `iter` again on a stream that is its own dataset
         for number in count(first):
             chunk = list(islice(each, total))
             if not chunk:
@@ -364,7 +370,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield number, *split_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
 
     def first_samples(self, stream: Iterator[Any]) -> list[Any]:
-        """What `dealt` takes as `initial`."""
+        """Return the samples of the first round, for the argument `initial` of `dealt`."""
         return list(islice(map(next, repeat(stream)), self.rows * self.num_processes))
 
     def __iter__(self) -> Iterator[Any]:
@@ -375,7 +381,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield from each.parts[self.process_index] or ()
 
     def __len__(self) -> int:
-        """The number of this rank's samples. Raises TypeError if the dataset has no length."""
+        """Return the number of this rank's samples. Raises TypeError if the dataset has no length."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         whole, more = divmod(samples, self.rows * self.num_processes)
         if not more or self.drop_last:

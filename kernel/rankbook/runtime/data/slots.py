@@ -1,12 +1,17 @@
-"""Shared memory through which one rank hands another one of the same host large buffers.
+"""Shared memory for large buffers between two ranks on the same host.
 
-Owns: the memory, and who may write where and when. Refuses: a name in the file system, and to wait for anybody. The
-memory is known by a descriptor alone, so the kernel frees it once the last process that has it open has ended, however
-it ended. Where there is no such memory, and between hosts, buffers travel as messages.
+One rank fills slots (`SlotRing`), the other empties them (`OpenedSlot`). The memory is a memfd, known by a file
+descriptor alone (`/proc/<pid>/fd/<fd>`), so the kernel frees it when the last process that has it open ends, however it
+ends. If such memory is not available, and between hosts, buffers are sent as messages instead.
 
-One rank fills slots (`SlotRing`), the other one empties them (`OpenedSlot`). Which slot has the buffers, and where the
-memory is (`SlotOffer`), travels with the ranks' messages. A slot counts how often it was emptied; until that equals how
-often it was filled nobody writes to it. Who empties copies: nothing that a person is given is ever overwritten.
+Layout: a head of one page, then `COUNT` slots of `capacity` bytes. The head holds a token of 16 bytes that identifies
+the memory, a byte that the receiver sets once it has opened the memory, and per slot the number of times that it was
+emptied.
+
+Synchronization. The number of the filled slot travels in the frame of the batch (frames.py), and the sender counts how
+often it has filled every slot. A slot is free when both counts are equal; only then the sender writes to it. Neither
+side ever waits: if no slot is free, the buffers are sent as messages. The receiver copies the data out of the slot
+before it increments the count, so no tensor given to the user is overwritten.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ from typing import NamedTuple
 import torch
 
 COUNT = 3
-"""One on its way, one that is being emptied, one that is being filled."""
+"""Number of slots: one in transit, one being emptied, one being filled."""
 MOST_BYTES = 1 << 27
-"""The largest slot; what is larger travels as messages."""
+"""Maximum size of a slot in bytes; larger batches are sent as messages."""
 
 _TOKEN = 16
-_OPENED = _TOKEN  # where the receiver says that it has opened the memory
-_EMPTIED = _OPENED + 8  # and how often it has emptied each slot
+_OPENED = _TOKEN  # set by the receiver once it has opened the memory
+_EMPTIED = _OPENED + 8  # counts of emptied slots, written by the receiver
 _HEAD = mmap.PAGESIZE
 _COUNTS = struct.Struct(f"<{COUNT}Q")
 _NUMBER = struct.Struct("<Q")
@@ -41,7 +46,7 @@ _ALIGNED = 64
 
 
 class SlotOffer(NamedTuple):
-    """Where the memory is: the process, its descriptor, the bytes of a slot, and the bytes that it begins with."""
+    """Description of the memory: process id, file descriptor, bytes per slot, and the token it begins with."""
 
     process: int
     descriptor: int
@@ -54,11 +59,14 @@ NO_OFFER = SlotOffer(0, 0, 0, bytes(_TOKEN))
 
 @cache
 def host_key() -> bytes:
-    """16 bytes that are the same for processes which can open each other's descriptors; zeros where nobody can."""
+    """Return 16 bytes that are equal for processes that can open one another's descriptors; zeros if none can.
+
+    The key is a hash of the boot id, the PID namespace and the user id.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         inside = Path("/proc/self/ns/pid").readlink()
-    except OSError:  # no Linux, or no /proc
+    except OSError:  # not Linux, or no /proc
         return bytes(16)
     if not hasattr(os, "memfd_create"):
         return bytes(16)
@@ -66,10 +74,10 @@ def host_key() -> bytes:
 
 
 class SlotRing:
-    """The filling side. Raises OSError where the host gives no such memory."""
+    """Sending side of the shared memory. Raises OSError if the host does not provide it."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = -(-(capacity + capacity // 4) // _MEGABYTE) * _MEGABYTE  # the next batch may be a bit larger
+        self.capacity = -(-(capacity + capacity // 4) // _MEGABYTE) * _MEGABYTE  # the next batch may be larger
         size = _HEAD + COUNT * self.capacity
         descriptor = os.memfd_create("rankbook-batches")
         self._descriptor = descriptor
@@ -85,27 +93,27 @@ class SlotRing:
         self._used = 0
 
     def opened(self) -> bool:
-        """Whether the other side has opened the memory."""
+        """Return True if the receiver has opened the memory."""
         return os.pread(self._descriptor, 1, _OPENED) != b"\0"
 
     def hopeless(self) -> bool:
-        """Whether the other side had time to open the memory, and has not."""
+        """Return True if the receiver has had enough time to open the memory, and has not. Counts its calls."""
         self._loads += 1
         return self._loads > _LOADS_TO_OPEN and not self.opened()
 
     def all_free(self) -> None:
-        """What was filled is not read any more, for the other side has begun something new."""
+        """Mark all slots as free, because the receiver has started a new pass and reads none of them any more."""
         self._filled = self._emptied()
         self._loads = 0
 
     def begin(self) -> None:
-        """What room was given so far is not filled in any more."""
+        """Discard the current reservation."""
         self._reserved = None
 
     def room(self, size: int) -> torch.Tensor | None:
-        """Memory of `size` bytes, behind the last that was asked for, in a slot that nobody reads; None: there is none.
+        """Reserve `size` bytes in a free slot, after the previous reservation; None if there is no room.
 
-        The next `fill` finds there what was written to it.
+        If all buffers of the next `fill` lie in reserved memory in order, it does not copy them.
         """
         if self._reserved is None:
             free = self._free() if self.opened() else []
@@ -120,7 +128,10 @@ class SlotRing:
         return self._memory[at + start : at + end]
 
     def fill(self, buffers: Sequence[torch.Tensor]) -> int | None:
-        """The slot that now has uint8 `buffers`, one after the other; None if they do not fit, or none is free."""
+        """Put uint8 `buffers` into a slot, one after the other, and return its number.
+
+        Returns None if they do not fit, or no slot is free.
+        """
         reserved, self._reserved = self._reserved, None
         places, end = _places([each.numel() for each in buffers])
         if end > self.capacity:
@@ -140,7 +151,7 @@ class SlotRing:
         return free[0]
 
     def outside(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`buffers` that `fill` did not take, in memory that is not used again while they are sent otherwise."""
+        """Return `buffers` for sending as messages, with copies of those that lie in the shared memory."""
         start, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.numel()
         return [each.clone() if start <= each.data_ptr() < end else each for each in buffers]
 
@@ -154,7 +165,7 @@ class SlotRing:
 
 
 class OpenedSlot:
-    """The emptying side. Raises OSError if the memory of the offer cannot be opened from here."""
+    """Receiving side. Raises OSError if the offered memory cannot be opened from this process."""
 
     def __init__(self, offer: SlotOffer) -> None:
         self.token, self._capacity = offer.token, offer.capacity
@@ -167,17 +178,17 @@ class OpenedSlot:
         os.pwrite(descriptor, b"\1", _OPENED)
 
     def empty(self, slot: int, into: Sequence[torch.Tensor]) -> None:
-        """Copy what is in `slot` to uint8 tensors `into`, and free it."""
+        """Copy the content of `slot` to uint8 tensors `into`, and free the slot."""
         at = _HEAD + slot * self._capacity
         for each, place in zip(into, _places([each.numel() for each in into])[0], strict=True):
             each.copy_(self._memory[at + place : at + place + each.numel()])
         place = _EMPTIED + slot * _NUMBER.size
         (count,) = _NUMBER.unpack(os.pread(self._descriptor, _NUMBER.size, place))
-        os.pwrite(self._descriptor, _NUMBER.pack(count + 1), place)  # a system call: no reading above comes after it
+        os.pwrite(self._descriptor, _NUMBER.pack(count + 1), place)  # a system call, so the copies above are complete
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in a slot each buffer begins, and where the last one ends."""
+    """Return the offset of every buffer in a slot, and the end of the last one."""
     places, end = [], 0
     for size in sizes:
         places.append(_aligned(end))

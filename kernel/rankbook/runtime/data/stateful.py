@@ -1,14 +1,12 @@
-"""The state of a dataset that torchdata's StatefulDataLoader keeps, in each worker where there are some.
+"""Loader state for checkpoints: the position in the data, and the dataset state kept by torchdata's StatefulDataLoader.
 
-Owns: when it is taken, and whether it can be put back. Refuses: which batch comes next; that is the position's.
+`ReadPosition` is (seed, epoch, batches delivered). It determines the next batch, for any number of workers and ranks.
 
-torchdata gives the state that a worker's dataset had after the batch that was delivered last, whatever was read ahead
-since. A map-style dataset's is one rank's, for as many workers and ranks: where those differ the batches are right all
-the same, and a warning says that the datasets' own state begins anew. An iterable dataset is one stream, which each
-worker of each rank runs whole. So the state of the worker that delivered last is put back in all of them, however many
-they are, on however many ranks.
-
-Where a loader is: (seed, epoch, batches delivered).
+Dataset state. torchdata returns the state that the dataset had, in every worker, after the last delivered batch,
+regardless of how far workers have read ahead. The state of a map-style dataset belongs to one rank and its workers. If
+the number of ranks or workers has changed, the batches are still right, but the dataset's own state starts afresh, and
+a warning says so. An iterable dataset is one stream, which all workers of all ranks run completely. So the state of the
+worker that delivered the last batch is restored in all of them, for any number of workers and ranks.
 """
 
 from __future__ import annotations
@@ -30,28 +28,32 @@ _ROUND = "stream_round"
 
 
 class StatefulReader(MapReader):
-    """Reads a map-style dataset that has a state. torchdata looks for both functions on the class."""
+    """Reader of a map-style dataset that has a state.
+
+    torchdata looks for `state_dict` and `load_state_dict` on the class.
+    """
 
     def state_dict(self) -> Any:  # noqa: ANN401 - the dataset's
-        """The dataset's."""
+        """Return the dataset's state."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401 - the dataset's
-        """Put it back."""
+        """Restore the dataset's state."""
         self.dataset.load_state_dict(state)
 
 
 class StatefulIterable(IterableReader):
-    """Reads an iterable dataset that may have a state, or whose iterators may; torchdata looks for both functions.
+    """Reader of an iterable dataset that may have a state, itself or in its iterators.
 
-    A round is read before its ticket comes, so that the last one is known as such: what is told is the state before
-    that. `resume` is what the pass of one run begins with.
+    A round is read before its request arrives, so that the last round is known to be the last. Therefore `_states`
+    keeps the states after the last two rounds, and `state_dict` returns the one of the latest request. `resume` is the
+    state that one run starts from.
     """
 
     _stream: Any = None
     _states: tuple[tuple[int, dict[str, Any]], ...] = ()
-    _fresh: dict[str, Any] | None = None  # the dataset's state before this process has read any of it
-    _start: dict[str, Any] | None = None  # and as this pass begins
+    _fresh: dict[str, Any] | None = None  # state of the dataset before this process has read from it
+    _start: dict[str, Any] | None = None  # state of the dataset at the start of the pass
     _sticks: bool | None = None
     resume: dict[str, Any] | None = None
 
@@ -59,12 +61,12 @@ class StatefulIterable(IterableReader):
         return {**super().__getstate__(), "_stream": None, "_states": ()}
 
     def state_dict(self) -> dict[str, Any]:
-        """After the round in hand."""
+        """Return the state after the round of the latest request."""
         state = next((each for number, each in self._states if number == self._at), None)
         return {_ROUND: -1} if state is None else {_ROUND: self._at, "state": state, "start": self._start}
 
     def load_state_dict(self, state: object) -> None:
-        """Nothing: a pass begins with `resume`."""
+        """Do nothing: a pass starts from `resume`."""
 
     def _restart(self, ticket: BatchRequest) -> None:
         self._states = ()
@@ -89,10 +91,11 @@ class StatefulIterable(IterableReader):
             yield each
 
     def _begin_anew(self, fresh: dict[str, Any]) -> dict[str, Any]:
-        """The state that a pass begins with, which nothing was loaded for.
+        """Return the state at the start of a pass for which no state was loaded.
 
-        Some datasets show a state that was loaded only once they are read, and begin each later pass with it too, or
-        with that of a new one: those are told to begin as they did first. All others go on where they are.
+        Some datasets apply a loaded state only when they are read, and start every later pass from it too, or from that
+        of a new one. These are reset to their initial state. All others continue from their current state. `_sticks`
+        records which kind the dataset is, once known.
         """
         now = self._state_before()
         if not now or (self._sticks is None and _same(now, fresh)):
@@ -107,7 +110,7 @@ class StatefulIterable(IterableReader):
         return fresh if self._sticks else now
 
     def _first_samples(self, ticket: BatchRequest, start: dict[str, Any]) -> list[Any]:
-        """Those of the first round, which fill up the last: read again, for a checkpoint holds no samples."""
+        """Read the samples of the first round again, which fill up the last round: a checkpoint contains no samples."""
         stream = self._open_at(ticket, start)
         with self._rng.seeded(ticket.seed, ticket.epoch, "round", 0):
             try:
@@ -137,7 +140,7 @@ class StatefulIterable(IterableReader):
     def _state_before(self) -> dict[str, Any]:
         try:
             return self._dataset_state()
-        except AttributeError:  # its `__iter__` makes what it tells
+        except AttributeError:  # some datasets create their state in `__iter__`
             return {}
 
     def _state(self) -> dict[str, Any]:
@@ -150,12 +153,12 @@ class StatefulIterable(IterableReader):
 def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 - any state
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError):  # tensors and arrays say for each number whether it is the same
+    except (RuntimeError, ValueError):  # tensors and arrays compare elementwise
         return pickle.dumps(one) == pickle.dumps(other)
 
 
 def is_stateful(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
-    """Whether a dataset can tell its state, and take it back."""
+    """Return True if a dataset has `state_dict` and `load_state_dict`."""
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
@@ -166,10 +169,10 @@ def capture_state(
     place: tuple[int, int],
     skip: int,
 ) -> dict[str, Any] | None:
-    """What `put_back` needs; None where there is nothing: workers of a pass that is over have ended, with their state.
+    """Return the state for `restore_state`, None if there is none, since workers of a finished pass have ended.
 
-    `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, `skip` the rounds that its pass left
-    out at its start. The state of an iterable dataset is one within a pass: each pass begins it anew.
+    `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, and `skip` the number of rounds that
+    its pass left out at the start. The state of an iterable dataset belongs to one pass; every pass starts afresh.
     """
     if position.reader is not None:
         return position.reader
@@ -185,8 +188,8 @@ def capture_state(
     return None if inner.num_workers else {**said, "dataset": copy.deepcopy(fetch.state_dict())}
 
 
-def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of whatever version
-    """What the `StatefulIterable` of each process had to say, wherever torchdata has put it."""
+def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of any version
+    """Return the states of the `StatefulIterable` of every worker, wherever torchdata has nested them."""
     if not isinstance(state, dict):
         return []
     if _ROUND in state:
@@ -195,9 +198,10 @@ def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torc
 
 
 def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
-    """Have the next pass of `inner` continue with what was taken; the rounds that are left out at its start.
+    """Make the next pass of `inner` continue from a captured state; return the number of rounds to skip.
 
-    `skip` are the rounds that all ranks leave out, as rank 0 said.
+    `skip` is the number of rounds that all ranks leave out at the start, as rank 0 determined. The result is smaller if
+    the restored state accounts for some of these rounds.
     """
     told, stream = position.reader or {}, isinstance(fetch, StatefulIterable)
     if stream != (_ROUND in told):
@@ -208,7 +212,7 @@ def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: Read
             _warn(f"it is that after {position.resume} rounds, and rank 0 continues after {skip}", stream)
             return skip
         fetch.resume = {**told, "first": skip, "run": position.run + 1}
-        inner.__dict__["_iterator"] = None  # workers that stayed know nothing of it
+        inner.__dict__["_iterator"] = None  # persistent workers do not have this state
         return skip
     now = {"place": list(place), "workers": inner.num_workers}
     then = {name: told[name] for name in now}
@@ -234,12 +238,13 @@ def _warn(why: str, stream: bool) -> None:
 
 @dataclass
 class ReadPosition:
-    """`epoch` is the one that was begun last, -1 before the first; `delivered` are the batches it has given so far.
+    """Position of a loader in its data.
 
-    `resume` is where the next pass starts after `load_state_dict`, and `restore` says that `generator`, the state of
-    the person's own generator as a pass begins, is to be put back then.
-    `reader`, until the next pass, is what torchdata's loader had to say in a state that was loaded.
-    `seeded_by` is what `set_seed` had been given when `seed` was fixed; another `set_seed` later gives another seed.
+    `epoch` is the one started last, -1 before the first; `delivered` is the number of batches delivered in it. `resume`
+    is the round at which the next pass starts after `load_state_dict`, and `restore` says that it has to restore
+    `generator`, the state of the user's own generator at the start of the pass. `reader` is the loaded state of
+    torchdata's loader, until the next pass. `seeded_by` is the seed given to `set_seed` when `seed` was fixed; a later
+    `set_seed` causes a new seed.
     """
 
     seed: int | None = None
@@ -255,24 +260,24 @@ class ReadPosition:
     reader: dict[str, Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`. A pass that was to be resumed still is, if it is the same epoch's."""
+        """Set the epoch of the next pass. A pending resume is kept if it is of the same epoch."""
         if self.resume and epoch != self.next_epoch():
             self.resume, self.restore, self.reader = 0, False, None
         self.wanted_epoch = epoch
 
     def next_epoch(self) -> int:
-        """The epoch of the next pass."""
+        """Return the epoch of the next pass."""
         return self.epoch + 1 if self.wanted_epoch is None else self.wanted_epoch
 
     def begin(self, seed: int, epoch: int, skip: int) -> None:
-        """A pass begins, `skip` batches after its start."""
+        """Start a pass, `skip` batches after its beginning."""
         self.seed, self.epoch, self.delivered = seed, epoch, skip
         self.finished, self.wanted_epoch, self.resume, self.restore = False, None, 0, False
         self.reader = None
         self.run += 1
 
     def state_dict(self, world_size: int, total_rows: int) -> dict[str, Any]:
-        """What `load_state_dict` continues from. `total_rows` are all ranks' samples of a round, 0 if not known."""
+        """Return the state for `load_state_dict`. `total_rows` is the number of samples in a round, 0 if unknown."""
         pending = self.resume or self.wanted_epoch is not None
         return {
             "seed": self.seed,
@@ -285,9 +290,9 @@ class ReadPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any], world_size: int, total_rows: int, seeded_by: int | None) -> None:
-        """Have the next pass continue where `state` was taken.
+        """Make the next pass continue where `state` was taken.
 
-        Raises `BadRequest` if the batches delivered there do not end where a round of this world size ends.
+        Raises `BadRequest` if the batches delivered there do not end at the end of a round of this world size.
         """
         unknown = {"seed", "epoch", "batches", "finished", "world_size", "total_batch_size"} - set(state)
         if unknown:
@@ -304,7 +309,7 @@ class ReadPosition:
 
 
 def rounds_here(state: dict[str, Any], world_size: int, total_rows: int) -> int:
-    """How many rounds of this world size make up the batches that `state` has delivered."""
+    """Return the number of rounds of this world size that equal the batches delivered in `state`."""
     batches, then, rows = state["batches"], state["world_size"], state["total_batch_size"]
     unit, before, now = ("samples", rows, total_rows) if rows and total_rows else ("batches", then, world_size)
     if before == now:

@@ -1,8 +1,7 @@
-"""State written to files and read again, as methods of the `Accelerator`.
+"""Saving methods of the `Accelerator`: `save_state`, `load_state`, `save_model` and `save`.
 
-Owns: which folder it is, hooks, numbers of checkpoints, and that every rank learns when one of them failed. Refuses:
-what lies in a checkpoint (`checkpoints.py`), and a model's own files (`model_files.py`); both are imported when they
-are used.
+The methods select the folder, call hooks, number the checkpoints, and report a failure of one rank to all. The content
+of a checkpoint is defined in state.py, and a model's own files in model_files.py; both are imported on first use.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ class SavingMethods(AcceleratorSettings):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The person's own model, of one that `prepare` returned."""
+        """Return the user's own model for one that `prepare` returned."""
         return unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state with whole tensors, on every rank. A collective where the model is sharded."""
+        """Return the model's state dict with full tensors on every rank. A collective if the model is sharded."""
         return training_state.full_state(self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
-        """Write `obj` with `torch.save`, on rank 0 alone, or on one rank of each machine if the project asks so.
+        """Write `obj` with `torch.save` on rank 0, or on one rank per machine if the project is configured so.
 
-        With `safe_serialization` it is a dict of whole tensors, and the file is one of safetensors.
+        With `safe_serialization`, `obj` is a dict of full tensors, and the file has the safetensors format.
         """
         if not self._writes:
             return
@@ -68,12 +67,12 @@ class SavingMethods(AcceleratorSettings):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's whole tensors, as Hugging Face's libraries read them. Every rank calls it; rank 0 writes.
+        """Write the model's full tensors in the format of Hugging Face's libraries. All ranks call it; rank 0 writes.
 
-        To `model.safetensors`, or where they take more than `max_shard_size` to `model-00001-of-00002.safetensors` and
-        so on with `model.safetensors.index.json`. Tensors that are tied are written once, under the first of their
-        names. Without `safe_serialization` torch writes the files, and they are called `pytorch_model.bin`. Raises on
-        every rank when one cannot write; an earlier model in the folder is left as it was then.
+        The file is `model.safetensors`, or, above `max_shard_size`, `model-00001-of-00002.safetensors` and so on with
+        `model.safetensors.index.json`. Tied tensors are written once, under their first name. Without
+        `safe_serialization` the files are written with torch.save and named `pytorch_model.bin`. Raises on every rank
+        if one cannot write; an earlier model in the folder is left unchanged then.
         """
         from rankbook.checkpoint.storage.local import storage_of
         from rankbook.runtime.saving import model_files
@@ -89,25 +88,25 @@ class SavingMethods(AcceleratorSettings):
 
     @property
     def _writes(self) -> bool:
-        """Whether this rank writes what is not sharded."""
+        """True if this rank writes data that are not sharded."""
         each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if each_node else self.is_main_process
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # noqa: ANN401 - anything with the two methods
-        """Have `save_state` and `load_state` include `objects`, by their `state_dict` and `load_state_dict`."""
+        """Include `objects` in `save_state` and `load_state`, by their `state_dict` and `load_state_dict` methods."""
         lacking = [each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
         if lacking:
             names = ", ".join(type(each).__name__ for each in lacking)
             raise BadRequest(f"to be saved an object needs state_dict and load_state_dict, which {names} has not")
-        # Once each: the cell that registers may be run again.
+        # Register an object once: the user may run the cell again.
         self._custom_objects += [each for each in objects if not any(each is known for known in self._custom_objects)]
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, states, folder)` before each `save_state`. Returns a handle with `remove`."""
+        """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
         return training_state.register_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, folder)` before each `load_state`. Returns a handle with `remove`."""
+        """Call `hook(models, folder)` before every `load_state`. Returns a handle with `remove`."""
         return training_state.register_hook(self._load_hooks, hook)
 
     @overload
@@ -133,23 +132,23 @@ class SavingMethods(AcceleratorSettings):
         *,
         async_: bool = False,
     ) -> str | SaveHandle:
-        """Store everything that was prepared or registered, and every rank's random state. Every rank calls it.
+        """Save all prepared and registered objects, and the random state of every rank. All ranks call it.
 
-        The folder becomes a checkpoint of `rankbook.checkpoint`; each rank writes what it holds. Without `output_dir`
-        the project's next numbered checkpoint. Objects that are not sharded are stored as rank 0 has them.
-        `safe_serialization` is taken for the sake of other programs' calls: nothing of a checkpoint is executed as it
-        is loaded.
+        The folder becomes a checkpoint of `rankbook.checkpoint`; every rank writes what it holds. The default for
+        `output_dir` is the project's next numbered checkpoint. Objects that are not sharded are saved as rank 0 has
+        them. `safe_serialization` is accepted for compatibility and has no effect: loading a checkpoint never executes
+        code from it.
 
-        Returns the folder; with `async_` at once a `SaveHandle`, whose `wait()` gives what was saved or raises, while
-        copies of everything are written in the background. Raises on every rank when one cannot write, and when an
-        earlier save in the background has failed of which nobody was told; the folder is left as it was then.
+        Returns the folder. With `async_` it returns a `SaveHandle` at once, while copies of all data are written in the
+        background; `wait()` returns what was saved, or raises. Raises on every rank if one cannot write, or if an
+        earlier background save has failed and the error was not yet reported; the folder is left unchanged then.
         """
         from rankbook.checkpoint.saving import Saved
         from rankbook.runtime.saving import state as checkpoints
 
         with self._told_to_all("save_state"):
             folder = self._folder_to_write(output_dir)
-        if self.use_distributed:  # each would be told that its folder has the checkpoint
+        if self.use_distributed:  # otherwise ranks with different folders would all report success
             consistency.check_same("save_state", f"the folder {folder}")
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
@@ -159,7 +158,7 @@ class SavingMethods(AcceleratorSettings):
             states: list[Any] = list(before.values())
             for hook in tuple(self._save_hooks.values()):
                 hook(self._models, states, folder)
-        # A hook may have taken states out, having saved them itself, or put others into their places.
+        # A hook may have removed states that it has saved itself, or replaced them.
         names = {id(each): name for name, each in before.items()}
         kept = {names.get(id(each), name): each for name, each in zip(before, states, strict=False)}
         limit = partial(training_state.keep_latest, self.project_configuration, Path(folder))
@@ -175,28 +174,28 @@ class SavingMethods(AcceleratorSettings):
         *,
         allow: Sequence[type | str] = (),
     ) -> None:
-        """Read what `save_state` stored into what is prepared now, however it is spread. Every rank calls it.
+        """Load what `save_state` has saved into the objects that are prepared now, for any sharding. All ranks call it.
 
-        Without `input_dir` the latest of the project's numbered checkpoints, and the next one has the number after it.
-        Without `strict` a model may have other parts than the stored one; what both have is read. A rank beyond the
-        world that was saved keeps its random state. `allow` are classes and functions, or their names, that the states
-        of registered objects may hold beside what torch takes for safe.
+        The default for `input_dir` is the latest of the project's numbered checkpoints; the next one is numbered after
+        it. Without `strict` a model may differ from the saved one; what both have is loaded. A rank beyond the saved
+        world size keeps its random state. `allow` are classes and functions, or their names, that the states of
+        registered objects may contain besides those that torch considers safe.
 
-        Raises on every rank: `BadRequest` where the folder is no checkpoint, is one of something else, or a loader
-        cannot go on there with this many ranks; `CheckpointingException` where a model does not fit or something is
-        damaged. That is found before anything that was prepared changes, see `rankbook.checkpoint.load`.
+        Raises on every rank: `BadRequest` if the folder is not a checkpoint, contains something else, or a loader
+        cannot resume with this world size; `CheckpointingException` if a model does not match or the data are damaged.
+        These checks come before any prepared object changes, see `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import wait_for_saves
         from rankbook.runtime.saving import state as checkpoints
 
-        wait_for_saves()  # what is being saved in the background may be what is asked for
+        wait_for_saves()  # the requested checkpoint may still be written in the background
         project = self.project_configuration
         with self._told_to_all("load_state"):
             folder = os.fspath(input_dir) if input_dir is not None else str(training_state.latest_folder(project))
             checkpoints.existing_folder(folder)
             models = self._models
             for hook in tuple(self._load_hooks.values()):
-                hook(models, folder)  # it may take models out, having read them itself
+                hook(models, folder)  # it may remove models that it has loaded itself
         checkpoints.read_state(self._parts(models), folder, told=self._told_to_all, strict=strict, allow=allow)
         if input_dir is None and (number := training_state.number_of(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)
@@ -233,16 +232,20 @@ class SavingMethods(AcceleratorSettings):
 
     @contextmanager
     def _told_to_all(self, what: str) -> Iterator[None]:
-        """A block that may fail on some ranks: then it fails on all, and each one says where."""
+        """Return a context manager for a block that may fail on some ranks: if it fails on one, all ranks raise.
+
+        A collective.
+        """
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised again below, once the others know
+        except Exception as error:  # noqa: BLE001 - raised again below, after the other ranks know
             failure = error
         if not self.use_distributed:
             if failure is not None:
                 raise failure
             return
+        # Every rank reaches this collective, failed or not, so no rank waits for one that has raised.
         told = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
         if failure is not None:
             raise failure

@@ -1,9 +1,9 @@
-"""A model in files that other programs read: safetensors or torch.save's, in shards with an index.
+"""Model files for other programs: safetensors or torch.save files, split into shards with an index.
 
-Owns: names of files, which tensor goes into which, tied weights that are written once. Refuses: the format of
-safetensors itself (`rankbook.checkpoint.format.safetensors`), and anything but tensors. Imported once a model is saved.
+The module defines file names, the distribution of tensors over files, and the treatment of tied weights. The
+safetensors format itself is in `rankbook.checkpoint.format.safetensors`. This module is imported when a model is saved.
 
-At any time rank 0 holds one whole tensor of a sharded model, or for torch.save's files those of one file.
+Rank 0 holds one full tensor of a sharded model at a time, or, for torch.save, those of one file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DRAFT = ".writing"
 
 
 def size_of(given: int | str) -> int:
-    """Bytes of "10GB", "200MiB" or a number. Raises `BadRequest` for anything else."""
+    """Return the number of bytes in "10GB", "200MiB" or a number. Raises `BadRequest` for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(given).strip().upper())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise BadRequest(f'max_shard_size={given!r}: a number of bytes, or such as "200MB" or "10GB"')
@@ -41,22 +41,22 @@ def size_of(given: int | str) -> int:
 
 @dataclass(frozen=True)
 class FileKind:
-    """`start`, `end`: of the names of files."""
+    """File format; file names begin with `start` and end with `end`."""
 
     start: str
     end: str
 
     def name(self, number: int, count: int) -> str:
-        """Of file `number` from 0 of `count`."""
+        """Return the name of file `number` (from 0) of `count`."""
         return f"{self.start}{self.end}" if count == 1 else f"{self.start}-{number + 1:05d}-of-{count:05d}{self.end}"
 
     @property
     def index(self) -> str:
-        """The name of the index, where there is more than one file."""
+        """Name of the index file, used with more than one file."""
         return f"{self.start}{self.end}.index.json"
 
     def is_own(self, name: str) -> bool:
-        """Whether an earlier save of the same kind has left this file."""
+        """Return True if an earlier save in this format may have written the file."""
         pattern = rf"{re.escape(self.start)}(-\d{{5}}-of-\d{{5}})?{re.escape(self.end)}(\.index\.json)?"
         return re.fullmatch(pattern, name) is not None
 
@@ -65,7 +65,10 @@ SAFETENSORS, PICKLED = FileKind("model", ".safetensors"), FileKind("pytorch_mode
 
 
 def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, each tensor under its first name only. Raises `BadRequest` for what is no tensor."""
+    """Return the model's state dict with tied tensors under their first name only.
+
+    Raises `BadRequest` for non-tensors.
+    """
     owners = {
         raw_name: id(tensor)
         for named in (model.named_parameters, model.named_buffers)
@@ -85,7 +88,7 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Which tensors share a file of at most `most` bytes; a larger one has its own."""
+    """Group the tensors into files of at most `most` bytes; a larger tensor has a file of its own."""
     found: list[list[str]] = [[]]
     held = 0
     for name, value in state.items():
@@ -95,21 +98,22 @@ def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
             held = 0
         found[-1].append(name)
         held += size
-    # Larger elements first: so each tensor begins at a multiple of its element's size.
+    # Sort by element size, descending: so every tensor starts at a multiple of its element size.
     return [sorted(names, key=lambda name: -state[name].element_size()) for names in found]
 
 
 def write_model(
     storage: Storage, state: Mapping[str, torch.Tensor], kind: FileKind, most: int, *, writes: bool
 ) -> OSError | None:
-    """Write all of `state` where this rank `writes`; every rank calls it, for a sharded tensor is a collective.
+    """Write `state` on the ranks with `writes`; all ranks call it, since gathering a sharded tensor is a collective.
 
-    Files are written beside their places and moved there once all are complete; the index comes last, and what is left
-    of an earlier save goes. Returns what went wrong with the storage.
+    Files are first written under temporary names and renamed when all are complete; the index is written last, and
+    files of an earlier save are removed. Returns the storage error, if there was one: a rank that cannot write still
+    takes part in the remaining collectives, and the caller reports the error to all ranks.
     """
     groups = shards(state, most)
     names = [kind.name(number, len(groups)) for number in range(len(groups))]
-    heads = [_head(state, keys) if kind is SAFETENSORS else b"" for keys in groups]  # raises on all ranks alike
+    heads = [_head(state, keys) if kind is SAFETENSORS else b"" for keys in groups]  # raises on all ranks if at all
     failure: OSError | None = None
     for name, head, keys in zip(names, heads, groups, strict=True):
         wholes = _wholes(state, keys)
@@ -118,7 +122,7 @@ def write_model(
                 storage.write(name + _DRAFT, _safe(head, wholes) if kind is SAFETENSORS else _pickled(wholes))
             except OSError as error:
                 failure = error
-        for _ in wholes:  # the others take part in every collective
+        for _ in wholes:  # ranks that do not write still take part in the collectives
             pass
     if writes and failure is None:
         try:
@@ -129,7 +133,7 @@ def write_model(
 
 
 def write_file(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a dict of whole tensors as one safetensors file. Raises `BadRequest` for anything else, and OSError."""
+    """Write a dict of full tensors as one safetensors file. Raises `BadRequest` for other objects, and OSError."""
     if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
         raise BadRequest("safe_serialization=True writes a dict of tensors, and nothing else")
     ((*names,),) = shards(state, sys.maxsize)

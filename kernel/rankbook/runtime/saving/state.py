@@ -1,10 +1,14 @@
-"""What `save_state` stores and `load_state` puts back, as a checkpoint.
+"""Content of a training checkpoint: what `save_state` stores, and how `load_state` restores it.
 
-Owns: names of what is stored, what has to be there on load, and what else lies in the folder. Refuses: which folder it
-is, hooks, and numbered folders (`saving.py`, `saved_state.py`). Imported once something is saved or loaded.
+Models and optimizers are stored as sharded tensors. Schedulers, loaders, the gradient scaler and registered objects are
+stored as rank 0 has them. The random state of every rank is a separate object, and so is the dataset state of
+torchdata's loader on every rank.
 
-Models and optimizers are sharded tensors. Schedulers, loaders, the scaler and registered objects are rank 0's; every
-rank's random state is an object of its own, and so is what torchdata's loader keeps of its dataset.
+Order of loading. Checks come before changes: read the manifest, check that all objects are stored, load the objects,
+match the stored tensors with the models and optimizers, and let the loaders accept the new world size. Then the tensors
+are read into the models and optimizers, and the other objects are restored.
+
+This module is imported on the first save or load. Folders, hooks and numbering are in methods.py and training_state.py.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from rankbook.errors import BadRequest, CheckpointingException
 from rankbook.runtime.saving import training_state
 
 Told = Callable[[str], AbstractContextManager[None]]
-"""A block that may fail on some ranks, and then does on all."""
+"""Context manager for a block that may fail on some ranks, and then raises on all."""
 
 _KIND = "rankbook.runtime"
 _RANDOM = "random_states"
@@ -44,7 +48,7 @@ _OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.j
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What there is. `objects`: by name, everything that has state and is no model and no optimizer."""
+    """Objects to save or restore, by name. `objects` are those with state that are not models or optimizers."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
@@ -54,7 +58,7 @@ class TrainingParts:
 
     @property
     def names(self) -> list[str]:
-        """Of all, as they are stored."""
+        """Names of all objects as they are stored."""
         return [*self.models, *self.optimizers, *self.objects]
 
 
@@ -65,7 +69,7 @@ def training_parts(
     rank: int,
     world_size: int,
 ) -> TrainingParts:
-    """With a name for each: "model", "model_1" and so on. `others`: by kind."""
+    """Name the objects ("model", "model_1" and so on) and return them. `others` are lists by kind."""
     objects = {name: each for kind, things in others.items() for name, each in _named(kind, things).items()}
     return TrainingParts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
 
@@ -76,12 +80,12 @@ def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
 
 @dataclass
 class Folder(CheckpointLocation):
-    """The folder of one checkpoint. `after`: called on rank 0 when it is complete."""
+    """Location of a checkpoint. `after` is called on rank 0 when the checkpoint is complete."""
 
     after: Callable[[], None] = field(default=lambda: None)
 
     def commit(self) -> None:
-        """On rank 0: what a hook or the person has put into the folder stays in it."""
+        """Commit the checkpoint on rank 0, keeping files that a hook or the user has put into the folder."""
         if isinstance(self.storage, LocalStorage) and self.name is not None:
             _carry_over(self.storage.root / self.name, self.storage.root / f"{self.name}{PARTIAL}")
         super().commit()
@@ -100,19 +104,19 @@ def _carry_over(folder: Path, draft: Path) -> None:
 def _linked(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 def split_folder(folder: str) -> tuple[str, str]:
-    """A folder, or its URL, as the one above it and its name. Raises `BadRequest` where it has no name."""
+    """Split a folder or its URL into parent and name. Raises `BadRequest` if it has no parent folder."""
     if "://" in folder:
         scheme, _, path = folder.partition("://")
         above, _, name = path.rstrip("/").rpartition("/")
         if not above.strip("/"):
             raise BadRequest(f"{folder}: a checkpoint needs a folder within another, such as {scheme}://run/state")
         return f"{scheme}://{above}", name
-    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it leaves links as they are
+    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it keeps symbolic links
     return str(whole.parent), whole.name
 
 
@@ -125,7 +129,7 @@ def write_state(
     async_: bool,
     after: Callable[[], None],
 ) -> Saved | SaveHandle:
-    """Store all of it, with `states` for the models, in the place of what was in the folder. A collective."""
+    """Save all objects, with `states` for the models, replacing the content of the folder. A collective."""
     with told("save_state"):
         objects = {name: each.state_dict() for name, each in found.objects.items()}
         random = training_state.random_state()
@@ -146,7 +150,10 @@ def write_state(
 def read_state(
     found: TrainingParts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()
 ) -> None:
-    """Put back all that is stored. A collective; raises on every rank, `BadRequest` where it is another training's."""
+    """Restore all objects from a checkpoint.
+
+    A collective; raises on every rank, `BadRequest` if objects are missing.
+    """
     with told("load_state"):
         folder = existing_folder(folder)
         manifest = load_metadata(folder)
@@ -156,7 +163,7 @@ def read_state(
     with told("load_state"):
         wanted = _stored(wanted, manifest, folder, strict=strict)
     prepared = prepare_load(wanted, folder, allow=allow)
-    with told("load_state"):  # a loader may refuse this world size: then nothing has changed
+    with told("load_state"):  # a loader may refuse this world size, before anything else has changed
         for name, each in found.objects.items():
             if name.partition("_")[0] == "loader":
                 own = objects.get(f"{name}.reader")
@@ -165,23 +172,23 @@ def read_state(
     with told("load_state"):
         load_sharded_state_dicts(found.models, found.optimizers, loaded)
         for name, each in found.objects.items():
-            if name.partition("_")[0] != "loader" and name in objects:  # fp16's scaler may begin anew
+            if name.partition("_")[0] != "loader" and name in objects:  # the scaler of fp16 may start without a state
                 each.load_state_dict(objects[name])
         if objects.get(_RANDOM) is not None:
             training_state.restore_random_state(objects[_RANDOM])
 
 
 def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What each loader that has one tells of its dataset's state."""
+    """Return the dataset states of the loaders that have one, by name."""
     loaders = [(name, each) for name, each in objects.items() if name.partition("_")[0] == "loader"]
     return [(f"{name}.reader", each["reader"]) for name, each in loaders if "reader" in each]
 
 
 def existing_folder(folder: str) -> str:
-    """The folder of a checkpoint as it lies now. Raises `BadRequest` where there is none."""
+    """Return the folder that contains the checkpoint. Raises `BadRequest` if there is none."""
     above, name = split_folder(folder)
     storage = storage_of(above)
-    for each in (name, f"{name}{ASIDE}"):  # aside: a save was killed as it put the new one into its place
+    for each in (name, f"{name}{ASIDE}"):  # aside: a save was killed while it replaced the checkpoint
         if is_checkpoint(storage.list(each)):
             return f"{above}/{each}"
     if "model.pt" in storage.list(name):
@@ -199,7 +206,10 @@ def _check(found: TrainingParts, manifest: Manifest, folder: str) -> None:
 
 
 def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
-    """A map of the objects; fp16's scaler may begin anew, and a rank that was not there keeps its random state."""
+    """Return the objects to load.
+
+    The scaler of fp16 is optional, and a rank beyond the saved world size has no random state to load.
+    """
     wanted = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
     wanted[_RANDOM] = ShardedObject(_RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),))
     if found.rank >= manifest.world_size:
@@ -212,7 +222,10 @@ def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
 
 
 def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
-    """The map without what is not stored: of models if not `strict`, and of optimizers that had not stepped then."""
+    """Return `wanted` without the entries that are not stored.
+
+    Entries may be missing for models if not `strict`, and for optimizers that had not made a step when they were saved.
+    """
     stored = {*manifest.tensors, *manifest.objects}
 
     def known(entry: Any) -> bool:  # noqa: ANN401 - a shard or a value

@@ -1,8 +1,4 @@
-"""Parts of a training's state, and the folders that it is saved to.
-
-Owns: a model's state with whole tensors, random states, one file, a project's numbered checkpoints. Refuses: what a
-checkpoint holds.
-"""
+"""Helpers for saving a training run: full state dicts, random states, single files, and numbered checkpoint folders."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from rankbook.runtime.strategies.base import full_tensor
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict with whole tensors on every rank. A collective where it is sharded."""
+    """Return the model's state dict with full tensors on every rank. A collective if it is sharded."""
     return {
         name: full_tensor(value) if isinstance(value, torch.Tensor) else value
         for name, value in model.state_dict().items()
@@ -30,10 +26,10 @@ def full_state(model: nn.Module) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, numpy, torch and every CUDA device."""
+    """Return the states of the generators of Python, numpy, torch and all CUDA devices."""
     import numpy as np
 
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - it is what user code draws from
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from this state
     found: dict[str, Any] = {
         "random": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
@@ -45,7 +41,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """As `random_state` gave it."""
+    """Restore the generators from a state returned by `random_state`."""
     import numpy as np
 
     version, words, gauss = state["random"]
@@ -58,31 +54,31 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def write_object(value: object, file: Path) -> None:
-    """Wholly or not at all: beside its place first, then moved."""
+    """Write a file atomically: to a temporary name first, then renamed."""
     draft = file.with_name(f"{file.name}.writing")
     torch.save(value, draft)
     draft.replace(file)
 
 
 def numbered_folders(project: ProjectConfiguration) -> list[Path]:
-    """The project's numbered checkpoints that are complete, oldest first."""
+    """Return the project's complete numbered checkpoints, oldest first."""
     found = [each for each in project.checkpoints.glob("checkpoint_*") if number_of(each) is not None]
     return sorted((each for each in found if is_complete(each)), key=lambda each: number_of(each) or 0)
 
 
 def number_of(folder: Path) -> int | None:
-    """The number of a numbered checkpoint's folder, None for others."""
+    """Return the number of a numbered checkpoint's folder, None for other folders."""
     start, _, number = folder.name.rpartition("_")
     return int(number) if start == "checkpoint" and number.isdecimal() else None
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether there is a checkpoint in a folder."""
+    """Return True if the folder contains a complete checkpoint."""
     return (folder / "manifest.json").is_file()
 
 
 def latest_folder(project: ProjectConfiguration) -> Path:
-    """The project's newest numbered checkpoint. Raises `BadRequest` where there is none."""
+    """Return the project's latest numbered checkpoint. Raises `BadRequest` if there is none."""
     found = numbered_folders(project)
     if not found:
         raise BadRequest(f"there is no checkpoint in {project.checkpoints}: give load_state a folder")
@@ -90,9 +86,10 @@ def latest_folder(project: ProjectConfiguration) -> Path:
 
 
 def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
-    """Remove what is beyond the project's limit, oldest first, but never the `newest`; and half-written ones.
+    """Remove the oldest checkpoints beyond the project's limit, never the `newest`, and incomplete ones.
 
-    What cannot be removed now is tried again after the next save.
+    A folder that cannot be removed is tried again after the next save. Incomplete checkpoints that another process is
+    writing are kept.
     """
     folder = project.checkpoints
     if newest.parent != folder or not project.automatic_checkpoint_naming:
@@ -106,7 +103,7 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     gone = [
         folder / name
         for draft in dict.fromkeys([*drafts, *claims])
-        if steps.writer_of(storage, draft.name) is None  # else another process is saving there
+        if steps.writer_of(storage, draft.name) is None  # otherwise another process is saving there
         for name in (draft.name, draft.name + steps.OWNER)
     ]
     if project.total_limit is not None:
@@ -118,7 +115,7 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
 
 
 def register_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    """Add `hook` to `hooks`; the handle takes it out again."""
+    """Add `hook` to `hooks`, and return a handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -1,14 +1,9 @@
-"""How a model is spread over the ranks: one class for each way.
+"""Strategies for spreading a model over the ranks, one class per strategy.
 
-Owns: the ways, and nothing between them: a new one is a module and its line in `choose.py`. Refuses: optimizers,
-loaders and precision, which are the same for all of them.
+Optimizers, loaders and precision are the same for all strategies, and are handled elsewhere.
 
-strategy.py         what each of them can do, and the setup they are chosen by
-single.py           one device
-ddp.py              whole copies that average their gradients
-fsdp2.py            shards of parameters, gradients and optimizer state
-unshard.py          takes such shards together again
-tensor_parallel.py  each layer divided by a plan, and shards of that over the data-parallel ranks
-meshes.py           device meshes, made once and kept
-choose.py           which way a setup asks for
+    base.py             the `Strategy` interface, `StrategySetup`, device meshes, single device, unsharding
+    ddp.py              replicas that average their gradients (DistributedDataParallel)
+    fsdp2.py            sharded parameters, gradients and optimizer state (fully_shard)
+    tensor_parallel.py  layers split over ranks by a plan, and sharded over the data-parallel ranks
 """

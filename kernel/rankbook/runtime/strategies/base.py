@@ -1,12 +1,8 @@
-"""What each way to spread a model over the ranks can do.
+"""Strategy interface: how a model is wrapped for training on the ranks, and unwrapped again.
 
-Owns: `StrategySetup`, the `Strategy` base, and what their defaults are. Refuses: any process group.
-
-Device meshes, made once and kept.
-
-One device: nothing to spread.
-
-Takes the shards of a model together again, so that it can be prepared another way.
+`StrategySetup` is what an `Accelerator` was asked for, and `Strategy` the base class, with defaults that do nothing.
+`mesh_for` creates and caches device meshes. `SingleDevice` is the strategy for one device. `unshard_module` gathers the
+shards of a model again, so that it can be prepared with another strategy.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from rankbook.runtime.config import FullyShardedDataParallelPlugin, Handlers, Pa
 
 @dataclass
 class StrategySetup:
-    """What an `Accelerator` was asked for, as the strategies read it."""
+    """Settings of an `Accelerator`, as read by the strategies."""
 
     device: torch.device
     num_processes: int
@@ -40,22 +36,25 @@ class StrategySetup:
 
     @property
     def data_parallel_size(self) -> int:
-        """Over how many ranks batches are divided; ranks of one tensor-parallel group share theirs."""
+        """Number of ranks that batches are divided among; the ranks of a tensor-parallel group share a batch."""
         return self.parallelism.data_parallel_size if self.parallelism is not None else self.num_processes
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of them this rank is: `tp` is the mesh's innermost axis."""
+        """Index of this rank among those of different batches; `tp` is the innermost axis of the mesh."""
         return self.process_index // (self.num_processes // self.data_parallel_size)
 
 
 class Strategy(ABC):
-    """One way. `wrapper` names it in reports; `name` is the value of `DistributedType`."""
+    """Strategy for spreading a model over the ranks.
+
+    `wrapper` names it in reports; `name` is the value of `DistributedType`.
+    """
 
     name: ClassVar[str]
     wrapper: ClassVar[str]
     shards: ClassVar[bool] = False
-    """Whether parameters are replaced by shards, so that optimizers have to follow."""
+    """True if parameters are replaced by shards, so that optimizers must be updated."""
 
     def __init__(self, setup: StrategySetup) -> None:
         self.setup = setup
@@ -63,34 +62,34 @@ class Strategy(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, setup: StrategySetup) -> bool:
-        """Whether `setup` asks for this way."""
+        """Return True if `setup` asks for this strategy."""
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What a model that was wrapped would have to be wrapped anew for, were it different."""
+        """Settings that, when changed, require a wrapped model to be wrapped again."""
         return (type(self).__name__, self.setup.device, self.setup.num_processes)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Spread `model`, which is on this rank's device. Returns what the person calls from now on."""
+        """Spread `model`, which is on this rank's device, and return the module that the user calls from now on."""
         return model
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: B027 - most have nothing to do
-        """Undo `wrap`: `model` is as it was before, and `wrapped` holds nothing of it but itself."""
+        """Undo `wrap`: restore `model`, and remove all references to it from `wrapped`."""
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:  # noqa: B027
-        """Have the next backward reduce gradients over the ranks, or only gather them up here."""
+        """Set whether the next backward pass reduces gradients over the ranks, or accumulates them locally."""
 
     def drop_gradients(self, wrapped: nn.Module) -> None:  # noqa: B027
-        """Forget what backward has gathered on this rank and not put into a parameter's `grad` yet."""
+        """Discard gradients that backward has accumulated locally and not yet stored in the parameters' `grad`."""
 
 
 _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[object, DeviceMesh]] = {}
 
 
 def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with these axes, outermost first. A collective, the first time.
+    """Return the mesh of all ranks with these axes, outermost first. The first call is a collective.
 
-    One that was made over another default group is made anew.
+    Meshes are cached. A mesh of an earlier default process group is created again.
     """
     if not dist.is_initialized():
         _make_alone()
@@ -106,19 +105,19 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def _make_alone() -> None:
-    """A group of this process alone: shards want a mesh, and a mesh a group, also where there is one rank."""
+    """Create a process group of this process alone: sharding needs a mesh, and a mesh a group, even for one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class SingleDevice(Strategy):
-    """The model as it is."""
+    """Strategy for one device: the model is used as it is."""
 
     name = "NO"
     wrapper = ""
 
     @classmethod
     def fits(cls, setup: StrategySetup) -> bool:
-        """One rank, and neither shards nor a mesh are asked for."""
+        """Return True for one rank without sharding."""
         return setup.num_processes == 1 and setup.fsdp is None
 
 
@@ -126,9 +125,10 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def unshard_module(model: nn.Module) -> None:
-    """Have `model` hold whole, plain parameters on every rank, and no trace of the shards. A collective.
+    """Replace the shards of `model` by full, plain parameters on every rank, and remove all FSDP state. A collective.
 
-    A parameter that two modules share is one again. Gradients are gathered as well.
+    A parameter shared by two modules stays shared. Gradients are gathered as well. All collectives come first: if one
+    fails, the model is still sharded and usable. Only then hooks and states are removed and parameters replaced.
     """
     if isinstance(model, FSDPModule):
         model.reshard()
@@ -140,7 +140,7 @@ def unshard_module(model: nn.Module) -> None:
         for name, parameter in cast("dict[str, object]", module._parameters).items()  # mypy: no Parameter is a DTensor
         if isinstance(parameter, DTensor)
     ]
-    # Nothing has changed so far: a collective that is broken off leaves the model sharded, and whole.
+    # Nothing has been changed up to here: if a collective is aborted, the model is still sharded and complete.
     for state in states.values():
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
@@ -170,12 +170,12 @@ def _whole(parameter: Any, known: dict[Any, nn.Parameter]) -> nn.Parameter:  # n
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded. A collective, where it is."""
+    """Return the full tensor of a DTensor (a collective), or any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def drop_unreduced(model: nn.Module) -> None:
-    """Forget the gradients that `model`'s shards have gathered on this rank and not reduced."""
+    """Discard the gradients that the shards of `model` have accumulated on this rank and not reduced."""
     for each in model.modules():
         state = _state_of(each)
         for parameter in _parameters_of(state) if state is not None else ():

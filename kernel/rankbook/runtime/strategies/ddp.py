@@ -1,6 +1,6 @@
-"""Whole copies of a model that average their gradients.
+"""Data parallel strategy: replicas of the model that average their gradients with DistributedDataParallel.
 
-Owns: DistributedDataParallel, made and taken apart. Refuses: process groups of its own; it uses the default one.
+It uses the default process group.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WRAPPERS = {"fp16": "fp16_compress_wrapper", "bf16": "bf16_compress_wrapper"}
 
 
 class DataParallel(Strategy):
-    """torch's DDP over all ranks."""
+    """Strategy that wraps models in DistributedDataParallel over all ranks."""
 
     name = "MULTI"
     wrapper = "DistributedDataParallel"
 
     @classmethod
     def fits(cls, setup: StrategySetup) -> bool:
-        """More than one rank, and neither shards nor a plan are asked for."""
+        """Return True for more than one rank without sharding or a tensor-parallel plan."""
         sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
         return setup.num_processes > 1 and setup.fsdp is None and sizes["dp_shard"] == sizes["tp"] == 1
 
@@ -36,7 +36,7 @@ class DataParallel(Strategy):
         return (*super().signature, *map(repr, self.setup.handlers.ddp.to_dict().values()))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """A model of which nothing is trained is left as it is: DDP would refuse it."""
+        """Wrap `model` in DDP. A model without trainable parameters is returned as it is: DDP would refuse it."""
         if not any(each.requires_grad for each in model.parameters()):
             return model
         handler = self.setup.handlers.ddp
@@ -49,7 +49,7 @@ class DataParallel(Strategy):
         return wrapped
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
-        """Take the reducer off the parameters: a second one would reduce every gradient twice."""
+        """Remove the reducer's hooks from the parameters: a second reducer would reduce every gradient twice."""
         if isinstance(wrapped, DistributedDataParallel) and "reducer" in wrapped.__dict__:
             wrapped.reducer._remove_autograd_hooks()
             wrapped.logger = None

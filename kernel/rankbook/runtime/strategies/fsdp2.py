@@ -1,7 +1,7 @@
-"""Shards of parameters, gradients and optimizer state.
+"""FSDP2 strategy: shards of parameters, gradients and optimizer state with `fully_shard`.
 
-Owns: what `fully_shard` is given, and which modules below the model are gathered on their own. Refuses: optimizers:
-`prepare/optimizers.py` has them follow the parameters.
+The strategy translates the plugin's options for `fully_shard`, and selects the submodules that are sharded as units of
+their own. The optimizers are updated in `rankbook.runtime.prepare`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rankbook.runtime.strategies.base import Strategy, StrategySetup, drop_unred
 
 _NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ENOUGH = 100_000_000
-"""Parameters from which "size_based_wrap" gathers a module on its own, where nothing else is said."""
+"""Default number of parameters from which "size_based_wrap" makes a module a unit."""
 
 
 class FullyShardedDataParallel(Strategy):
-    """torch's `fully_shard`, over all ranks or over the axes of a mesh."""
+    """Strategy that shards models with `fully_shard`, over all ranks or over axes of a mesh."""
 
     name = "FSDP"
     wrapper = "fully_shard"
@@ -35,18 +35,18 @@ class FullyShardedDataParallel(Strategy):
 
     @classmethod
     def fits(cls, setup: StrategySetup) -> bool:
-        """Shards are asked for, by a plugin or by the mesh."""
+        """Return True if a plugin or the mesh asks for sharding."""
         sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
         return sizes["tp"] == 1 and (setup.fsdp is not None or sizes["dp_shard"] > 1)
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The one that was given, or the defaults."""
+        """The plugin of the setup, or one with the defaults."""
         return self.setup.fsdp or FullyShardedDataParallelPlugin()
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's."""
+        """Axes of the mesh and their sizes."""
         sizes = self.setup.parallelism.sizes if self.setup.parallelism is not None else {}
         if sizes.get("dp_replicate", 1) > 1:
             return {"dp_replicate": sizes["dp_replicate"], "dp_shard": sizes["dp_shard"]}
@@ -58,14 +58,14 @@ class FullyShardedDataParallel(Strategy):
         return (*super().signature, *self.axes.items(), *map(repr, self.plugin.to_dict().values()))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same model, whose parameters are DTensors from now on."""
+        """Shard `model` in place: its parameters become DTensors."""
         mesh = mesh_for(self.setup.device.type, self.axes)
         copy_from_first(model)
         shard(model, mesh, self.plugin)
         return model
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
-        """Gather every parameter, on every rank: a collective."""
+        """Gather all parameters on every rank. A collective."""
         unshard_module(model)
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
@@ -79,7 +79,7 @@ class FullyShardedDataParallel(Strategy):
 
 
 def copy_from_first(model: nn.Module) -> None:
-    """Have every rank start with rank 0's weights, as under DDP: each keeps its own shard of what it has."""
+    """Broadcast rank 0's weights, so that the shards of all ranks belong to the same model. A collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for each in (*model.parameters(), *model.buffers()):
             if each.device.type != "meta" and not isinstance(each, DTensor):
@@ -87,7 +87,7 @@ def copy_from_first(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Shard `model` over `mesh`, the modules that are gathered on their own first."""
+    """Shard `model` over `mesh`, units before the model itself."""
     ignored = _ignored_parameters(model, plugin)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -105,7 +105,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
-    """The modules that are gathered on their own, innermost first."""
+    """Yield the modules that are sharded and gathered as units of their own, innermost first."""
     wanted = _wanted(plugin)
     if wanted is None:
         return
@@ -164,7 +164,7 @@ def _policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:
 
 
 def _offload(plugin: FullyShardedDataParallelPlugin, device_type: str) -> OffloadPolicy:
-    if device_type == "cpu":  # the shards lie there anyway, and torch would pin memory for a device that is not there
+    if device_type == "cpu":  # the shards are on the CPU anyway, and torch would pin memory for a missing device
         return OffloadPolicy()
     if isinstance(plugin.cpu_offload, OffloadPolicy):
         return plugin.cpu_offload

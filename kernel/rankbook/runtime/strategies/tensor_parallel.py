@@ -1,7 +1,7 @@
-"""Each layer divided over some ranks by a plan, and shards of that over the others.
+"""Tensor parallel strategy: layers split over ranks by a plan, and sharded over the data-parallel ranks.
 
-Owns: the plan, in words or in torch's styles, and the mesh of both kinds of axes. Refuses: a plan that names no module
-of the model.
+The plan maps module names to styles, given by name or as torch's `ParallelStyle`. A plan that matches no module of the
+model raises an error.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise"
 
 
 class TensorParallel(FullyShardedDataParallel):
-    """torch's `parallelize_module` on the axis `tp`; the data-parallel axes are `fully_shard`'s."""
+    """Strategy with torch's `parallelize_module` on the mesh axis `tp`, and `fully_shard` on the data-parallel axes."""
 
     name = "TP"
     wrapper = "parallelize_module"
 
     @classmethod
     def fits(cls, setup: StrategySetup) -> bool:
-        """The mesh has a `tp` axis of more than one rank."""
+        """Return True if the mesh has a `tp` axis of more than one rank."""
         return setup.parallelism is not None and setup.parallelism.sizes["tp"] > 1
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's, all three."""
+        """Axes of the mesh and their sizes, all three."""
         assert self.setup.parallelism is not None
         return self.setup.parallelism.sizes
 
@@ -43,7 +43,10 @@ class TensorParallel(FullyShardedDataParallel):
         return (*super().signature, repr(self.setup.parallelism.tp_handler))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same model; its hooks on the layers of the plan are gone when it is released."""
+        """Split and shard `model` in place.
+
+        The hooks added to its layers are recorded, for `release` to remove them.
+        """
         assert self.setup.parallelism is not None
         handler = self.setup.parallelism.tp_handler
         plan = read_plan(model, handler.plan if handler is not None else None)
@@ -57,14 +60,17 @@ class TensorParallel(FullyShardedDataParallel):
         return model
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:
-        """Gather every parameter, on every rank: a collective."""
+        """Gather all parameters on every rank, and remove the hooks. A collective."""
         super().release(model, wrapped)
         for hooks, key in model.__dict__.pop("_rankbook_tp_hooks", ()):
             hooks.pop(key, None)
 
 
 def read_plan(model: nn.Module, given: dict[str, Any] | None) -> dict[str, ParallelStyle]:
-    """From module names, of `model`, to torch's styles. Raises `BadRequest` for what is missing or unknown."""
+    """Return torch's style for every module of `model` in the plan.
+
+    Raises `BadRequest` for missing or unknown entries.
+    """
     chosen = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
     if not chosen:
