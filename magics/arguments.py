@@ -244,7 +244,10 @@ def complete(
     options = [] if parser is None else [action for action in parser.actions if action.option_strings]
     positional = [] if parser is None else [action for action in parser.actions if not action.option_strings]
     candidates: list[str] = []
-    action = next((each for each in options if words and words[-1] in each.option_strings and each.nargs != 0), None)
+    action = next(
+        (argument for argument in options if words and words[-1] in argument.option_strings and argument.nargs != 0),
+        None,
+    )
     if action is None:
         unused = [option.option_strings for option in options if not {*option.option_strings} & {*words}]
         candidates = [name for names in unused for name in (names if begun else names[:1])]

@@ -122,14 +122,14 @@ class Distribute:
 
 def is_enabled(shell: InteractiveShell) -> bool:
     """Return True if plain cells run on the ranks."""
-    return any(isinstance(each, Distribute) for each in shell.input_transformer_manager.cleanup_transforms)
+    return any(isinstance(transform, Distribute) for transform in shell.input_transformer_manager.cleanup_transforms)
 
 
 def set_enabled(shell: InteractiveShell, *, on: bool) -> None:
     """Turn auto mode on or off."""
-    for each in tuple(shell.input_transformer_manager.cleanup_transforms):
-        if isinstance(each, Distribute):
-            each.detach()
+    for transform in tuple(shell.input_transformer_manager.cleanup_transforms):
+        if isinstance(transform, Distribute):
+            transform.detach()
     if on:
         Distribute(shell).attach()
 

@@ -35,9 +35,9 @@ class WidgetState(NamedTuple):
         paths = [tuple(path) for path in data.get("buffer_paths", ())]
         named = {*data.get("state", {}), *(path[0] for path in paths)}
         plain = {key: value for key, value in self.plain.items() if key not in named}
-        kept = {path: value for path, value in self.buffers.items() if path[0] not in named}
+        buffers = {path: value for path, value in self.buffers.items() if path[0] not in named}
         new = {path: bytes(frame) for path, frame in zip(paths, frames, strict=False)}
-        return WidgetState({**plain, **data.get("state", {})}, {**kept, **new})
+        return WidgetState({**plain, **data.get("state", {})}, {**buffers, **new})
 
 
 class AllStates(NamedTuple):
@@ -174,8 +174,8 @@ class CommBridge:
         data, frames = message["content"].get("data", {}), message.get("buffers", ())
         if kind == "close":
             self._states.close(name)
-        elif data.get("method") == "request_state" and (known := self._states.update_of(name)) is not None:
-            answer, buffers = known  # the sender waits for an answer whose parent is this message
+        elif data.get("method") == "request_state" and (update := self._states.update_of(name)) is not None:
+            answer, buffers = update  # the sender waits for an answer whose parent is this message
             self._send("comm_msg", {"comm_id": name, "data": answer}, {}, message, buffers)
             return
         else:
@@ -199,7 +199,7 @@ class CommBridge:
                 self._states.close(message.comm)
                 if message.comm in manager.comms:
                     manager.unregister_comm(manager.comms[message.comm])
-        buffers = [bytes(each) for each in frames]
+        buffers = [bytes(frame) for frame in frames]
         self._send(f"comm_{message.kind}", content, json.loads(message.metadata), self.parent, buffers)
 
     def _send(

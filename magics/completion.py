@@ -150,7 +150,7 @@ class _Completion:
         def rank_names() -> list[str]:
             if cluster is None:
                 return []
-            return [each.text for each in cluster.complete(line.begun, len(line.begun), variables=True)[1]]
+            return [completion.text for completion in cluster.complete(line.begun, len(line.begun), variables=True)[1]]
 
         return arguments.complete(
             line.command,
@@ -183,8 +183,8 @@ class KernelCompletion(_Completion):
     def do_complete(self, code: str, cursor_pos: int | None) -> Any:  # noqa: ANN401 - a reply's content, or an awaitable of it
         """Complete code; see `ipykernel.ipkernel.IPythonKernel.do_complete`."""
         at = len(code) if cursor_pos is None else cursor_pos
-        found = self._find(code, at)
-        return self._stock_complete(code, cursor_pos) if found is None else _reply(*found, at)
+        result = self._find(code, at)
+        return self._stock_complete(code, cursor_pos) if result is None else _reply(*result, at)
 
     def do_inspect(
         self,
@@ -223,13 +223,13 @@ class TerminalCompletion(_Completion):
 
     def completions(self, text: str, offset: int) -> Iterator[Any]:
         """Yield completions; see `IPython.core.completer.IPCompleter.completions`."""
-        found = self._find(text, offset)
-        if found is None:
+        result = self._find(text, offset)
+        if result is None:
             yield from self._stock(text, offset)
             return
-        start, names = found
+        start, names = result
         with completer.provisionalcompleter():
-            made = [completer.Completion(start, offset, each.text, type=each.type) for each in names]
+            made = [completer.Completion(start, offset, completion.text, type=completion.type) for completion in names]
         yield from made
 
 
@@ -242,8 +242,11 @@ def _selected(cluster: Cluster, ranks: str | None) -> tuple[int, ...] | None:
 
 
 def _reply(start: int, found: list[Completion], at: int) -> dict[str, Any]:
-    types = [{"start": start, "end": at, "text": each.text, "type": each.type, "signature": ""} for each in found]
-    matches = [each.text for each in found]
+    types = [
+        {"start": start, "end": at, "text": completion.text, "type": completion.type, "signature": ""}
+        for completion in found
+    ]
+    matches = [completion.text for completion in found]
     return {"matches": matches, "cursor_start": start, "cursor_end": at, "metadata": {_TYPES: types}, "status": "ok"}
 
 

@@ -205,12 +205,12 @@ class DebugMultiplexer:
     async def move_in(self) -> None:
         """Move the breakpoints to where plain cells now run, after auto mode was turned on or off."""
         for path, lines in self._breakpoints.items():
-            there = [] if self._office.is_for_ranks(path) else lines
+            kernel_breakpoints = [] if self._office.is_for_ranks(path) else lines
             request = {
                 "type": "request",
                 "seq": 0,
                 "command": "setBreakpoints",
-                "arguments": _breakpoints_at(path, there),
+                "arguments": _breakpoints_at(path, kernel_breakpoints),
             }
             await self._stock.process(request)
 
@@ -296,14 +296,14 @@ class DebugMultiplexer:
     async def _on_debuginfo(self, request: Message, _arguments: Message) -> Message:
         reply = await self._stock.process(request)
         body = reply.get("body") or {}
-        theirs = [each for each in body.get("breakpoints", ()) if each["source"] not in self._breakpoints]
-        ours = [
-            {"source": path, "breakpoints": [{"line": each["line"]} for each in lines]}
+        kernel_entries = [entry for entry in body.get("breakpoints", ()) if entry["source"] not in self._breakpoints]
+        rank_entries = [
+            {"source": path, "breakpoints": [{"line": line["line"]} for line in lines]}
             for path, lines in self._breakpoints.items()
             if lines
         ]
         threads = [*(THREADS + rank for rank in sorted(self.stopped.threads)), *body.get("stoppedThreads", ())]
-        return {**reply, "body": {**body, "breakpoints": [*theirs, *ours], "stoppedThreads": threads}}
+        return {**reply, "body": {**body, "breakpoints": [*kernel_entries, *rank_entries], "stoppedThreads": threads}}
 
     async def _on_setbreakpoints(self, request: Message, arguments: Message) -> Message:
         path, lines = arguments["source"]["path"], arguments.get("breakpoints") or []
@@ -311,10 +311,12 @@ class DebugMultiplexer:
         answers = await self._ask_all("setBreakpoints", _breakpoints_at(path, lines))
         if not self._office.is_for_ranks(path):
             return await self._stock.process(request)
-        told = next((each["body"]["breakpoints"] for each in answers.values() if each.get("success")), lines)
+        breakpoints = next(
+            (answer["body"]["breakpoints"] for answer in answers.values() if answer.get("success")), lines
+        )
         placed = [
             {"verified": True, "line": after.get("line", before["line"]), "source": arguments["source"]}
-            for before, after in zip(lines, told, strict=True)
+            for before, after in zip(lines, breakpoints, strict=True)
         ]
         return _response(request, {"breakpoints": placed})
 
@@ -325,8 +327,8 @@ class DebugMultiplexer:
 
     async def _on_inspectvariables(self, request: Message, _arguments: Message) -> Message:
         """Answer the request for variables that a front end sends while no thread is paused."""
-        found = None if self.stopped.threads else await self._office.variables(self.stopped.chosen or 0)
-        return await self._stock.process(request) if found is None else _response(request, {"variables": found})
+        variables = None if self.stopped.threads else await self._office.variables(self.stopped.chosen or 0)
+        return await self._stock.process(request) if variables is None else _response(request, {"variables": variables})
 
     async def _on_richinspectvariables(self, request: Message, arguments: Message) -> Message:
         """Answer with a variable's display formats while no thread is paused.
@@ -335,8 +337,8 @@ class DebugMultiplexer:
         """
         name, rank = str(arguments["variableName"]), self.stopped.chosen or 0
         paused = self.stopped.threads or self._stock.paused
-        found = None if paused else await self._office.show(rank, name)
-        return await self._stock.process(request) if found is None else _response(request, found)
+        formats = None if paused else await self._office.show(rank, name)
+        return await self._stock.process(request) if formats is None else _response(request, formats)
 
     async def _on_threads(self, request: Message, _arguments: Message) -> Message:
         reply = await self._stock.process(request)
@@ -351,16 +353,19 @@ class DebugMultiplexer:
             return await self._stock.process(request)
         ranks = stopped.call_stack() if stopped.one_view else [rank]
         answers = await asyncio.gather(
-            *(self._ask(each, "stackTrace", {**arguments, "threadId": stopped.threads.get(each)}) for each in ranks)
+            *(
+                self._ask(frame_rank, "stackTrace", {**arguments, "threadId": stopped.threads.get(frame_rank)})
+                for frame_rank in ranks
+            )
         )
         frames, total = [], 0
-        for each, answer in zip(ranks, answers, strict=True):
-            body = (answer.get("body") or {}) if answer.get("success") and each in stopped.threads else {}
-            frames += stopped.references.translate(each, "stackTrace", body).get("stackFrames", [])
+        for frame_rank, answer in zip(ranks, answers, strict=True):
+            body = (answer.get("body") or {}) if answer.get("success") and frame_rank in stopped.threads else {}
+            frames += stopped.references.translate(frame_rank, "stackTrace", body).get("stackFrames", [])
             total += body.get("totalFrames", 0)  # the request may be for only some of them
         if rank < 0 and self._stock.paused:
-            own = (await self._stock.process(request)).get("body") or {}
-            frames, total = [*own.get("stackFrames", ()), *frames], total + own.get("totalFrames", 0)
+            kernel_stack = (await self._stock.process(request)).get("body") or {}
+            frames, total = [*kernel_stack.get("stackFrames", ()), *frames], total + kernel_stack.get("totalFrames", 0)
         return _response(request, {"stackFrames": frames, "totalFrames": max(total, len(frames))})
 
     async def _move(self, request: Message, arguments: Message) -> Message:
@@ -373,7 +378,10 @@ class DebugMultiplexer:
         # The notebook moves before the ranks: while it is paused, it may be what receives their messages.
         reply = await self._stock.process(request) if to_notebook else None
         answers = await asyncio.gather(
-            *(self._ask(rank, request["command"], {**arguments, "threadId": own}) for rank, own in meant.items())
+            *(
+                self._ask(rank, request["command"], {**arguments, "threadId": rank_thread})
+                for rank, rank_thread in meant.items()
+            )
         )
         if reply is not None:
             return reply
@@ -389,21 +397,21 @@ class DebugMultiplexer:
         if not meant:
             return await self._stock.process(request)
         errors: dict[int, str] = {}
-        for each in meant:
-            answer = await self._ask(each, "threads", {})
+        for target in meant:
+            answer = await self._ask(target, "threads", {})
             threads = (answer.get("body") or {}).get("threads", ())
-            main = next((one["id"] for one in threads if one["name"] == "MainThread"), None)
+            main = next((thread["id"] for thread in threads if thread["name"] == "MainThread"), None)
             if main is not None:
-                errors[each] = _error_of(await self._ask(each, "pause", {"threadId": main}))
-        text = "; ".join(f"rank {each}: {error}" for each, error in errors.items())
+                errors[target] = _error_of(await self._ask(target, "pause", {"threadId": main}))
+        text = "; ".join(f"rank {target}: {error}" for target, error in errors.items())
         return _response(request, {}, error="" if "" in errors.values() else text)
 
     async def _on_rank(self, request: Message, arguments: Message, reference: int) -> Message:
         """Answer a request about a frame or a variable of a rank."""
-        command, found = request["command"], self.stopped.references.find(reference)
-        if found is None:
+        command, origin = request["command"], self.stopped.references.find(reference)
+        if origin is None:
             return _response(request, _EMPTY_BODIES.get(command, {}), error="the rank has gone on since then")
-        rank, number = found
+        rank, number = origin
         self.stopped.chosen = rank
         if command == "richInspectVariables":
             return await self._show_richly(request, rank, number)
@@ -411,14 +419,19 @@ class DebugMultiplexer:
             source, target = str(arguments["srcVariableName"]), str(arguments["dstVariableName"])
             if not (source.isidentifier() and target.isidentifier()):  # both are evaluated on the rank
                 return _response(request, {}, error="only what has a name of its own can be copied")
-            asked, own = "setExpression", {"expression": f"globals()['{target}']", "value": source, "frameId": number}
+            rank_command, rank_arguments = (
+                "setExpression",
+                {"expression": f"globals()['{target}']", "value": source, "frameId": number},
+            )
         else:
             keys = {key for key in _REFERENCES if arguments.get(key) == reference}
-            asked, own = command, {**arguments, **dict.fromkeys(keys, number)}
-        answer = await self._ask(rank, asked, own)
-        body = self.stopped.references.translate(rank, asked, answer.get("body") or {})
+            rank_command, rank_arguments = command, {**arguments, **dict.fromkeys(keys, number)}
+        answer = await self._ask(rank, rank_command, rank_arguments)
+        body = self.stopped.references.translate(rank, rank_command, answer.get("body") or {})
         if command == "variables":
-            body["variables"] = [each for each in body.get("variables", ()) if self._stock.accepts(each["name"])]
+            body["variables"] = [
+                variable for variable in body.get("variables", ()) if self._stock.accepts(variable["name"])
+            ]
         return _response(request, body or _EMPTY_BODIES.get(command, {}), error=_error_of(answer))
 
     async def _show_richly(self, request: Message, rank: int, frame: int) -> Message:
@@ -427,8 +440,8 @@ class DebugMultiplexer:
         if not name.isidentifier():
             return _response(request, {"data": {}, "metadata": {}})
         expression = f"get_ipython().display_formatter.format({name})"
-        asked = {"expression": expression, "frameId": frame, "context": "clipboard"}
-        return _response(request, _parse_formats(await self._ask(rank, "evaluate", asked)))
+        arguments = {"expression": expression, "frameId": frame, "context": "clipboard"}
+        return _response(request, _parse_formats(await self._ask(rank, "evaluate", arguments)))
 
 
 def _response(request: Message, body: Message, *, error: str = "") -> Message:
@@ -533,8 +546,8 @@ class StoppedThreads:
         self.references.forget(rank)
         self.threads.pop(rank, None)
         self.threads[rank] = body["threadId"]
-        kept: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
-        stopped = self._stopped(rank, {"reason": "breakpoint", **kept})
+        fields: Message = {key: body[key] for key in ("reason", "text", "preserveFocusHint") if key in body}
+        stopped = self._stopped(rank, {"reason": "breakpoint", **fields})
         # If one rank moves alone, JupyterLab shows another one meanwhile; `continued` makes it return to this one.
         return [self._continued(rank), stopped] if self.one_view and self.single else [stopped]
 

@@ -92,8 +92,8 @@ class Debugging:
         """Describe whether a front end debugs the ranks, and which ones continue and step apply to."""
         desk = self.desk
         whom = "the rank whose frame is chosen in the call stack" if desk.stopped.single else "all paused ranks"
-        who = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
-        return f"{who}; continue and step are for {whom}"
+        state = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
+        return f"{state}; continue and step are for {whom}"
 
     # Called by the main thread
 
@@ -203,16 +203,17 @@ class Debugging:
         cluster = self._of_cells(rank)
         if cluster is None:
             return None
-        told = await asyncio.get_running_loop().run_in_executor(None, cluster.variables, (rank,))
+        variables = await asyncio.get_running_loop().run_in_executor(None, cluster.variables, (rank,))
         return [
             {
-                "name": each.name,
-                "evaluateName": each.name,
-                "type": each.type,
-                "value": each.preview or " ".join(map(str, filter(None, (each.type, each.dtype, each.shape)))),
+                "name": variable.name,
+                "evaluateName": variable.name,
+                "type": variable.type,
+                "value": variable.preview
+                or " ".join(map(str, filter(None, (variable.type, variable.dtype, variable.shape)))),
                 "variablesReference": 0,
             }
-            for each in told.get(rank, ())
+            for variable in variables.get(rank, ())
         ]
 
     async def show(self, rank: int, name: str) -> Message | None:
@@ -226,15 +227,15 @@ class Debugging:
         text = ""
         if name.isidentifier():
             ask = functools.partial(cluster.peek, name, ranks=(rank,))
-            (told,) = await asyncio.get_running_loop().run_in_executor(None, ask)
-            text = told.text or told.trouble
+            (answer,) = await asyncio.get_running_loop().run_in_executor(None, ask)
+            text = answer.text or answer.trouble
         return {"data": {"text/plain": text} if text else {}, "metadata": {}}
 
     def _of_cells(self, rank: int) -> Cluster | None:
         """Return the cluster if it has this rank and plain cells run on the ranks."""
         cluster = self._cluster
-        there = cluster is not None and auto_mode.is_enabled(self._shell) and rank < cluster.world_size
-        return cluster if there else None
+        applies = cluster is not None and auto_mode.is_enabled(self._shell) and rank < cluster.world_size
+        return cluster if applies else None
 
     def _look(self) -> None:
         """Connect to the current cluster, if it is another one than before."""
@@ -264,8 +265,8 @@ def _is_cell(path: str) -> bool:
 def debugging_of(shell: InteractiveShell) -> Debugging | None:
     """Return the `Debugging` of the shell's kernel, or None if it cannot debug."""
     kernel = getattr(shell, "kernel", None)
-    found = getattr(getattr(kernel, "do_debug_request", None), "__self__", None)
-    return found if isinstance(found, Debugging) else None
+    owner = getattr(getattr(kernel, "do_debug_request", None), "__self__", None)
+    return owner if isinstance(owner, Debugging) else None
 
 
 def install(shell: InteractiveShell) -> None:

@@ -33,13 +33,13 @@ def raise_cell_error(cell: RunningCell, result: CellResult, own: Collection[str]
 
 def _only_here(result: CellResult, own: Collection[str]) -> str:
     """Return a line about undefined names that are the notebook's variables, which ranks do not see; empty if none."""
-    lacking = (_UNDEFINED.match(each.value) for each in result.errors.values() if each.name == "NameError")
-    names = sorted({each[1] for each in lacking if each and each[1] in own})
+    lacking = (_UNDEFINED.match(error.value) for error in result.errors.values() if error.name == "NameError")
+    names = sorted({match[1] for match in lacking if match and match[1] in own})
     if not names:
         return ""
-    what, it = ("is a variable", "it") if len(names) == 1 else ("are variables", "them")
+    predicate, pronoun = ("is a variable", "it") if len(names) == 1 else ("are variables", "them")
     push = f"%distributed push {' '.join(names)}"
-    return f"\n{', '.join(names)} {what} of the notebook: {push} copies {it} to the ranks"
+    return f"\n{', '.join(names)} {predicate} of the notebook: {push} copies {pronoun} to the ranks"
 
 
 def _raise_shown(error: BaseException, text: str) -> None:

@@ -65,11 +65,11 @@ def notebook_launcher(
     `BadRequest` for an option that cannot be honoured; `TransferError` for an argument or result that cannot be
     pickled. The signature is that of Accelerate 1.15.
     """
-    asked = dict(locals())
+    options = dict(locals())
     __tracebackhide__ = True  # IPython and pytest omit this frame from tracebacks
     for name, (only, reason) in _NOT_YET.items():
-        if str(asked[name]) != str(only):
-            raise BadRequest(f"notebook_launcher: {name}={asked[name]!r} cannot be honoured: {reason}; leave it out")
+        if str(options[name]) != str(only):
+            raise BadRequest(f"notebook_launcher: {name}={options[name]!r} cannot be honoured: {reason}; leave it out")
     if mixed_precision not in _PRECISIONS:
         raise BadRequest(f"mixed_precision={mixed_precision!r} is not there; use one of {', '.join(_PRECISIONS)}")
     _check_call("notebook_launcher", function, args, num_processes)

@@ -175,19 +175,19 @@ class DistributedMagics(Magics):
 
     def _tell_kept(self) -> None:
         """Report once which kept ranks can be attached."""
-        if not self._knows_kept and (words := reports.describe_waiting()):
-            self._say(words)
+        if not self._knows_kept and (text := reports.describe_waiting()):
+            self._say(text)
         self._knows_kept = True
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
-        there = None if default_cluster.is_starting() else default_cluster.default_or_none()
-        self._knows_kept = self._knows_kept and there is not None
+        running = None if default_cluster.is_starting() else default_cluster.default_or_none()
+        self._knows_kept = self._knows_kept and running is not None
         self._tell_kept()
         cluster = default_cluster.start(n, backend=backend, keep=keep or False)
-        told = "running already" if there is cluster else "ready"
+        state = "running already" if running is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
         self._say(
-            f"{plural(cluster.world_size, 'rank')} {verb} {told}: "
+            f"{plural(cluster.world_size, 'rank')} {verb} {state}: "
             f"{cluster.describe()}{reports.describe_keeping(cluster)}"
         )
         return cluster
@@ -218,12 +218,12 @@ class DistributedMagics(Magics):
             return
         if running is None:
             self._say("no ranks are running; %distributed start or the first %%distributed starts them")
-            if kept := reports.describe_kept():
-                self._say(kept)
+            if text := reports.describe_kept():
+                self._say(text)
             return
         rows = [
-            (str(each.rank), each.state, each.device, str(each.pid or ""), each.cell or "", _note_of(each))
-            for each in running.status()
+            (str(status.rank), status.state, status.device, str(status.pid or ""), status.cell or "", _note_of(status))
+            for status in running.status()
         ]
         self._show(table(("rank", "state", "device", "pid", "runs", "note"), rows))
         for cell in running.cells():
@@ -254,7 +254,7 @@ class DistributedMagics(Magics):
         cluster = default_cluster.current()
         stacks = cluster.stacks()
         silent = None in stacks.values()  # ask for the states of ranks without a stack, without waiting again
-        states = {each.rank: each.state for each in cluster.status(timeout=0)} if silent else {}
+        states = {status.rank: status.state for status in cluster.status(timeout=0)} if silent else {}
         self._say(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
@@ -267,14 +267,14 @@ class DistributedMagics(Magics):
 
     def _command_vars(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
-        asked = cluster.select(command.ranks)
-        told = cluster.variables(asked)
-        rows = reports.variable_rows(told, command.names) if told else []
-        if silent := tuple(rank for rank in asked if rank not in told):
+        ranks = cluster.select(command.ranks)
+        variables = cluster.variables(ranks)
+        rows = reports.variable_rows(variables, command.names) if variables else []
+        if silent := tuple(rank for rank in ranks if rank not in variables):
             self._say(f"{name_ranks(silent)} did not answer; %distributed status tells why")
         if rows:
             self._show(table(reports.VARIABLE_HEADINGS, rows))
-        elif told:
+        elif variables:
             self._say("no variables")
 
     def _command_peek(self, command: argparse.Namespace) -> None:

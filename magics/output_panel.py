@@ -87,8 +87,10 @@ class Panel:
         before = self._below.get(key)
         self._below[key] = ranks
         label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
-        found = [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=before is not None)]
-        self._sink.emit([*found, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
+        heading = (
+            [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=before is not None)]
+        )
+        self._sink.emit([*heading, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
 
     def _late(self, changes: Sequence[Change]) -> None:
         """Publish output that arrives after the cell's end, from ranks that still run or from their threads."""
@@ -124,7 +126,7 @@ def _new_name() -> str:
 
 def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
     """Group the ranks' output into blocks; equal output of several ranks is one block."""
-    found: list[OutputBlock] = []
+    blocks: list[OutputBlock] = []
 
     def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of an OutputBlock
         alike: list[tuple[Any, list[int]]] = []
@@ -137,14 +139,14 @@ def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
                 alike.append((value, [rank]))
         for value, ranks in alike:
             field = {"text": value} if isinstance(value, str) else {"data": value}
-            found.append(OutputBlock(len(found), tuple(ranks), **field, **kind))
+            blocks.append(OutputBlock(len(blocks), tuple(ranks), **field, **kind))
 
-    add({each.rank: each.stdout for each in outcomes if each.stdout})
-    add({each.rank: each.stderr for each in outcomes if each.stderr}, stream="stderr")
-    for index in range(max((len(each.displays) for each in outcomes), default=0)):
-        add({each.rank: each.displays[index] for each in outcomes if len(each.displays) > index})
-    add({each.rank: each.result for each in outcomes if each.result is not None})
-    return found
+    add({outcome.rank: outcome.stdout for outcome in outcomes if outcome.stdout})
+    add({outcome.rank: outcome.stderr for outcome in outcomes if outcome.stderr}, stream="stderr")
+    for index in range(max((len(outcome.displays) for outcome in outcomes), default=0)):
+        add({outcome.rank: outcome.displays[index] for outcome in outcomes if len(outcome.displays) > index})
+    add({outcome.rank: outcome.result for outcome in outcomes if outcome.result is not None})
+    return blocks
 
 
 class JupyterSink:

@@ -62,15 +62,15 @@ def merge_ops(ops: Ops) -> list[MergedOp]:
 
     A rank without an op has 0 calls of it. Kernels of all devices of one type are merged.
     """
-    kinds = dict.fromkeys((each.name, _kind(each.where)) for told in ops.values() for each in told)
+    kinds = dict.fromkeys((op.name, _kind(op.where)) for rank_ops in ops.values() for op in rank_ops)
     calls = {kind: dict.fromkeys(ops, 0) for kind in kinds}
     times = {kind: dict.fromkeys(ops, 0.0) for kind in kinds}
-    for rank, told in ops.items():
-        for each in told:
-            calls[each.name, _kind(each.where)][rank] += each.calls
-            times[each.name, _kind(each.where)][rank] += each.seconds
+    for rank, rank_ops in ops.items():
+        for op in rank_ops:
+            calls[op.name, _kind(op.where)][rank] += op.calls
+            times[op.name, _kind(op.where)][rank] += op.seconds
     merged = [MergedOp(name, where, calls[name, where], times[name, where]) for name, where in kinds]
-    return sorted(merged, key=lambda each: each.total, reverse=True)
+    return sorted(merged, key=lambda op: op.total, reverse=True)
 
 
 def _kind(where: str) -> str:
@@ -82,23 +82,23 @@ def profile_table(ops: Ops) -> tuple[dict[str, str], str]:
     merged = merge_ops(ops)
     shown = merged[:_MOST_ROWS]
     ranks = sorted(ops)
-    on_devices = any(each.where != "cpu" for each in merged)
+    on_devices = any(op.where != "cpu" for op in merged)
     wide = len(ranks) > _MOST_COLUMNS
     times = ("least", "mean", "most") if wide else tuple(f"rank {rank}" for rank in ranks)
     rows = [
         (
-            each.name if len(each.name) <= _LONGEST_NAME else each.name[: _LONGEST_NAME - 1] + "…",
-            each.where if on_devices else "",
-            _span(each.calls),
-            *_times(each, ranks, wide=wide),
-            _imbalance(each) if len(ranks) > 1 else "",
+            op.name if len(op.name) <= _LONGEST_NAME else op.name[: _LONGEST_NAME - 1] + "…",
+            op.where if on_devices else "",
+            _span(op.calls),
+            *_times(op, ranks, wide=wide),
+            _imbalance(op) if len(ranks) > 1 else "",
         )
-        for each in shown
+        for op in shown
     ]
-    words = "times are without what an op called in turn; imbalance is the longest time over the mean"
+    note = "times are without what an op called in turn; imbalance is the longest time over the mean"
     if len(merged) > len(shown):
-        words = f"{len(shown)} of {len(merged)} ops, largest total first; {words}"
-    return table(("op", "on", "calls", *times, "imbalance"), rows), words
+        note = f"{len(shown)} of {len(merged)} ops, largest total first; {note}"
+    return table(("op", "on", "calls", *times, "imbalance"), rows), note
 
 
 def _times(op: MergedOp, ranks: Sequence[int], *, wide: bool) -> tuple[str, ...]:
@@ -156,8 +156,8 @@ def may_write(file: Path) -> bool:
         return not file.is_symlink()
     if not file.is_file():
         return False
-    with file.open("rb") as there:
-        return there.read(len(_MARK)) == _MARK
+    with file.open("rb") as stream:
+        return stream.read(len(_MARK)) == _MARK
 
 
 def check_file(file: Path) -> Path:
@@ -222,29 +222,29 @@ class Measuring:
         """Return the output items for the ranks' measurements."""
         items: list[Emit] = []
         if self._time and told:
-            items.append(RichOutput(dict(times_table({rank: each.times for rank, each in told.items()})), {}))
+            items.append(RichOutput(dict(times_table({rank: measured.times for rank, measured in told.items()})), {}))
         if self._file is not None:
             items += self._describe_profile(told, cell, self._file)
-        for trouble in sorted({each.trouble for each in told.values()} - {""}):
-            ranks = [rank for rank, each in told.items() if each.trouble == trouble]
+        for trouble in sorted({measured.trouble for measured in told.values()} - {""}):
+            ranks = [rank for rank, measured in told.items() if measured.trouble == trouble]
             items.append(Stream("stderr", f"{name_ranks(ranks)}: {trouble}\n"))
         if silent := [rank for rank in cell.ranks if rank not in told]:
             items.append(Stream("stderr", f"{name_ranks(silent)} told nothing of what was measured\n"))
         return items
 
     def _describe_profile(self, told: Mapping[int, Measured], cell: RunningCell, file: Path) -> list[Emit]:
-        profiles = {rank: each.profile for rank, each in told.items() if each.profile is not None}
+        profiles = {rank: measured.profile for rank, measured in told.items() if measured.profile is not None}
         if not profiles:
             return []
-        if not any(each.ops for each in profiles.values()):
+        if not any(profile.ops for profile in profiles.values()):
             return [Stream("stdout", "nothing of torch ran, so there is no profile and no trace\n")]
-        bundle, words = profile_table({rank: each.ops for rank, each in profiles.items()})
+        bundle, note = profile_table({rank: profile.ops for rank, profile in profiles.items()})
         try:
-            Trace(cell.label, self.measure.epoch, {rank: each.events for rank, each in profiles.items()}).write(file)
+            Trace(cell.label, self.measure.epoch, {rank: trace.events for rank, trace in profiles.items()}).write(file)
         except OSError as error:
             return [RichOutput(dict(bundle), {}), Stream("stderr", f"the trace could not be written: {error}\n")]
         where = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-        told_where = f"{words}\ntrace of all ranks, for https://ui.perfetto.dev: {where}\n"
+        told_where = f"{note}\ntrace of all ranks, for https://ui.perfetto.dev: {where}\n"
         return [RichOutput(dict(bundle), {}), Stream("stdout", told_where)]
 
 
@@ -254,14 +254,14 @@ def times_table(times: Mapping[int, Times]) -> dict[str, str]:
     rows = [
         (
             str(rank),
-            seconds(each.wall),
-            seconds(each.cpu),
-            seconds(each.main_cpu),
-            seconds(each.waited),
-            str(each.collectives),
+            seconds(rank_times.wall),
+            seconds(rank_times.cpu),
+            seconds(rank_times.main_cpu),
+            seconds(rank_times.waited),
+            str(rank_times.collectives),
             "the others waited for it" if rank in late else "",
         )
-        for rank, each in sorted(times.items())
+        for rank, rank_times in sorted(times.items())
     ]
     return table(("rank", "wall", "CPU", "CPU, main thread", "waited", "collectives", "note"), rows)
 
@@ -271,13 +271,13 @@ def latecomers(times: Mapping[int, Times]) -> set[int]:
 
     A latecomer waited much less than the others; none is returned if the difference is below `_TELLING`.
     """
-    waited = {rank: each.waited for rank, each in times.items()}
+    waited = {rank: rank_times.waited for rank, rank_times in times.items()}
     if len(waited) < 2:
         return set()
     least, most = min(waited.values()), max(waited.values())
-    if most - least < _TELLING * max(each.wall for each in times.values()):
+    if most - least < _TELLING * max(rank_times.wall for rank_times in times.values()):
         return set()
-    return {rank for rank, each in waited.items() if each < least + 0.25 * (most - least)}
+    return {rank for rank, wait in waited.items() if wait < least + 0.25 * (most - least)}
 
 
 def seconds(amount: float) -> str:

@@ -72,10 +72,10 @@ def variable_rows(variables: Mapping[int, Sequence[Variable]], names: Sequence[s
         for variable in of_rank:
             by_name.setdefault(variable.name, {})[rank] = variable
     for name in names:
-        if not any(fnmatchcase(known, name) for known in by_name):
+        if not any(fnmatchcase(candidate, name) for candidate in by_name):
             ranks = name_ranks(tuple(variables))
             raise BadRequest(f"there is no variable {name!r} on {ranks}{suggest(name, by_name)}")
-    selected = [known for known in by_name if not names or any(fnmatchcase(known, name) for name in names)]
+    selected = [candidate for candidate in by_name if not names or any(fnmatchcase(candidate, name) for name in names)]
     return [row for name in selected for row in _rows_of_variable(name, by_name[name], tuple(variables))]
 
 
@@ -143,7 +143,7 @@ def describe_waiting() -> str:
 
 def describe_kept() -> str:
     """Return a line per set of kept ranks, and the notes about unreadable records; empty if there are none."""
-    found = find_detached()
+    detached = find_detached()
     how = "%distributed attach takes them over"
-    lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in found.records]
-    return "\n".join([*lines, *found.notes])
+    lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in detached.records]
+    return "\n".join([*lines, *detached.notes])

@@ -165,17 +165,17 @@ class CheckpointBrowser:
                     latest = steps.read_latest(self._storage)
                 except CheckpointingException as error:
                     trouble = str(error)
-                found = []
+                entries = []
                 for step in steps.finished_steps(self._storage):
                     with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
                         made = self._stored(steps.folder_of(self._storage, step), step, latest=step == latest)
                         if made.checked != "damaged" or step in steps.finished_steps(self._storage):
-                            found.append(made)
-                found += [self._stored(name, None, latest=False) for name in self._others(names)]
-                found += [self._rest(name) for name in steps.list_partials(self._storage)]
+                            entries.append(made)
+                entries += [self._stored(name, None, latest=False) for name in self._others(names)]
+                entries += [self._rest(name) for name in steps.list_partials(self._storage)]
             except (OSError, CheckpointingException) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
-            return CheckpointFolder(self._folder, tuple(found), trouble)
+            return CheckpointFolder(self._folder, tuple(entries), trouble)
 
     def verify(self, name: str) -> str:
         """See `CheckpointSource`."""
@@ -189,9 +189,9 @@ class CheckpointBrowser:
     def load(self, name: str) -> str:
         """See `CheckpointSource`."""
         step, where = self._step(name), self._folder if self._is_whole_folder(name) else self._whole_path(name)
-        said = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
-        if said is not None:
-            return said
+        message = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
+        if message is not None:
+            return message
         which = f"{self._folder!r}, step={step}" if step is not None else repr(where)
         return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
@@ -253,10 +253,10 @@ class CheckpointBrowser:
 
     def _stored(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
         name, signature = path or self._own_name(), self._signature(path)
-        known = self._read.get(name)
-        if known is None or known[0] != signature:
-            known = self._read[name] = (signature, self._described(name, path, step))
-        made = known[1]
+        cached = self._read.get(name)
+        if cached is None or cached[0] != signature:
+            cached = self._read[name] = (signature, self._described(name, path, step))
+        made = cached[1]
         checked = self._checked.get(name)
         state, detail = made.checked, made.detail
         if checked is not None and checked[0] == signature:

@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/coordinator/deadlock.py",
-        "if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:",
+        "if doom.seconds >= self._grace.finished and (cell.cell, *wait) not in self._said:",
         "if doom.seconds >= self._grace.finished:",
         "coordinator/test_collective_monitor.py",
     ),
@@ -211,8 +211,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/rank/replay_buffer.py",
-        "if not isinstance(each.message, Done)), None)",
-        "if each.message), None)",
+        "if not isinstance(entry.message, Done)), None)",
+        "if entry.message), None)",
         "rank/test_replay_buffer.py",
     ),
     Mutant(
@@ -261,8 +261,8 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "kernel/rankbook/checkpoint/planning/save_plan.py",
-        "if same_common and asked == self._known else",
-        "if asked == self._known else",
+        "if same_common and inputs == self._known else",
+        "if inputs == self._known else",
         "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(
@@ -297,7 +297,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/checkpoint/format/checksums.py",
-        "length = min(left, piece)",
+        "length = min(remaining, piece)",
         "length = piece",
         "checkpoint/format/test_checksums.py",
     ),

@@ -133,10 +133,10 @@ class CheckpointsModel(ViewModel):
         assert self._shelf is not None
         with self._lock:
             try:
-                found = self._shelf.look()
+                folder = self._shelf.look()
             except (RankbookError, OSError) as error:
-                found = CheckpointFolder("", (), str(error))
-            changed, self._folder = found != self._folder, found
+                folder = CheckpointFolder("", (), str(error))
+            changed, self._folder = folder != self._folder, folder
         if changed and self._changed is not None:
             self._changed()
 
@@ -171,7 +171,11 @@ class CheckpointsView(LiveView):
 def _ended(saves: Saves | None) -> set[tuple[int, str, str]]:
     if saves is None:
         return set()
-    return {(each.rank, each.save.folder, each.save.name) for each in saves.saves if each.save.phase in ENDS}
+    return {
+        (rank_save.rank, rank_save.save.folder, rank_save.save.name)
+        for rank_save in saves.saves
+        if rank_save.save.phase in ENDS
+    }
 
 
 def folder_of(folder: CheckpointFolder | None) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def folder_of(folder: CheckpointFolder | None) -> dict[str, Any]:
     return {
         "folder": folder.folder,
         "trouble": folder.trouble,
-        "checkpoints": [[each.name, *row(each), _can(each)] for each in folder.checkpoints],
+        "checkpoints": [[checkpoint.name, *row(checkpoint), _can(checkpoint)] for checkpoint in folder.checkpoints],
     }
 
 
@@ -203,7 +207,10 @@ def saves_of(saves: Saves | None) -> dict[str, Any]:
                 "total": whole.total,
                 "words": whole.words(),
                 "error": whole.error,
-                "ranks": [[each.rank, each.save.phase, each.save.written, each.save.total] for each in whole.ranks],
+                "ranks": [
+                    [rank_save.rank, rank_save.save.phase, rank_save.save.written, rank_save.save.total]
+                    for rank_save in whole.ranks
+                ],
             }
             for whole in together(saves)
         ]
@@ -225,65 +232,67 @@ class WholeSave:
     @property
     def phase(self) -> str:
         """Return the phase of the slowest rank, or `failed` if any rank has failed."""
-        phases = {each.save.phase for each in self.ranks}
+        phases = {rank_save.save.phase for rank_save in self.ranks}
         return next((phase for phase in PHASES if phase in phases), "planning")
 
     @property
     def written(self) -> int:
         """Return the bytes written by all ranks."""
-        return sum(each.save.written for each in self.ranks)
+        return sum(rank_save.save.written for rank_save in self.ranks)
 
     @property
     def total(self) -> int:
         """Return the bytes that all ranks will write."""
-        return sum(each.save.total for each in self.ranks)
+        return sum(rank_save.save.total for rank_save in self.ranks)
 
     @property
     def rate(self) -> float:
         """Return the bytes per second of all ranks that are writing."""
-        return sum(each.save.rate or 0.0 for each in self.ranks)
+        return sum(rank_save.save.rate or 0.0 for rank_save in self.ranks)
 
     @property
     def error(self) -> str:
         """Return the errors with their ranks, or an empty string."""
-        return "; ".join(f"rank {each.rank}: {each.save.error}" for each in self.ranks if each.save.error)
+        return "; ".join(
+            f"rank {rank_save.rank}: {rank_save.save.error}" for rank_save in self.ranks if rank_save.save.error
+        )
 
     def left(self) -> float | None:
         """Return the seconds until the slowest rank has written its part at its current rate; None if unknown."""
         waits = [
-            (each.save.total - each.save.written) / each.save.rate
-            for each in self.ranks
-            if each.save.rate and each.save.phase == "writing"
+            (rank_save.save.total - rank_save.save.written) / rank_save.save.rate
+            for rank_save in self.ranks
+            if rank_save.save.rate and rank_save.save.phase == "writing"
         ]
         return max(waits, default=None)
 
     def words(self) -> str:
         """Describe the progress: "writing, 1.2 GB of 4 GB, 400 MB/s, 7 s left"."""
-        seconds = max(each.save.seconds for each in self.ranks)
-        left = self.left()
-        said = [self.phase]
+        seconds = max(rank_save.save.seconds for rank_save in self.ranks)
+        remaining = self.left()
+        parts = [self.phase]
         if self.total:
-            said.append(f"{format_bytes(self.written)} of {format_bytes(self.total)}")
+            parts.append(f"{format_bytes(self.written)} of {format_bytes(self.total)}")
         if self.rate:
-            said.append(f"{format_bytes(self.rate)}/s")
-        if left is not None and self.phase == "writing":
-            said.append(f"{format_duration(left)} left")
+            parts.append(f"{format_bytes(self.rate)}/s")
+        if remaining is not None and self.phase == "writing":
+            parts.append(f"{format_duration(remaining)} left")
         return ", ".join(
-            [*said, f"for {format_duration(seconds)}" if self.phase not in {"done", "failed"} else ""]
+            [*parts, f"for {format_duration(seconds)}" if self.phase not in {"done", "failed"} else ""]
         ).strip(", ")
 
 
 def together(saves: Saves | None) -> list[WholeSave]:
     """Group the ranks' saves by checkpoint, in the order in which they started."""
-    found: dict[tuple[str, str], list[RankSave]] = defaultdict(list)
-    for each in saves.saves if saves is not None else ():
-        found[each.save.folder, each.save.name].append(each)
+    groups: dict[tuple[str, str], list[RankSave]] = defaultdict(list)
+    for rank_save in saves.saves if saves is not None else ():
+        groups[rank_save.save.folder, rank_save.save.name].append(rank_save)
     return [
         WholeSave(
             f"{name or 'a checkpoint'} in {folder}{' (in the background)' if ranks[0].save.background else ''}",
-            tuple(sorted(ranks, key=lambda each: each.rank)),
+            tuple(sorted(ranks, key=lambda rank_save: rank_save.rank)),
         )
-        for (folder, name), ranks in found.items()
+        for (folder, name), ranks in groups.items()
     ]
 
 
@@ -309,14 +318,14 @@ def _row(each: StoredCheckpoint) -> list[str]:
 
 def summary(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     """Summarize the view in one line: "3 checkpoints in /ckpt, latest step-30; saving step-40: writing"."""
-    said = []
+    parts = []
     if folder is not None:
-        latest = next((f", latest {each.name}" for each in folder.checkpoints if each.latest), "")
+        latest = next((f", latest {checkpoint.name}" for checkpoint in folder.checkpoints if checkpoint.latest), "")
         count = len(folder.checkpoints)
         many = plural(count, "checkpoint") if count else "no checkpoints"
-        said.append(folder.trouble or f"{many} in {folder.folder}{latest}")
-    said += [f"{whole.title}: {whole.words()}" for whole in together(saves)]
-    return "; ".join(said) or "no save under way"
+        parts.append(folder.trouble or f"{many} in {folder.folder}{latest}")
+    parts += [f"{whole.title}: {whole.words()}" for whole in together(saves)]
+    return "; ".join(parts) or "no save under way"
 
 
 def text(saves: Saves | None, folder: CheckpointFolder | None) -> str:
@@ -324,24 +333,24 @@ def text(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     lines = ["checkpoints: " + summary(saves, folder)]
     for whole in together(saves):
         lines += [
-            f"  rank {each.rank}: {format_bytes(each.save.written)} of {format_bytes(each.save.total)}"
-            for each in whole.ranks
+            f"  rank {rank_save.rank}: {format_bytes(rank_save.save.written)} of {format_bytes(rank_save.save.total)}"
+            for rank_save in whole.ranks
         ]
         lines += [f"  {whole.error}"] if whole.error else []
     if folder is not None and folder.checkpoints:
-        lines.append(table(HEADINGS, [_row(each) for each in folder.checkpoints])["text/plain"])
+        lines.append(table(HEADINGS, [_row(checkpoint) for checkpoint in folder.checkpoints])["text/plain"])
     return "\n".join(lines)
 
 
 def html(saves: Saves | None, folder: CheckpointFolder | None) -> str:
     """Return the saves with their progress bars, and a table of the checkpoints, as HTML."""
-    said = [f"<p>checkpoints: {escape(summary(saves, folder))}</p>"]
+    parts = [f"<p>checkpoints: {escape(summary(saves, folder))}</p>"]
     for whole in together(saves):
         progress = bar([("written", whole.written, BLUE)], whole.total, width="16em")
-        said.append(f"<p>{progress} {escape(whole.title)}: {escape(whole.words())} {escape(whole.error)}</p>")
+        parts.append(f"<p>{progress} {escape(whole.title)}: {escape(whole.words())} {escape(whole.error)}</p>")
     if folder is not None and folder.checkpoints:
-        said.append(table(HEADINGS, [_row(each) for each in folder.checkpoints])["text/html"])
-    return "".join(said)
+        parts.append(table(HEADINGS, [_row(checkpoint) for checkpoint in folder.checkpoints])["text/html"])
+    return "".join(parts)
 
 
 def svg(saves: Saves | None, folder: CheckpointFolder | None) -> str:
@@ -352,14 +361,17 @@ def svg(saves: Saves | None, folder: CheckpointFolder | None) -> str:
         colour = {"failed": VERMILLION, "done": GREEN}.get(whole.phase, BLUE)
         shapes.append(text_element(12, y + 14, f"{whole.title}: {whole.words()}"))
         y += 22
-        for each in whole.ranks:
-            share = each.save.written / each.save.total if each.save.total else 0
+        for rank_save in whole.ranks:
+            share = rank_save.save.written / rank_save.save.total if rank_save.save.total else 0
             shapes += [
-                text_element(36, y + 11, str(each.rank), anchor="end", size=11),
+                text_element(36, y + 11, str(rank_save.rank), anchor="end", size=11),
                 rect(44, y, 300, 12, "none", extra=f" stroke='{LINE}'"),
-                rect(44, y, 300 * share, 12, colour, title=f"rank {each.rank}"),
+                rect(44, y, 300 * share, 12, colour, title=f"rank {rank_save.rank}"),
                 text_element(
-                    352, y + 11, f"{format_bytes(each.save.written)} of {format_bytes(each.save.total)}", size=11
+                    352,
+                    y + 11,
+                    f"{format_bytes(rank_save.save.written)} of {format_bytes(rank_save.save.total)}",
+                    size=11,
                 ),
             ]
             y += 16

@@ -130,8 +130,8 @@ class LiveView(EarlyMessageWidget):
         self._look("display", frozenset(self._parts))
         self._first.wait(FIRST_STATE)
         self._send_state()
-        found = super()._repr_mimebundle_()
-        data, metadata = found if isinstance(found, tuple) else ({}, {})
+        bundle = super()._repr_mimebundle_()
+        data, metadata = bundle if isinstance(bundle, tuple) else ({}, {})
         return {**data, "text/plain": self.text(), "text/html": self.html()}, metadata
 
     def _ipython_display_(self, **_options: object) -> None:
@@ -212,11 +212,11 @@ class LiveView(EarlyMessageWidget):
 
     def _follow(self) -> None:
         """Open the parts that a browser shows, and close the others."""
-        wanted = frozenset().union(*(parts for _, parts in self._lookers.values()))
-        for name in sorted(wanted - self._opened):
+        visible = frozenset().union(*(parts for _, parts in self._lookers.values()))
+        for name in sorted(visible - self._opened):
             self._opened.add(name)
             self._parts[name].open(self._changed)
-        for name in sorted(self._opened - wanted):
+        for name in sorted(self._opened - visible):
             self._opened.discard(name)
             self._parts[name].close()
 

@@ -70,8 +70,8 @@ def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: 
     """
     style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
     style += "".join(
-        f"#{name} .rb-{each}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
-        for each, colour in _COLOURS.items()
+        f"#{name} .rb-{ansi_name}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
+        for ansi_name, colour in _COLOURS.items()
     )
     style += "".join(
         f'#{name}:has(.rb-to-{rank}:checked) .rb-piece:not([data-ranks~="{rank}"]){{display:none}}'
@@ -82,8 +82,8 @@ def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: 
     radios = "".join(
         f'<input type="radio" name="{name}" id="{name}-{choice}" value="{choice}" class="rb-to-{choice}"'
         f'{" checked" if choice == view else ""} data-lm-suppress-shortcuts="true">'
-        f'<label for="{name}-{choice}">{words}</label>'
-        for choice, words in choices(ranks).items()
+        f'<label for="{name}-{choice}">{label}</label>'
+        for choice, label in choices(ranks).items()
     )
     return (
         f'<div class="rankbook-panel" id="{name}"><style>{style}</style>'
@@ -107,7 +107,7 @@ def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
     """Return the HTML of one block of output; `ranks` are the ranks of the cell."""
     columns = [ranks.index(rank) for rank in piece.ranks]
     together = columns == list(range(columns[0], columns[-1] + 1))
-    place = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
+    grid_column = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
     colour = f"--rb-colour:{rank_color(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
     label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
     if piece.data is not None:
@@ -116,7 +116,7 @@ def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
         inner = f'<pre class="rb-{piece.stream}">{to_html(piece.text)}</pre>'
     return (
         f'<div class="rb-piece" data-key="{piece.key}" data-ranks="{" ".join(map(str, piece.ranks))}" '
-        f'style="{colour}--rb-columns:{place}">{label}{inner}</div>'
+        f'style="{colour}--rb-columns:{grid_column}">{label}{inner}</div>'
     )
 
 
@@ -140,11 +140,11 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
             return text
     for kind in _IMAGES:
         if isinstance(text := data.get(kind), str):
-            words = escape(str(data.get("text/plain", "a picture")))
+            caption = escape(str(data.get("text/plain", "a picture")))
             wide = (metadata or {}).get(kind)
             width = wide.get("width") if isinstance(wide, Mapping) else None
             size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
-            return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{words}"{size}>'
+            return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{caption}"{size}>'
     for kind in ("text/plain", "text/markdown", "text/latex"):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"
@@ -212,8 +212,8 @@ class CellPanel(EarlyMessageWidget):
         with self._lock:
             self._opened = time.monotonic()
             self._tell_whole()
-        found = super()._repr_mimebundle_()
-        data = found[0] if isinstance(found, tuple) else {}
+        widget_bundle = super()._repr_mimebundle_()
+        data = widget_bundle[0] if isinstance(widget_bundle, tuple) else {}
         return {**data, "text/plain": f"{self._title} on {name_ranks(self._ranks)}"}
 
     def end(self, pieces: Sequence[OutputBlock]) -> dict[str, str]:

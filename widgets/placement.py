@@ -77,9 +77,9 @@ class PlacementModel(ViewModel):
         if rank is not None and not isinstance(rank, int):
             raise BadRequest(f"{rank!r} is no rank")
         if op == "detail":
-            found = self._feed.ask("detail", rank=rank)
-            assert isinstance(found, RankDetail)
-            return detail_of(found)
+            detail = self._feed.ask("detail", rank=rank)
+            assert isinstance(detail, RankDetail)
+            return detail_of(detail)
         if op == "act" and message.get("kind") in {"interrupt", "restart"}:
             return self._feed.act(str(message["kind"]), rank)
         raise BadRequest(f"the placement view knows no {op!r}")
@@ -116,7 +116,7 @@ def fixed_of(placement: Placement | None) -> dict[str, Any]:
     """Return the JSON data that rarely changes: the ranks, their devices and the objects on them."""
     if placement is None:
         return {}
-    return {"cluster": placement.cluster, "ranks": [_fixed_rank(each) for each in placement.ranks]}
+    return {"cluster": placement.cluster, "ranks": [_fixed_rank(rank) for rank in placement.ranks]}
 
 
 def _fixed_rank(each: RankPlacement) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def state_of(placement: Placement | None) -> dict[str, Any]:
     """Return the JSON data that changes often: a list per rank, in the order that static/placement.js expects."""
     if placement is None:
         return {}
-    return {"at": round(placement.at, 1), "ranks": [_state_rank(each) for each in placement.ranks]}
+    return {"at": round(placement.at, 1), "ranks": [_state_rank(rank) for rank in placement.ranks]}
 
 
 def _state_rank(each: RankPlacement) -> list[Any]:
@@ -175,7 +175,7 @@ def detail_of(detail: RankDetail) -> dict[str, Any]:
         "rank": detail.rank,
         "stack": list(detail.stack),
         "output": list(detail.output),
-        "variables": [_variable(each) for each in detail.variables],
+        "variables": [_variable(variable) for variable in detail.variables],
     }
 
 
@@ -247,12 +247,12 @@ def summary(placement: Placement | None) -> str:
     """Summarize the placement in one line: "4 ranks of main: 3 running, 1 waiting"."""
     if placement is None:
         return NOTHING_YET
-    states = Counter(each.state for each in placement.ranks)
-    lagging = [each.rank for each in placement.ranks if each.lags]
-    told = ", ".join(f"{number} {state}" for state, number in states.items())
+    states = Counter(rank.state for rank in placement.ranks)
+    lagging = [rank.rank for rank in placement.ranks if rank.lags]
+    counts = ", ".join(f"{number} {state}" for state, number in states.items())
     late = f"; {name_ranks(lagging)} {'lags' if len(lagging) == 1 else 'lag'}" if lagging else ""
     name = f" of {placement.cluster}" if placement.cluster else ""
-    return f"{plural(len(placement.ranks), 'rank')}{name}: {told}{late}"
+    return f"{plural(len(placement.ranks), 'rank')}{name}: {counts}{late}"
 
 
 def _row(each: RankPlacement) -> list[str]:
@@ -271,8 +271,8 @@ def _row(each: RankPlacement) -> list[str]:
 
 
 def _holding_line(holding: Holding) -> str:
-    what, facts = holding_words(holding)
-    return f"{holding.name}: {what} ({facts})" if facts else f"{holding.name}: {what}"
+    kind, facts = holding_words(holding)
+    return f"{holding.name}: {kind} ({facts})" if facts else f"{holding.name}: {kind}"
 
 
 def text(placement: Placement | None) -> str:
@@ -280,8 +280,8 @@ def text(placement: Placement | None) -> str:
     if placement is None:
         return f"placement: {NOTHING_YET}"
     lines = [f"{summary(placement)}, {format_time(placement.at)}"]
-    for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
-        lines += ["", host, table(HEADINGS, [_row(each) for each in ranks])["text/plain"]]
+    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
+        lines += ["", host, table(HEADINGS, [_row(rank) for rank in ranks])["text/plain"]]
     return "\n".join(lines)
 
 
@@ -290,10 +290,10 @@ def html(placement: Placement | None) -> str:
     if placement is None:
         return f"<p>placement: {NOTHING_YET}</p>"
     rows = []
-    for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
+    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
         rows.append(f'<tr><th scope="rowgroup" colspan="{len(HEADINGS)}">{escape(host)}</th></tr>')
-        rows += [_html_row(each, bars=len(placement.ranks) <= MOST_BARS) for each in ranks]
-    head = "".join(f'<th scope="col" style="text-align:left">{each}</th>' for each in HEADINGS)
+        rows += [_html_row(rank, bars=len(placement.ranks) <= MOST_BARS) for rank in ranks]
+    head = "".join(f'<th scope="col" style="text-align:left">{heading}</th>' for heading in HEADINGS)
     return (
         f"<p>{escape(summary(placement))}, {format_time(placement.at)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{_legend()}"
@@ -323,11 +323,11 @@ def svg(placement: Placement | None) -> str:
         return svg_document(width, 40, "placement", [text_element(12, 25, NOTHING_YET)])
     shapes = [text_element(12, 24, f"{summary(placement)}, {format_time(placement.at)}", size=14)]
     y = 40.0
-    for host, ranks in groupby(placement.ranks, key=lambda each: each.host):
+    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
         shapes.append(text_element(12, y + 14, host, fill=FAINT))
         y += 22
-        for each in ranks:
-            shapes += _svg_row(each, y)
+        for rank in ranks:
+            shapes += _svg_row(rank, y)
             y += row
     x = 12.0
     for name, colour in MEMORY_COLOURS.items():

@@ -114,13 +114,13 @@ def to_html(text: str) -> str:
     """Convert text with ANSI sequences to HTML: colours become classes (`rb-red`), other sequences are removed."""
     if "\x1b" not in text:
         return escape(text, quote=False)
-    found, classes, at = [], dict[str, str](), 0
+    parts, classes, at = [], dict[str, str](), 0
 
     def add(part: str) -> None:
         if part and classes:
-            found.append(f'<span class="{" ".join(classes.values())}">{escape(part, quote=False)}</span>')
+            parts.append(f'<span class="{" ".join(classes.values())}">{escape(part, quote=False)}</span>')
         elif part:
-            found.append(escape(part, quote=False))
+            parts.append(escape(part, quote=False))
 
     for match in ANSI_ESCAPE.finditer(text):
         add(text[at : match.start()])
@@ -128,7 +128,7 @@ def to_html(text: str) -> str:
         if match[1] is not None:
             _change(classes, map(_code, match[1].split(";")))
     add(text[at:])
-    return "".join(found)
+    return "".join(parts)
 
 
 def _code(digits: str) -> int:

@@ -96,9 +96,9 @@ class ShardsModel(ViewModel):
         if op == "tensor":
             return tensor_of(tensor)
         if op == "statistic":
-            found = self._feed.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
-            assert isinstance(found, Statistic)
-            return statistic_words(found)
+            statistic = self._feed.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
+            assert isinstance(statistic, Statistic)
+            return statistic_words(statistic)
         raise BadRequest(f"the shards view knows no {op!r}")
 
     def _ask(self, name: str) -> str:
@@ -109,20 +109,20 @@ class ShardsModel(ViewModel):
         if not name:
             raise BadRequest("which variable? Write its name, such as model")
         with self._lock:
-            self._asked = asked = self._asked + 1
+            self._asked = query = self._asked + 1
         try:
-            found = self._feed.ask("shards", name=name)
+            shard_map = self._feed.ask("shards", name=name)
         except RankbookError as error:
-            found = ShardMap(name, "", (), str(error))
-        assert isinstance(found, ShardMap)
+            shard_map = ShardMap(name, "", (), str(error))
+        assert isinstance(shard_map, ShardMap)
         with self._lock:
-            if asked == self._asked:
-                self._variable, self._found = name, found
-                self._tensors = {tensor.key: tensor for tensor in found.tensors}
+            if query == self._asked:
+                self._variable, self._found = name, shard_map
+                self._tensors = {tensor.key: tensor for tensor in shard_map.tensors}
                 self._chosen = None
-                # `asked` makes the value differ, so that the browser is notified even if only the shards have moved
-                self._fixed = to_json({**fixed_of(found), "search": self._search, "asked": asked})
-        return found.trouble
+                # `query` makes the value differ, so that the browser is notified even if only the shards have moved
+                self._fixed = to_json({**fixed_of(shard_map), "search": self._search, "asked": query})
+        return shard_map.trouble
 
     def summary(self) -> str:
         """See `ViewModel`."""
@@ -175,7 +175,7 @@ def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
             [
                 list(holders[0].offset),
                 list(holders[0].shape),
-                [[each.rank, each.replica, each.device, each.bytes] for each in holders],
+                [[shard.rank, shard.replica, shard.device, shard.bytes] for shard in holders],
             ]
             for holders in chunks[:MOST_DRAWN]
         ],
@@ -184,10 +184,10 @@ def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
 
 def chunks_of(shards: Sequence[Shard]) -> list[list[Shard]]:
     """Group shards by chunk, in the order of the tensor; replicas are ordered by replica and rank."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Shard]] = defaultdict(list)
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Shard]] = defaultdict(list)
     for shard in shards:
-        found[shard.offset, shard.shape].append(shard)
-    return [sorted(found[place], key=lambda each: (each.replica, each.rank)) for place in sorted(found)]
+        chunks[shard.offset, shard.shape].append(shard)
+    return [sorted(chunks[chunk], key=lambda replica: (replica.replica, replica.rank)) for chunk in sorted(chunks)]
 
 
 MOST_ROWS = 200  # tensors listed in static text and HTML
@@ -197,9 +197,9 @@ HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")
 def statistic_words(found: Statistic) -> str:
     """Describe a statistic in one line: "min -0.5, mean 0.25, max 1.5, 2 NaN"."""
     numbers = [("min", found.minimum), ("mean", found.mean), ("max", found.maximum)]
-    said = [f"{name} {number:.4g}" for name, number in numbers if number is not None]
-    said += [f"{found.nans} NaN", *([f"{found.infinities} infinite"] if found.infinities else [])]
-    return ", ".join(said)
+    parts = [f"{name} {number:.4g}" for name, number in numbers if number is not None]
+    parts += [f"{found.nans} NaN", *([f"{found.infinities} infinite"] if found.infinities else [])]
+    return ", ".join(parts)
 
 
 def totals(found: ShardMap) -> dict[int, int]:
@@ -218,7 +218,7 @@ def imbalance(amounts: dict[int, int]) -> str:
     most, mean = max(amounts.values()), sum(amounts.values()) / len(amounts)
     if most <= 1.005 * mean:
         return f"{format_bytes(mean)} on each rank"
-    rank = max(amounts, key=lambda each: amounts[each])
+    rank = max(amounts, key=lambda holder: amounts[holder])
     above = 100 * most / mean - 100
     return f"rank {rank} holds {format_bytes(most)}, {above:.0f} % above the mean of {format_bytes(mean)}"
 
@@ -229,8 +229,8 @@ def summary(found: ShardMap | None, name: str) -> str:
         return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
     if found.trouble:
         return f"shards of {found.name}: {found.trouble}"
-    held = imbalance(totals(found))
-    return f"{found.name} ({found.kind}): {plural(len(found.tensors), 'tensor')}{f'; {held}' if held else ''}"
+    balance = imbalance(totals(found))
+    return f"{found.name} ({found.kind}): {plural(len(found.tensors), 'tensor')}{f'; {balance}' if balance else ''}"
 
 
 def _row(tensor: ShardedTensorMap) -> list[str]:
@@ -248,8 +248,8 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
 
 def _rows(found: ShardMap, search: str) -> tuple[list[list[str]], int]:
     """Return a row per tensor with `search` in its name, and the number of further rows that are not shown."""
-    wanted = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
-    return [_row(tensor) for tensor in wanted[:MOST_ROWS]], max(0, len(wanted) - MOST_ROWS)
+    matches = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
+    return [_row(tensor) for tensor in matches[:MOST_ROWS]], max(0, len(matches) - MOST_ROWS)
 
 
 def text(found: ShardMap | None, name: str, search: str = "") -> str:
@@ -265,21 +265,23 @@ def text(found: ShardMap | None, name: str, search: str = "") -> str:
 
 def html(found: ShardMap | None, name: str, search: str = "") -> str:
     """Return a table of the tensors with `search` in their names, and a table of the bytes per rank."""
-    said = f"<p>{escape(summary(found, name))}</p>"
+    markup = f"<p>{escape(summary(found, name))}</p>"
     if found is None or not found.tensors:
-        return said
+        return markup
     shown, more = _rows(found, search)
-    said += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
-    said += f"<p>… and {more} more</p>" if more else ""
+    markup += (
+        table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
+    )
+    markup += f"<p>… and {more} more</p>" if more else ""
     rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(found).items()]
-    return said + table(("rank", "holds"), rows)["text/html"]
+    return markup + table(("rank", "holds"), rows)["text/html"]
 
 
 def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
     """Return the chosen tensor, or the largest one, as a grid of its parts, with the bytes per rank."""
     if found is None or not found.tensors:
         return svg_document(720, 40, "shards", [text_element(12, 25, summary(found, name))])
-    tensor = chosen or max(found.tensors, key=lambda each: sum(shard.bytes for shard in each.shards))
+    tensor = chosen or max(found.tensors, key=lambda candidate: sum(shard.bytes for shard in candidate.shards))
     shapes = [
         text_element(12, 22, summary(found, name), size=14),
         text_element(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
@@ -303,15 +305,15 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
     """Draw the shards along the tensor's two largest dims, at index 0 of the other dims."""
     across, down = _two_dims(tensor.shape)
     shapes, drawn = [], set()
-    for shard in sorted(tensor.shards, key=lambda each: (each.replica, each.rank)):
-        here = all(begin == 0 for dim, begin in enumerate(shard.offset) if dim not in (across, down))
-        if (shard.offset, shard.shape) in drawn or not here:
+    for shard in sorted(tensor.shards, key=lambda replica: (replica.replica, replica.rank)):
+        in_plane = all(begin == 0 for dim, begin in enumerate(shard.offset) if dim not in (across, down))
+        if (shard.offset, shard.shape) in drawn or not in_plane:
             continue
         drawn.add((shard.offset, shard.shape))
         left, wide = _extent(tensor, shard.offset, shard.shape, across, width)
         top, high = _extent(tensor, shard.offset, shard.shape, down, height)
         colour = rank_color(shard.rank)
-        copies = [each for each in tensor.shards if (each.offset, each.shape) == (shard.offset, shard.shape)]
+        copies = [copy for copy in tensor.shards if (copy.offset, copy.shape) == (shard.offset, shard.shape)]
         title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
         shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
         label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"

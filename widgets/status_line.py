@@ -30,10 +30,10 @@ class HandleView:
 
     def text(self) -> str:
         """Return the line as text."""
-        words = f"cell [{self.number}] on {name_ranks(self.ranks)}: {self.state}"
+        line_text = f"cell [{self.number}] on {name_ranks(self.ranks)}: {self.state}"
         if self.state == "queued" and self.waiting_for:
-            words += f", waiting for {name_ranks(self.waiting_for)}"
-        return words if self.seconds is None else f"{words} after {self.seconds:.1f} s"
+            line_text += f", waiting for {name_ranks(self.waiting_for)}"
+        return line_text if self.seconds is None else f"{line_text} after {self.seconds:.1f} s"
 
     def bundle(self) -> dict[str, str]:
         """Return the line as a mime bundle."""

@@ -65,8 +65,8 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
 
 def suggest(name: str, names: Iterable[str]) -> str:
     """Return "; near: loss, losses" with the public `names` that resemble `name`, or an empty string."""
-    found = get_close_matches(name, [each for each in names if not each.startswith("_")], n=3)
-    return f"; near: {', '.join(found)}" if found else ""
+    matches = get_close_matches(name, [candidate for candidate in names if not candidate.startswith("_")], n=3)
+    return f"; near: {', '.join(matches)}" if matches else ""
 
 
 def strip_ansi(text: str) -> str:

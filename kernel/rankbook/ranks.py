@@ -54,21 +54,21 @@ def format_ranks(ranks: Iterable[int], *, most: int | None = None) -> str:
 
     If there are more than `most` ranges, the rest is counted: "0,2,4 and more, 8 in all".
     """
-    known = sorted(set(ranks))
+    unique = sorted(set(ranks))
     ranges: list[list[int]] = []
-    for rank in known:
+    for rank in unique:
         if ranges and rank == ranges[-1][1] + 1:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
     text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
-    return f"{text} and more, {len(known)} in all" if most and len(ranges) > most else text or "none"
+    return f"{text} and more, {len(unique)} in all" if most and len(ranges) > most else text or "none"
 
 
 def name_ranks(ranks: Iterable[int], *, most: int | None = None) -> str:
     """Format ranks for a sentence, as `format_ranks` does: "rank 2", "ranks 0-1,3"."""
-    known = set(ranks)
-    return f"rank{'' if len(known) == 1 else 's'} {format_ranks(known, most=most)}"
+    unique = set(ranks)
+    return f"rank{'' if len(unique) == 1 else 's'} {format_ranks(unique, most=most)}"
 
 
 def group_ranks(values: Iterable[tuple[int, _K]]) -> dict[_K, list[int]]:

@@ -123,10 +123,10 @@ class SaveHandle:
         return self._saved
 
     def __repr__(self) -> str:
-        told = self.progress
-        if told.phase == "writing" and told.total:
-            return f"<save of {told.name} to {told.folder}: writing, {told.written / told.total:.0%}>"
-        return f"<save of {told.name or 'a checkpoint'} to {told.folder}: {told.error or told.phase}>"
+        progress = self.progress
+        if progress.phase == "writing" and progress.total:
+            return f"<save of {progress.name} to {progress.folder}: writing, {progress.written / progress.total:.0%}>"
+        return f"<save of {progress.name or 'a checkpoint'} to {progress.folder}: {progress.error or progress.phase}>"
 
     def _run(self, work: Callable[[], Saved]) -> None:
         _step_back()
@@ -178,18 +178,18 @@ def _least(*values: bool) -> list[bool]:
     """Return the logical AND over all ranks of every value. A collective."""
     if not dist.is_initialized():
         return list(values)
-    told = torch.tensor(values, dtype=torch.int32, device=control_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return [bool(each) for each in told.tolist()]
+    flags = torch.tensor(values, dtype=torch.int32, device=control_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def _first(complaint: str) -> str:
     """Return the complaint of the lowest rank that has one, on all ranks. A collective."""
     if not dist.is_initialized():
         return complaint
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, complaint)
-    return next(each for each in told if each)
+    complaints: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(complaints, complaint)
+    return next(message for message in complaints if message)
 
 
 def current_save() -> SaveHandle | None:
@@ -306,27 +306,27 @@ def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -
     The buffers that hold the copies are appended to `taken`. Tensors that this rank will not write are not copied.
     """
     copies: list[LocalTensor] = []
-    for each in contents.tensors:
-        if not (each.is_main or everything) or not each.nbytes:
-            copies.append(each)
+    for tensor in contents.tensors:
+        if not (tensor.is_main or everything) or not tensor.nbytes:
+            copies.append(tensor)
             continue
-        buffer = _buffer(each.nbytes)
+        buffer = _buffer(tensor.nbytes)
         taken.append(buffer)
-        copy = buffer[: each.nbytes].view(each.data.dtype).view(each.data.shape)
-        copy.copy_(each.data.detach(), non_blocking=True)
-        copies.append(replace(each, data=copy))
+        copy = buffer[: tensor.nbytes].view(tensor.data.dtype).view(tensor.data.shape)
+        copy.copy_(tensor.data.detach(), non_blocking=True)
+        copies.append(replace(tensor, data=copy))
     _process.pool.clear()  # the remaining buffers have sizes that are not needed now
     staged = contents.frozen(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
     # the copies from a device are asynchronous: they must end before the caller changes the tensors
-    if torch.cuda.is_available() and any(each.data.is_cuda for each in contents.tensors):
+    if torch.cuda.is_available() and any(tensor.data.is_cuda for tensor in contents.tensors):
         torch.cuda.synchronize()
     return staged
 
 
 def _buffer(size: int) -> torch.Tensor:
     """Take a buffer of at least `size` bytes from the pool, or allocate one: pinned if CUDA is available."""
-    for number, each in enumerate(_process.pool):
-        if size <= each.numel() <= size + size // 4:
+    for number, buffer in enumerate(_process.pool):
+        if size <= buffer.numel() <= size + size // 4:
             return _process.pool.pop(number)
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 

@@ -161,10 +161,10 @@ def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> 
         made = [check()]
     except Exception as raised:  # noqa: BLE001 - raised below, on every rank
         error = raised
-    own = {name: repr(value) for name, value in given.items()}
+    arguments = {name: repr(value) for name, value in given.items()}
     complaint = "" if error is None else f"{type(error).__name__}: {error}"
-    if not _all_alike(repr((complaint, sorted(own.items())))):
-        _raise(what, gather_objects((complaint, isinstance(error, BadRequest), own)), error)
+    if not _all_alike(repr((complaint, sorted(arguments.items())))):
+        _raise(what, gather_objects((complaint, isinstance(error, BadRequest), arguments)), error)
     if error is not None:  # the same error on every rank
         raise error
     return made[0]
@@ -175,21 +175,21 @@ def _all_alike(text: str) -> bool:
         return True
     number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
     # One reduction gives the minimum of `number` and, negated, its maximum: equal if all ranks have the same digest.
-    told = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    least, most = told.tolist()
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
+    dist.all_reduce(bounds, op=dist.ReduceOp.MIN)
+    least, most = bounds.tolist()
     return bool(least == -most)
 
 
 def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Exception | None) -> None:
     failed = group_ranks((rank, complaint) for rank, (complaint, _, _) in enumerate(told) if complaint)
     if failed:
-        words = "; ".join(f"{said(ranks)}: {complaint}" for complaint, ranks in failed.items())
-        asked = all(bad for complaint, bad, _ in told if complaint)
-        raise (BadRequest if asked else CheckpointingException)(f"the {what} has not begun: {words}") from error
+        reasons = "; ".join(f"{said(ranks)}: {complaint}" for complaint, ranks in failed.items())
+        misuse = all(bad for complaint, bad, _ in told if complaint)
+        raise (BadRequest if misuse else CheckpointingException)(f"the {what} has not begun: {reasons}") from error
     differing = []
     for name in told[0][2]:
-        sides = group_ranks((rank, own[name]) for rank, (_, _, own) in enumerate(told))
+        sides = group_ranks((rank, arguments[name]) for rank, (_, _, arguments) in enumerate(told))
         if len(sides) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {said(ranks)}" for value, ranks in sides.items()))
     raise BadRequest(f"the {what} has not begun, for the ranks do not ask for the same: {'; '.join(differing)}")

@@ -82,7 +82,7 @@ class StrictHandling(Enum):
         if isinstance(mode, str) and mode.lower() in cls._value2member_map_:
             return cls(mode.lower())
         if not isinstance(mode, cls):
-            raise BadRequest(f"strict={mode!r} is no mode: one of {', '.join(each.value for each in cls)}")
+            raise BadRequest(f"strict={mode!r} is no mode: one of {', '.join(member.value for member in cls)}")
         return mode
 
     @property
@@ -118,23 +118,23 @@ def decide_keys(
     `asked` holds the keys that the ranks request, in order of ranks, `stored` the keys of the checkpoint, and `where`
     its name for messages.
     """
-    known = set(stored)
-    ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - known)
+    stored_keys = set(stored)
+    ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - stored_keys)
     unexpected = dict(sorted(ranks.items()))
-    missing = sorted(known.difference(*asked)) if mode.asks_all_ranks else []
+    missing = sorted(stored_keys.difference(*asked)) if mode.asks_all_ranks else []
     none: frozenset[str] = frozenset()
-    told = Decision("", "", frozenset(unexpected), none, none)
+    decision = Decision("", "", frozenset(unexpected), none, none)
     if not unexpected and not missing:
-        return told
+        return decision
     match mode:
         case StrictHandling.IGNORE_ALL:
-            return told
+            return decision
         case StrictHandling.RETURN_UNEXPECTED | StrictHandling.RETURN_ALL:
-            return told._replace(missing=frozenset(missing), unexpected=frozenset(unexpected))
+            return decision._replace(missing=frozenset(missing), unexpected=frozenset(unexpected))
         case StrictHandling.LOG_UNEXPECTED | StrictHandling.LOG_ALL:
-            return told._replace(warning=f"{_say(unexpected, missing, where)}. The rest is loaded")
+            return decision._replace(warning=f"{_say(unexpected, missing, where)}. The rest is loaded")
     more = "log_all" if missing else "log_unexpected"
-    return told._replace(error=f"{_say(unexpected, missing, where)}. strict={more!r} loads the rest", skipped=none)
+    return decision._replace(error=f"{_say(unexpected, missing, where)}. strict={more!r} loads the rest", skipped=none)
 
 
 def _say(unexpected: dict[str, list[int]], missing: Sequence[str], where: str) -> str:
@@ -220,10 +220,10 @@ def prepare_load(
         verify=verify,
         cast=cast,
     )
-    found = find_checkpoint(storage, step)
+    checkpoint = find_checkpoint(storage, step)
     loader = Loader(
-        found,
-        lambda: LoadRequest(sharded_state_dict, found.manifest),
+        checkpoint,
+        lambda: LoadRequest(sharded_state_dict, checkpoint.manifest),
         mode=mode,
         verify=verify,
         cast=cast,
@@ -292,7 +292,7 @@ class Loader:
         self._wishes = self._make_wishes()
         stored = self._found.manifest
         self._read_plan = plan_read([tensor.wanted() for tensor in self._wishes.tensors], stored, cast=self._cast)
-        keys = {tensor.key for tensor in self._wishes.tensors} | {each.unique_key for each in self._wishes.objects}
+        keys = {tensor.key for tensor in self._wishes.tensors} | {entry.unique_key for entry in self._wishes.objects}
         if not self.mode.asks_all_ranks:
             keys = {key for key in keys if key not in stored.tensors and key not in stored.objects}
         return Request(keys, [mismatch.what for mismatch in self._read_plan.mismatches])
@@ -321,7 +321,7 @@ class Loader:
     def verify(self) -> None:
         """Read the objects and the common part, and compare the tensors' bytes with their checksums."""
         fetch = self._fetch
-        self._objects = fetch.objects([each.unique_key for each in self._wishes.objects])
+        self._objects = fetch.objects([entry.unique_key for entry in self._wishes.objects])
         self._common = fetch.common(self._wishes)
         if self._ranks.rank == 0:
             fetch.small_files()
@@ -353,11 +353,11 @@ def load_plain(
 
         state = load_plain("checkpoints", step=100)
     """
-    found = find_checkpoint(storage_of(folder), step, together=False)
-    found.check_sizes()  # before memory is allocated according to the manifest
+    checkpoint = find_checkpoint(storage_of(folder), step, together=False)
+    checkpoint.check_sizes()  # before memory is allocated according to the manifest
     loader = Loader(
-        found,
-        lambda: LoadRequest(request_everything(found.manifest), found.manifest, all_values=True),
+        checkpoint,
+        lambda: LoadRequest(request_everything(checkpoint.manifest), checkpoint.manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
@@ -409,21 +409,21 @@ def find_checkpoint(storage: Storage, step: Step | None, *, together: bool = Tru
             return _choose(storage, step)
         except OSError as error:
             raise CheckpointingException(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
-    told: list[Any] = [None]
-    found: CheckpointRef | None = None
+    payload: list[Any] = [None]
+    checkpoint: CheckpointRef | None = None
     if dist.get_rank() == 0:
         try:
-            found = _choose(storage, step)
-            told = [(found.folder, found.manifest, None)]
+            checkpoint = _choose(storage, step)
+            payload = [(checkpoint.folder, checkpoint.manifest, None)]
         except CheckpointingException as error:
-            told = [("", None, f"{error}")]
+            payload = [("", None, f"{error}")]
         except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait in the broadcast
-            told = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
-    dist.broadcast_object_list(told, src=0)
-    folder, manifest, complaint = told[0]
+            payload = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(payload, src=0)
+    folder, manifest, complaint = payload[0]
     if complaint is not None:
         raise CheckpointingException(complaint)
-    return found or CheckpointRef(storage, folder, manifest)
+    return checkpoint or CheckpointRef(storage, folder, manifest)
 
 
 def _choose(storage: Storage, step: Step | None) -> CheckpointRef:
@@ -481,9 +481,9 @@ class CheckpointRead:
     def __init__(self, found: CheckpointRef, *, verify: bool, allow: Sequence[Any] = ()) -> None:
         self._found = found
         self._verify = verify
-        self._allow = [_named(each) for each in allow]
+        self._allow = [_named(entry) for entry in allow]
         if np.dtype in self._allow:  # a dtype object is an instance of a subclass such as `Float64DType`
-            self._allow += [each for each in vars(np.dtypes).values() if isinstance(each, type)]
+            self._allow += [dtype_class for dtype_class in vars(np.dtypes).values() if isinstance(dtype_class, type)]
         self.damages: list[str] = []
         self._refused = 0
         self._torn: dict[str, None] = {}
@@ -519,7 +519,7 @@ class CheckpointRead:
 
         If that fails, the memory of `fresh` targets is discarded; other targets are reported as partly overwritten.
         """
-        views = [each.data.detach().view(each.local_shape) for each in targets]
+        views = [target.data.detach().view(target.local_shape) for target in targets]
         for number in plan.zeros:
             views[number].zero_() if views[number].element_size() > 1 else views[number].view(torch.uint8).zero_()
         for chunk in plan.chunks:
@@ -547,8 +547,10 @@ class CheckpointRead:
     def objects(self, keys: Collection[str]) -> dict[str, Any]:
         """Return the objects with these unique keys, as far as the checkpoint has them."""
         # every object is stored in a list of one element, as Megatron-Core does
-        found = self._objects(keys)
-        return {key: each[0] if isinstance(each, list) and len(each) == 1 else each for key, each in found.items()}
+        values = self._objects(keys)
+        return {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in values.items()
+        }
 
     def _objects(self, keys: Collection[str]) -> dict[str, Any]:
         loaded: dict[str, Any] = {}
@@ -576,12 +578,12 @@ class CheckpointRead:
 
         If every value of it is stored as an object of its own, return those that `wishes` asks for.
         """
-        known = {each.name: each for each in self._found.manifest.files}
-        stored = known.get(COMMON)
+        files = {file.name: file for file in self._found.manifest.files}
+        stored = files.get(COMMON)
         if stored is None:
-            wanted = wishes.values(self._found.manifest.values)
-            values = self._objects(wanted)
-            return wishes.nested((path, values[key]) for key, path in wanted.items() if key in values)
+            paths = wishes.values(self._found.manifest.values)
+            values = self._objects(paths)
+            return wishes.nested((path, values[key]) for key, path in paths.items() if key in values)
         with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
             data = read_all(self._found.storage, self._found.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
@@ -593,17 +595,17 @@ class CheckpointRead:
 
     def small_files(self) -> None:
         """Verify the files that only other programs read, and the sizes of all files."""
-        for each in self._found.manifest.files:
-            if self._verify and each.crc is not None and each.name != COMMON:
-                with self._naming(f"{each.name}, written by rank {each.rank}"):
-                    data = read_all(self._found.storage, self._found.path(each.name))
-                    if (crc32(data), len(data)) != (each.crc, each.size):
+        for file in self._found.manifest.files:
+            if self._verify and file.crc is not None and file.name != COMMON:
+                with self._naming(f"{file.name}, written by rank {file.rank}"):
+                    data = read_all(self._found.storage, self._found.path(file.name))
+                    if (crc32(data), len(data)) != (file.crc, file.size):
                         raise ChunkDamage("has other bytes than were written")
         sizes = self._found.storage.list(self._found.folder)
-        for each in self._found.manifest.files:
-            if self._verify and sizes.get(each.name, each.size) != each.size:
+        for file in self._found.manifest.files:
+            if self._verify and sizes.get(file.name, file.size) != file.size:
                 self.damages.append(
-                    f"{each.name}, written by rank {each.rank}: has {sizes[each.name]} bytes, not {each.size}"
+                    f"{file.name}, written by rank {file.rank}: has {sizes[file.name]} bytes, not {file.size}"
                 )
 
     def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
@@ -645,10 +647,10 @@ class CheckpointRead:
         """Raise `CheckpointingException` if damage was found."""
         if self.damages:
             more = len(self.damages) - MOST_SAID
-            said = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
+            text = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
             whole = "is whole, and not all of it is loaded unasked"
-            what = whole if self._refused == len(self.damages) else "is damaged"
-            raise CheckpointingException(f"the checkpoint {self._found} {what}:\n  {said}{self._state()}")
+            verdict = whole if self._refused == len(self.damages) else "is damaged"
+            raise CheckpointingException(f"the checkpoint {self._found} {verdict}:\n  {text}{self._state()}")
 
     def _state(self) -> str:
         """Return a sentence about the tensors that were overwritten only in part, or ""."""
@@ -674,8 +676,8 @@ def _may_be_read_twice(found: CheckpointRef, nbytes: int) -> bool:
     if getattr(found.storage, "remote", False):
         return nbytes <= _LITTLE
     try:
-        known = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:  # not Linux
-        known = None
-    available = int(known[1]) * 1024 if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        match = None
+    available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return nbytes <= max(_LITTLE, available // 2)

@@ -151,7 +151,7 @@ class LocalState:
 
         Objects are serialized now, and so is the common part on the coordinator, which is the rank that writes it.
         """
-        objects = [each.frozen() for each in self.objects]
+        objects = [entry.frozen() for entry in self.objects]
         made = LocalState(tensors, objects, {}, self.common_file() if is_coordinator else b"")
         made._declared = self._declared
         return made
@@ -175,11 +175,11 @@ class FailedStaging(LocalState):
 def state_digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any part of a state dict
     """Yield the path and a digest of every leaf, so that ranks can compare their common parts."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from state_digests(each, f"{path}.{key}" if path else str(key))
+        for key, item in value.items():
+            yield from state_digests(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple) and value:
-        for number, each in enumerate(value):
-            yield from state_digests(each, f"{path}[{number}]")
+        for number, item in enumerate(value):
+            yield from state_digests(item, f"{path}[{number}]")
     else:
         yield path, blake2b(_spelt(value), digest_size=8).hexdigest()
 
@@ -200,8 +200,8 @@ def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     A collective. Raises `CheckpointingException`.
     """
     made = partition(sharded_state_dict)
-    tensors = [LocalTensor.of(each.shard) for each in made.tensors]
-    return LocalState(tensors, [LocalObject.of(each) for _, each in made.objects], made.common)
+    tensors = [LocalTensor.of(tensor.shard) for tensor in made.tensors]
+    return LocalState(tensors, [LocalObject.of(shard) for _, shard in made.objects], made.common)
 
 
 class LoadRequest:
@@ -211,7 +211,7 @@ class LoadRequest:
     """
 
     def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
-        stored = {key: (each.shape, each.dtype) for key, each in manifest.tensors.items()}
+        stored = {key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()}
         self._split = partition(sharded_state_dict, stored=stored, gather=None)
         self._all_values = all_values
         # positions of the tensors whose memory is allocated here, and may be overwritten in part by a failed load
@@ -220,8 +220,8 @@ class LoadRequest:
             if entry.shard.data is None:
                 entry.shard.init_data("cpu")
                 self.fresh.add(position)
-        self.tensors = [LocalTensor.of(each.shard) for each in self._split.tensors]
-        self.objects = [LocalObject.of(each) for _, each in self._split.objects]
+        self.tensors = [LocalTensor.of(tensor.shard) for tensor in self._split.tensors]
+        self.objects = [LocalObject.of(shard) for _, shard in self._split.objects]
 
     def values(self, paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, tuple[Any, ...]]:
         """Return the requested plain values: their keys with their paths in the state dict.
@@ -229,8 +229,12 @@ class LoadRequest:
         Checkpoints of other programs may store plain values as objects of their own; `paths` maps their keys to their
         paths. A value is requested if the state dict has the top-level container of its path, or with `all_values`.
         """
-        asked = self._split.containers
-        return {key: normalize_path(path, asked) for key, path in paths.items() if self._all_values or path[0] in asked}
+        requested = self._split.containers
+        return {
+            key: normalize_path(path, requested)
+            for key, path in paths.items()
+            if self._all_values or path[0] in requested
+        }
 
     def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
         """Build a part of the state dict from leaves, given as (path, value)."""
@@ -244,16 +248,16 @@ class LoadRequest:
             for entry in made.tensors
             if entry.shard.key not in skipped and entry.shard.data is not None
         }
-        values.update({path: objects[each.unique_key] for path, each in made.objects if each.unique_key in objects})
+        values.update({path: objects[shard.unique_key] for path, shard in made.objects if shard.unique_key in objects})
         return made.assemble(values, common)
 
 
 def request_everything(manifest: Manifest) -> dict[str, Any]:
     """Return a sharded state dict that asks for all tensors and objects of a checkpoint, unsharded."""
-    wanted: dict[str, Any] = {}
-    for key, each in manifest.tensors.items():
-        nothing = (0,) * len(each.shape)
-        wanted[key] = ShardedTensor(key, None, dtype_named(each.dtype), each.shape, each.shape, nothing, None)
+    state_dict: dict[str, Any] = {}
+    for key, tensor in manifest.tensors.items():
+        nothing = (0,) * len(tensor.shape)
+        state_dict[key] = ShardedTensor(key, None, dtype_named(tensor.dtype), tensor.shape, tensor.shape, nothing, None)
     for key in manifest.objects.keys() - manifest.values.keys():
-        wanted[key] = ShardedObject.empty_from_unique_key(key)
-    return wanted
+        state_dict[key] = ShardedObject.empty_from_unique_key(key)
+    return state_dict

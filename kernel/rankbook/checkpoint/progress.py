@@ -94,11 +94,11 @@ class SaveProgress:
 
     def _tell(self) -> None:
         self._told = time.monotonic()
-        said = self.now()
-        telemetry.report_value(said)
+        progress = self.now()
+        telemetry.report_value(progress)
         if self._on_progress is not None:
             try:
-                self._on_progress(said)
+                self._on_progress(progress)
             except Exception:  # a failing callback must not fail the save on all ranks
                 logger.exception("on_progress= has failed and is not called again for this save to %s", self.folder)
                 self._on_progress = None

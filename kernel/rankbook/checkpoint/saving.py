@@ -219,9 +219,9 @@ class Writer:
         self._telling.check()
         declared = self._contents.declared()
         signature = declared.signature()
-        known = not whole and self._history.sent == signature
+        unchanged = not whole and self._history.sent == signature
         self._history.sent = signature
-        return signature if known else declared.packed()
+        return signature if unchanged else declared.packed()
 
     def plan(self, declarations: list[Signature | bytes]) -> list[WriteTask | None]:
         """Plan the save, claim the partial folder, and return one task per rank.
@@ -379,15 +379,15 @@ def _tell_unsafe(what: str, blob: bytes) -> None:
         return
     if names := torch_zip.unsafe_globals(blob):
         _told_unsafe.add(what)
-        asked = f"a load takes it with allow={names} only"
+        advice = f"a load takes it with allow={names} only"
         if never := torch_zip.NEVER.intersection(names):
-            asked = f"torch cannot load {' and '.join(sorted(never))} again, allowed or not: make it a list or a dict"
+            advice = f"torch cannot load {' and '.join(sorted(never))} again, allowed or not: make it a list or a dict"
         logger.warning(
             "%s holds %s. It is stored, and %s; numbers, strings, tensors, and dicts, lists and tuples of them are "
             "loaded unasked",
             what,
             ", ".join(names),
-            asked,
+            advice,
         )
 
 
@@ -396,7 +396,7 @@ def for_torch(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject]
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.shape)) for each in tensor.chunks]
+        chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape)) for part in tensor.chunks]
         properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
         described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for number, chunk in enumerate(tensor.chunks):
@@ -550,8 +550,8 @@ def run_save(
         if task is None:  # rank 0 does not know the digests of some rank
             task = ranks.exchange(lambda: writer.declare(whole=True), writer.plan)
         assert task is not None
-        own = task
-        ranks.exchange(lambda: writer.write(own), writer.commit)
+        assigned = task
+        ranks.exchange(lambda: writer.write(assigned), writer.commit)
     except BaseException as error:
         # `RanksFailed` is raised on all ranks together. Any other exception comes from the collectives themselves; this
         # rank then raises alone, since it can no longer reach the others.

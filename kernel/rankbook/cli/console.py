@@ -148,9 +148,9 @@ class Console:
     def _release(self, frames: list[_Frame]) -> None:
         for frame in frames:
             self._waiting.remove(frame)
-            held, frame.held, frame.holding = frame.held, [], False
+            texts, frame.held, frame.holding = frame.held, [], False
             self._erase(frame)
-            for text, error in held:
+            for text, error in texts:
                 self._frame_text(frame, text, error)
 
     def _erase(self, frame: _Frame) -> None:

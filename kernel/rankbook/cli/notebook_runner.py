@@ -374,16 +374,16 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
         if spec.get("language", "python").lower() != "python":
             name = spec.get("name", "")
             raise BadRequest(f"the notebook is written for {spec['language']}, not Python; `--kernel {name}` runs it")
-        own = spec_for(spec.get("name", ""))
-        if own is not None and ranks is not None:
-            own.env = {}  # it would override `ranks`
-        return _OneKernelSpec(own or KernelSpec(resource_dir="", **get_kernel_dict()))
+        kernel_spec = spec_for(spec.get("name", ""))
+        if kernel_spec is not None and ranks is not None:
+            kernel_spec.env = {}  # it would override `ranks`
+        return _OneKernelSpec(kernel_spec or KernelSpec(resource_dir="", **get_kernel_dict()))
     specs = KernelSpecManager()
     try:
         specs.get_kernel_spec(kernel)
     except NoSuchKernel as error:
-        known = ", ".join(sorted(specs.find_kernel_specs())) or "none"
-        raise BadRequest(f"there is no kernel named {kernel}; installed: {known}") from error
+        installed = ", ".join(sorted(specs.find_kernel_specs())) or "none"
+        raise BadRequest(f"there is no kernel named {kernel}; installed: {installed}") from error
     return specs
 
 

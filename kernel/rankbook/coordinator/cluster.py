@@ -102,11 +102,11 @@ class ClusterTasks:
         After `timeout` seconds the cell is interrupted, or removed if it is still queued. After `patience` seconds this
         method returns, whatever the state of the cell.
         """
-        with deferred_interrupts() as held:
+        with deferred_interrupts() as interrupts:
             if timeout is not None:
                 self.interrupt_after(cell, timeout)
-            wait_for_cell(self._crew.driver, cell, held, patience=patience, ask=ask)
-            held.take()
+            wait_for_cell(self._crew.driver, cell, interrupts, patience=patience, ask=ask)
+            interrupts.take()
 
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
         """Interrupt `cell` in `seconds`, unless it has ended by then.
@@ -124,11 +124,11 @@ class ClusterTasks:
             if cell.started is not None and (held or was_held):
                 paused += now - before
             before, was_held = now, held
-            left = began + seconds + paused - now
+            remaining = began + seconds + paused - now
             if cell.result is not None:
                 return
-            if left > 0:
-                driver.after(_WHILE_PAUSED if held else min(left, _WHILE_PAUSED), look)
+            if remaining > 0:
+                driver.after(_WHILE_PAUSED if held else min(remaining, _WHILE_PAUSED), look)
             else:
                 cell.timed_out = seconds
                 driver.post(ev.InterruptCell(cell.cell))
@@ -231,16 +231,16 @@ class ClusterTasks:
         if not gone:
             return
         first = next(iter(gone.values()))
-        told = f"rank {first.rank} {first.loss or 'is not running'}"
+        reason = f"rank {first.rank} {first.loss or 'is not running'}"
         more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
         alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
         rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
         empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
-        raise LostRank(f"{told}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
+        raise LostRank(f"{reason}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
 
     def _discard(self, *packed: Packed) -> None:
-        for each in packed:
-            for segment in each.segments:
+        for item in packed:
+            for segment in item.segments:
                 self._segments.discard(segment)
 
 
@@ -509,8 +509,8 @@ class Cluster(ClusterQueries):
         try:
             packed += (pack({name: value}, store=self._segments) for value in values)
             tasks = {
-                rank: (lambda cell, p=each: Assign(cell=cell, payload=p.payload), each.frames)
-                for rank, each in zip(chosen, packed, strict=True)
+                rank: (lambda cell, p=item: Assign(cell=cell, payload=p.payload), item.frames)
+                for rank, item in zip(chosen, packed, strict=True)
             }
             self._collect(tasks, timeout, f"a scatter of {name}")
         finally:
@@ -519,8 +519,8 @@ class Cluster(ClusterQueries):
     def gather(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
         """Return the same as `pull`, but join lists and tuples of the ranks into one list, in rank order."""
         pulled = self.pull(name, ranks=ranks, timeout=timeout)
-        if pulled and all(isinstance(each, (list, tuple)) for each in pulled):
-            return [item for each in pulled for item in each]
+        if pulled and all(isinstance(part, (list, tuple)) for part in pulled):
+            return [item for part in pulled for item in part]
         return pulled
 
     # Cells
@@ -561,9 +561,9 @@ class Cluster(ClusterQueries):
         chosen = self.select(ranks)
         with driver.changed:
             waiting = [cell for cell in driver.active_cells() if cell.started is None]
-            for each in waiting:
-                if not set(chosen).isdisjoint(each.ranks):
-                    driver.post(ev.InterruptCell(each.cell))
+            for queued in waiting:
+                if not set(chosen).isdisjoint(queued.ranks):
+                    driver.post(ev.InterruptCell(queued.cell))
         cells = {self._state.ranks[rank].cell for rank in chosen} - {None}
         hit = tuple(rank for rank in self._state.ranks if self._state.ranks[rank].cell in cells)
         for cell in cells:
@@ -585,17 +585,17 @@ class Cluster(ClusterQueries):
         """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply."""
         driver = self._crew.driver
         silent = driver.presence.wait_silent(driver.answering(), timeout=timeout)
-        found = []
-        for rank, each in self._state.ranks.items():
+        statuses = []
+        for rank, entry in self._state.ranks.items():
             cell = driver.cell_of(rank)
             state = describe_unresponsive(silent[rank]) if rank in silent else self._state_of(rank)
             device = self._place.devices[rank]
-            found.append(
+            statuses.append(
                 RankStatus(
-                    rank, state, device, driver.infos[rank].pid, cell.label if cell else None, each.loss, each.empty
+                    rank, state, device, driver.infos[rank].pid, cell.label if cell else None, entry.loss, entry.empty
                 )
             )
-        return found
+        return statuses
 
     def _state_of(self, rank: int) -> str:
         state = self._state.ranks[rank].state
@@ -635,7 +635,7 @@ class Cluster(ClusterQueries):
             raise BadRequest(f"{name_ranks(living)} {verb} not dead; %distributed restart gives a fresh process")
         if not chosen:
             return None
-        donor = None if empty else choose_donor([each for rank, each in ranks_now.items() if rank not in chosen])
+        donor = None if empty else choose_donor([entry for rank, entry in ranks_now.items() if rank not in chosen])
         if donor is None and not empty:
             raise LostRank("no rank is left that has the state; %distributed heal --empty starts without it", chosen)
         try:

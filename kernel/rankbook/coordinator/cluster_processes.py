@@ -70,7 +70,7 @@ class ClusterProcesses:
     ) -> None:
         self.grace = grace or GracePeriods(raised=abort_grace())
         self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
-        with deferred_interrupts() as held:
+        with deferred_interrupts() as interrupts:
             if n is not None:
                 assign_devices(n, 0, backend=None, cores=usable_cores())  # reject invalid values early
             self._launcher = local.acquire_forkserver()
@@ -83,7 +83,7 @@ class ClusterProcesses:
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 opened = self._launcher.open(
-                    (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=held.take
+                    (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=interrupts.take
                 )
                 self._port = opened.master_port
                 self.placement = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
@@ -136,24 +136,24 @@ class ClusterProcesses:
         except OSError as error:
             raise StartError("the notebook's current folder is gone; os.chdir() to one that is there") from error
         driver.start_errors.clear()
-        with deferred_interrupts() as held:
+        with deferred_interrupts() as interrupts:
             driver.post(ev.LaunchRanks(ranks))
             deadline = time.monotonic() + timeout
             with driver.changed:
                 while not self._launched(driver, ranks):
-                    if held.take():
+                    if interrupts.take():
                         raise KeyboardInterrupt
-                    left = deadline - time.monotonic()
-                    if left <= 0:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
                         raise StartError(
                             f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states(driver)}"
                         )
-                    driver.changed.wait(min(left, 0.05))
+                    driver.changed.wait(min(remaining, 0.05))
         errors = driver.start_errors
         dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
-        told = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
-        if told or errors:  # errors of live ranks are consequences of the deaths
-            raise StartError("\n".join(told or dict.fromkeys(errors.values())))
+        failures = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
+        if failures or errors:  # errors of live ranks are consequences of the deaths
+            raise StartError("\n".join(failures or dict.fromkeys(errors.values())))
         self._record()
 
     def discard(self, ranks: tuple[int, ...], words: str) -> None:
@@ -193,7 +193,7 @@ class ClusterProcesses:
 
     def _states(self, driver: Driver) -> str:
         silent = driver.presence.wait_silent(driver.answering(), timeout=_ANSWER_TIMEOUT)
-        states = {rank: each.state.name.lower() for rank, each in self.state.ranks.items()}
+        states = {rank: entry.state.name.lower() for rank, entry in self.state.ranks.items()}
         states |= {rank: describe_unresponsive(silence) for rank, silence in silent.items()}
         return "; ".join(f"rank {rank} is {state}" for rank, state in states.items())
 
@@ -269,9 +269,9 @@ class ClusterProcesses:
             if self._stopped.is_set():
                 return
             self._stopped.set()
-            if words := describe_interrupt():
+            if message := describe_interrupt():
                 with contextlib.suppress(StartError):  # the ranks stay even if the record cannot be written
-                    self._record(interrupted=words)
+                    self._record(interrupted=message)
             if self._driver is not None:
                 self._driver.close()
             self._launcher.leave()

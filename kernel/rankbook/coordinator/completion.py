@@ -44,14 +44,14 @@ class CompletionClient:
             driver = self._crew.driver
         except RankbookError:  # the ranks are stopped
             return None
-        there = driver.answering()
-        asked = next((rank for rank in ranks if rank in there), None)
-        if asked is None:
+        answering = driver.answering()
+        chosen = next((rank for rank in ranks if rank in answering), None)
+        if chosen is None:
             return None
         answers = driver.presence.questions.wait_answers(
-            (asked,),
+            (chosen,),
             lambda token, _: msgspec.structs.replace(question, token=token),
             timeout=timeout,
             there=driver.answering,
         )
-        return answers.get(asked)
+        return answers.get(chosen)

@@ -50,7 +50,7 @@ class CollectiveReport:
 
     def group(self, name: str) -> GroupReport | None:
         """Return the rank's report of the group `name`; None if it has none."""
-        return next((each for each in self.report.groups if each.name == name), None)
+        return next((report for report in self.report.groups if report.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ def blocked_ranks(
     `told` has the latest reports. A blocked rank will not start another collective either, so the ranks that wait for
     it are blocked too: the search repeats with the blocked ranks added until it finds no more.
     """
-    found: dict[int, BlockedRank] = {}
+    blocked: dict[int, BlockedRank] = {}
     ended = dict(out)
     while True:
         more = [
             verdict
-            for rank, each in told.items()
-            if rank not in ended and (verdict := _doom_of(rank, each, ended, told, now)) is not None
+            for rank, report in told.items()
+            if rank not in ended and (verdict := _doom_of(rank, report, ended, told, now)) is not None
         ]
         if not more:
-            return sorted(found.values(), key=lambda each: each.rank)
+            return sorted(blocked.values(), key=lambda entry: entry.rank)
         for verdict in more:
-            found[verdict.rank] = verdict
+            blocked[verdict.rank] = verdict
             ended[verdict.rank] = InactiveRank(verdict.how, verdict.words, now - verdict.seconds)
 
 
@@ -119,10 +119,12 @@ def _doom_of(
             if not launch.number and len(missing) < len(others):
                 continue  # recv from any source: another sender may still exist
             if missing:
-                worst = min(missing, key=lambda each: (_RANK[ended[each].how], ended[each].since))
-                who = ended[worst]
-                seconds = min(launch.seconds + now - own.at, now - who.since)
-                return BlockedRank(rank, group.name, launch, own.report.line, worst, who.how, who.words, seconds)
+                worst = min(missing, key=lambda candidate: (_RANK[ended[candidate].how], ended[candidate].since))
+                inactive = ended[worst]
+                seconds = min(launch.seconds + now - own.at, now - inactive.since)
+                return BlockedRank(
+                    rank, group.name, launch, own.report.line, worst, inactive.how, inactive.words, seconds
+                )
     return None
 
 
@@ -143,8 +145,8 @@ def find_mismatches(told: Mapping[int, CollectiveReport], *, patience: float) ->
     Operations match if their names are equal and, where all ranks must pass the same data, also dtype and shape.
     """
     seen: set[tuple[str, int]] = set()
-    for each in told.values():
-        for group in each.report.groups:
+    for report in told.values():
+        for group in report.report.groups:
             for launch in group.pending:
                 key = (group.name, launch.number)
                 if launch.number and launch.seconds >= patience and key not in seen:
@@ -161,9 +163,9 @@ def find_deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> s
     starts with all waiting ranks and repeatedly removes those that wait for none of the remaining ones.
     """
     waiting = {
-        rank: [(group, launch) for group in each.report.groups for launch in group.pending]
-        for rank, each in told.items()
-        if any(launch.seconds >= patience for group in each.report.groups for launch in group.pending)
+        rank: [(group, launch) for group in report.report.groups for launch in group.pending]
+        for rank, report in told.items()
+        if any(launch.seconds >= patience for group in report.report.groups for launch in group.pending)
     }
     while stuck := [rank for rank in waiting if not any(_waits_for(rank, other, waiting, told) for other in waiting)]:
         for rank in stuck:  # not deadlocked: the rank it waits for is still making progress
@@ -192,7 +194,10 @@ def _waits_for(
                 return True
         elif launch.peer == other:
             answers = {"send": "recv", "recv": "send"}
-            if not any(each.op == answers.get(launch.op) and each.peer in (rank, None) for _, each in waiting[other]):
+            if not any(
+                counterpart.op == answers.get(launch.op) and counterpart.peer in (rank, None)
+                for _, counterpart in waiting[other]
+            ):
                 return True
     return False
 
@@ -207,16 +212,16 @@ def _tell_wait(rank: int, group: GroupReport, launch: CollectiveLaunch, line: in
 def _sides(
     group: GroupReport, number: int, told: Mapping[int, CollectiveReport]
 ) -> list[tuple[CollectiveLaunch, int, int | None]]:
-    found = []
+    sides = []
     for rank in group.ranks:
         view = told[rank].group(group.name) if rank in told else None
         pending = () if view is None else view.pending
         recent = () if view is None else view.recent
-        launch = next((each for each in (*pending, *recent) if each.number == number), None)
+        launch = next((candidate for candidate in (*pending, *recent) if candidate.number == number), None)
         if launch is not None:
-            waits = any(each.number == number for each in pending)
-            found.append((launch, rank, told[rank].report.line if waits else None))
-    return found
+            waits = any(candidate.number == number for candidate in pending)
+            sides.append((launch, rank, told[rank].report.line if waits else None))
+    return sides
 
 
 def _likeness(launch: CollectiveLaunch) -> tuple[str, str]:
@@ -224,13 +229,13 @@ def _likeness(launch: CollectiveLaunch) -> tuple[str, str]:
 
 
 def _describe_side(launch: CollectiveLaunch, line: int | None) -> str:
-    what = launch.op + (f" {launch.data}" if launch.data else "")
-    return f"{what}, waiting at line {line}" if line is not None else f"{what}, and has gone on"
+    operation = launch.op + (f" {launch.data}" if launch.data else "")
+    return f"{operation}, waiting at line {line}" if line is not None else f"{operation}, and has gone on"
 
 
 def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, int, int | None]]) -> str:
     groups = group_ranks((rank, _describe_side(launch, line)) for launch, rank, line in sides)
-    lines = [f"  {name_ranks(ranks)}: {what}" for what, ranks in groups.items()]
+    lines = [f"  {name_ranks(ranks)}: {side}" for side, ranks in groups.items()]
     which = f"the group of {name_ranks(group.ranks)}"
     head = f"the ranks disagree at collective #{number} of {which}, and none of them can go on:"
     return "\n".join([head, *lines, _WAY_OUT]) + "\n"
@@ -238,12 +243,12 @@ def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, i
 
 def format_warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
     """Return the warning that `ranks` wait, as in `doom`, for a rank that has finished its cell."""
-    who = tuple(ranks)
+    waiting = tuple(ranks)
     where = f" at line {doom.line}" if doom.line is not None else ""
     number = f" #{doom.launch.number}" if doom.launch.number else ""
     data = f" ({doom.launch.data})" if doom.launch.data else ""
     return (
-        f"{name_ranks(who)} {'waits' if len(who) == 1 else 'wait'} in {doom.launch.op}{number}{data}{where} "
+        f"{name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {doom.launch.op}{number}{data}{where} "
         f"for rank {doom.missing}, "
         f"which {doom.words}; {_WAY_OUT}\n"
     )
@@ -287,8 +292,8 @@ class CollectiveMonitor:
         """Return the ranks that wait in a group of which one of `lost` is a member."""
         return {
             rank
-            for rank, told in self._told.items()
-            for group in told.report.groups
+            for rank, report in self._told.items()
+            for group in report.report.groups
             if group.pending and not set(group.ranks).isdisjoint(lost)
         }
 
@@ -304,13 +309,13 @@ class CollectiveMonitor:
             self._said.clear()
             return []
         out = self._out(now, ranks, running)
-        told = {rank: each for rank, each in self._told.items() if each.report.cell == ranks[rank].cell}
-        actions = self._judge(now, told, out, ranks, cells)
-        for each in find_mismatches(told, patience=_DISAGREE_FOR):
-            actions += self._say(running[0], each.text, each.group, each.number)
-        if (text := find_deadlock(told, patience=_DEADLOCKED_FOR)) is not None:
+        reports = {rank: report for rank, report in self._told.items() if report.report.cell == ranks[rank].cell}
+        actions = self._judge(now, reports, out, ranks, cells)
+        for mismatch in find_mismatches(reports, patience=_DISAGREE_FOR):
+            actions += self._say(running[0], mismatch.text, mismatch.group, mismatch.number)
+        if (text := find_deadlock(reports, patience=_DEADLOCKED_FOR)) is not None:
             actions += self._say(running[0], text, "deadlock")
-        alive = tuple(rank for rank, each in ranks.items() if each.state in (RankState.IDLE, RankState.BUSY))
+        alive = tuple(rank for rank, entry in ranks.items() if entry.state in (RankState.IDLE, RankState.BUSY))
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
         return [*actions, act.RequestCollectives(alive), act.ScheduleCheck(_LOOK_AGAIN if ended else LOOK_EVERY)]
 
@@ -320,21 +325,21 @@ class CollectiveMonitor:
         A rank that is busy, also with another cell, may still start some. `_since` remembers when a reason was first
         observed.
         """
-        found: dict[int, InactiveRank] = {}
+        inactive: dict[int, InactiveRank] = {}
         for number, rank in ranks.items():
             if rank.state is RankState.BUSY:
                 continue
             answers = [(cell.cell, cell.answers[number]) for cell in running if number in cell.answers]
-            failed = next((each for each in answers if each[1]), None)
+            failed = next((answer for answer in answers if answer[1]), None)
             if rank.state is not RankState.IDLE:
-                how, words, cell = "dead", f"rank {number} {rank.loss or 'is not there'}", None
+                how, reason, cell = "dead", f"rank {number} {rank.loss or 'is not there'}", None
             elif failed is not None:
-                how, words, cell = "failed", f"rank {number} {failed[1]}", failed[0]
+                how, reason, cell = "failed", f"rank {number} {failed[1]}", failed[0]
             else:
-                how, words, cell = "finished", f"has {'finished' if answers else 'not begun'} this cell", None
+                how, reason, cell = "finished", f"has {'finished' if answers else 'not begun'} this cell", None
             since = self._since.setdefault((number, how, cell), now)  # type: ignore[arg-type]
-            found[number] = InactiveRank(how, words, since)  # type: ignore[arg-type]
-        return found
+            inactive[number] = InactiveRank(how, reason, since)  # type: ignore[arg-type]
+        return inactive
 
     def _judge(
         self,
@@ -353,9 +358,9 @@ class CollectiveMonitor:
             if cell is None:
                 continue
             if doom.how == "finished":
-                what = (doom.rank, doom.group, doom.launch.number)
-                if doom.seconds >= self._grace.finished and (cell.cell, *what) not in self._said:
-                    self._said.add((cell.cell, *what))
+                wait = (doom.rank, doom.group, doom.launch.number)
+                if doom.seconds >= self._grace.finished and (cell.cell, *wait) not in self._said:
+                    self._said.add((cell.cell, *wait))
                     same = format_warning(doom, [doom.missing])  # equal but for the waiting ranks
                     late.setdefault((cell.cell, same), []).append(doom)
             elif doom.seconds >= self._grace.raised:
@@ -363,9 +368,9 @@ class CollectiveMonitor:
                 broken.setdefault(doom.words, []).append((doom.rank, doom.group))
         for (key, _), dooms in late.items():
             actions.append(act.NotifyUser(key, format_warning(dooms[0], [doom.rank for doom in dooms])))
-        for words, where in broken.items():
-            who = tuple(sorted({rank for rank, _ in where}))
-            actions.append(act.SendAbort(who, tuple(sorted({group for _, group in where})), words))
+        for reason, where in broken.items():
+            waiting = tuple(sorted({rank for rank, _ in where}))
+            actions.append(act.SendAbort(waiting, tuple(sorted({group for _, group in where})), reason))
         return actions
 
     def _say(self, cell: CellEntry, text: str, *what: object) -> list[act.Action]:

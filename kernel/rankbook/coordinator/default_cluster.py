@@ -151,10 +151,10 @@ def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     with _starting, deferred_interrupts():  # SIGINT must not lose a cluster that was taken over
         if default_or_none() is not None:
             raise BadRequest("ranks are running here already; %distributed stop ends them first")
-        found = find_detached()
-        if sink is not None and found.records and found.notes:
-            sink.emit([Stream("stderr", "".join(f"{note}\n" for note in found.notes))])
-        cluster = Cluster.adopt(select_detached(found, key), sink=sink)
+        detached = find_detached()
+        if sink is not None and detached.records and detached.notes:
+            sink.emit([Stream("stderr", "".join(f"{note}\n" for note in detached.notes))])
+        cluster = Cluster.adopt(select_detached(detached, key), sink=sink)
         local.shutdown_prestarted()  # the forkserver that was prestarted for new ranks
         _current = cluster
         return cluster

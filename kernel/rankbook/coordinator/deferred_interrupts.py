@@ -56,10 +56,10 @@ def wait_ending(*, timeout: float = RESTART_GRACE) -> bool:
     """
     deadline = time.monotonic() + timeout
     while _is_ending is not None and not _is_ending():
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return False
-        threading.Event().wait(min(left, 0.005))
+        threading.Event().wait(min(remaining, 0.005))
     return _is_ending is not None
 
 
@@ -91,28 +91,28 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
         yield DeferredInterrupts()
         return
     if _holding is not None:
-        held = _holding
-        outer = held.on_interrupt
+        interrupts = _holding
+        outer = interrupts.on_interrupt
         try:
-            yield held
+            yield interrupts
         finally:
-            held.on_interrupt = outer
+            interrupts.on_interrupt = outer
         return
-    held = DeferredInterrupts()
+    interrupts = DeferredInterrupts()
 
     def count(_number: int, _frame: types.FrameType | None) -> None:
-        held.count += 1
-        held.on_interrupt()
+        interrupts.count += 1
+        interrupts.on_interrupt()
 
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, count)
-    _holding = held
+    _holding = interrupts
     try:
-        yield held
+        yield interrupts
     finally:
         _holding = None
         signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
-    if held.take():
+    if interrupts.take():
         raise KeyboardInterrupt
 
 

@@ -175,7 +175,7 @@ class Driver:
 
     def answering(self) -> tuple[int, ...]:
         """Return the ranks that can answer a query: those that are idle or busy."""
-        return tuple(each.rank for each in self.state.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
+        return tuple(rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
         """Ask every rank for its stack; return the replies within `timeout` seconds. Not on the driver thread."""
@@ -221,8 +221,8 @@ class Driver:
                     self._hub.send(rank, Interrupt(cell=number))
             case act.StartTimer() | act.ScheduleCheck() | act.RequestCollectives() | act.SendAbort():
                 self._supervise(action)
-            case act.NotifyUser(told, text):
-                self.after(0.0, lambda: self._cells[told].note(text))
+            case act.NotifyUser(noted, text):
+                self.after(0.0, lambda: self._cells[noted].note(text))
             case act.NotifyQueued(number, busy):
                 self._cells[number].waiting_behind = busy
                 self._cells[number].tell()
@@ -262,9 +262,9 @@ class Driver:
             self.infos[rank].segments = request.segments
             self._launcher.fork(request)
         except (RankbookError, OSError) as error:  # the folder is full or was deleted, or the forkserver has ended
-            words = f"could not be started: {error}"
-            self.start_errors[rank] = f"rank {rank} {words}"
-            self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, words)))
+            reason = f"could not be started: {error}"
+            self.start_errors[rank] = f"rank {rank} {reason}"
+            self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, reason)))
 
     # Driving
 
@@ -360,8 +360,8 @@ class Driver:
             self._fed.add(message.cell)
             if cell.number < 0 and message.error is not None and message.status == "error":
                 self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
-        words = describe_failure(message, cell)
-        self.post(ev.CellDone(rank, incarnation, message.cell, bool(words), words, message.collectives))
+        failure = describe_failure(message, cell)
+        self.post(ev.CellDone(rank, incarnation, message.cell, bool(failure), failure, message.collectives))
         if cell is not None and cell.result is not None:
             cell.tell()
 
@@ -384,13 +384,13 @@ class Driver:
         number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         replay_remains(message, sent, self._cells, cell)
-        words = self._inbox.reason(message.rank, message.incarnation) or describe_exit(message)
+        reason = self._inbox.reason(message.rank, message.incarnation) or describe_exit(message)
         forming = cell is not None and cell.number < 0 and cell.result is None
         if rank.state is RankState.STARTING or forming:
             during = "while the group was formed" if forming else "while it started"
-            said = message.stderr.decode(errors="replace").strip()[-2000:]
-            self.start_errors.setdefault(message.rank, f"rank {message.rank} {words} {during}\n{said}".rstrip())
-        self.post(ev.RankGone(message.rank, message.incarnation, words))
+            stderr = message.stderr.decode(errors="replace").strip()[-2000:]
+            self.start_errors.setdefault(message.rank, f"rank {message.rank} {reason} {during}\n{stderr}".rstrip())
+        self.post(ev.RankGone(message.rank, message.incarnation, reason))
         self.presence.forget(message.rank)  # last: threads that wait for a reply then find the rank dead
 
     def _lose_launcher(self) -> None:
@@ -523,9 +523,9 @@ class MessageReceiver:
         if not isinstance(message, _DISPENSABLE):
             self._end(sender, f"was killed because it sent a {kind} that cannot be handled ({_brief(error)})")
         elif first:
-            told = f"rank {sender.rank} sent a {kind} that cannot be handled, so it is left out ({_brief(error)})\n"
+            warning = f"rank {sender.rank} sent a {kind} that cannot be handled, so it is left out ({_brief(error)})\n"
             if (cell := self._cell_of(sender.rank)) is not None:
-                cell.note(told)
+                cell.note(warning)
 
     def _end(self, sender: Sender, reason: str) -> None:
         self._reasons[sender] = reason
@@ -541,8 +541,8 @@ class MessageReceiver:
 
 
 def _brief(error: Exception) -> str:
-    told = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
-    return told.partition("\n")[0][:_LONGEST]
+    text = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0][:_LONGEST]
 
 
 class ShutdownManager:
@@ -582,9 +582,9 @@ class ShutdownManager:
         return max(self._until.values(), default=0.0)
 
     def _look(self, rank: int, incarnation: int) -> None:
-        left = self._until[rank, incarnation] - time.monotonic()
-        if left > 0:
-            self._after(left, lambda: self._look(rank, incarnation))
+        remaining = self._until[rank, incarnation] - time.monotonic()
+        if remaining > 0:
+            self._after(remaining, lambda: self._look(rank, incarnation))
         else:
             del self._until[rank, incarnation]
             self._launcher.kill(rank, incarnation)

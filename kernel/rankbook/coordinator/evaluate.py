@@ -52,19 +52,19 @@ def peek(driver: Driver, ranks: Collection[int], source: str, *, timeout: float)
         there=driver.answering,
     )
     # A negative number is an internal task, which the user does not know.
-    labels = {each.cell: each.label if each.number >= 0 else "" for each in driver.cells()}
-    found = []
+    labels = {entry.cell: entry.label if entry.number >= 0 else "" for entry in driver.cells()}
+    values = []
     for rank in ranks:
         match answers.get(rank):
             case ValueReply(text=text, trouble=trouble, cell=cell):
-                found.append(Peeked(rank, text, trouble, "" if cell is None else labels.get(cell, "a cell")))
+                values.append(Peeked(rank, text, trouble, "" if cell is None else labels.get(cell, "a cell")))
             case QueryFailed(trouble=trouble):
-                found.append(Peeked(rank, "", trouble, ""))
+                values.append(Peeked(rank, "", trouble, ""))
             case _ if rank in driver.answering():
-                found.append(Peeked(rank, "", f"no answer within {timeout + _GRACE:g} s; %distributed status", ""))
+                values.append(Peeked(rank, "", f"no answer within {timeout + _GRACE:g} s; %distributed status", ""))
             case _:
-                found.append(Peeked(rank, "", "not running; %distributed status tells why", ""))
-    return found
+                values.append(Peeked(rank, "", "not running; %distributed status tells why", ""))
+    return values
 
 
 def _shorten(source: str) -> str:

@@ -46,10 +46,10 @@ def replay_remains(
     The journal counts the bytes of a cell's stream, and `RunningCell.heard` those that arrived; the difference is
     missing.
     """
-    for said in left.said:
-        cell = cells.get(said.cell)
-        if cell is not None and (data := said.missing(cell.heard[message.rank, said.stream])):
-            cell.feed(message.rank, Text(cell=cell.cell, stream=said.stream, data=data))  # type: ignore[arg-type]
+    for tail in left.said:
+        cell = cells.get(tail.cell)
+        if cell is not None and (data := tail.missing(cell.heard[message.rank, tail.stream])):
+            cell.feed(message.rank, Text(cell=cell.cell, stream=tail.stream, data=data))  # type: ignore[arg-type]
     if running is not None:
         crash = describe_crash(left.crash).encode() if message.code < 0 else b""
         for stream, data in (("stdout", message.stdout), ("stderr", message.stderr), ("stderr", crash)):
@@ -64,15 +64,15 @@ def describe_crash(text: str) -> str:
     """
     if not text.strip():
         return ""
-    what, _, rest = text.strip().partition("\n\n")
+    heading, _, rest = text.strip().partition("\n\n")
     blocks = rest.partition("\n\nExtension modules:")[0].split("\n\n")
     for block in blocks:
         head, *frames = block.splitlines() or [""]
         cells = [number for number, frame in enumerate(frames) if _OF_A_CELL.search(frame)]
         if head.startswith("Current thread") and cells:
-            told = [_OF_A_CELL.sub(_name_cell, frame) for frame in frames[: cells[-1] + 1]]
-            return "\n".join([f"{what}, innermost call first:", *told]) + "\n"
-    return "\n".join([what, *blocks]).strip() + "\n"
+            lines = [_OF_A_CELL.sub(_name_cell, frame) for frame in frames[: cells[-1] + 1]]
+            return "\n".join([f"{heading}, innermost call first:", *lines]) + "\n"
+    return "\n".join([heading, *blocks]).strip() + "\n"
 
 
 def _name_cell(file: re.Match[str]) -> str:

@@ -110,11 +110,11 @@ class LivenessTracker:
         """Ask `ranks` for their stacks; return the replies within `timeout` seconds. Not on the driver thread."""
         token = next(self._tokens)
         answers = self._stacks[token] = {}
-        asked = {rank for rank in ranks if self._ask(rank, token)}
+        requested = {rank for rank in ranks if self._ask(rank, token)}
         deadline = time.monotonic() + timeout
         with self._changed:
-            while len(answers) < len(asked) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while len(answers) < len(requested) and (remaining := deadline - time.monotonic()) > 0:
+                self._changed.wait(remaining)
             return self._stacks.pop(token)
 
     def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
@@ -122,15 +122,15 @@ class LivenessTracker:
 
         With a `timeout` of 0 no request is sent, and the result is the ranks that owe a reply already.
         """
-        asked = tuple(ranks)
+        requested = tuple(ranks)
         if timeout > 0:
-            self.ask(asked)
+            self.ask(requested)
         began = time.monotonic()
-        self._wait_answers(asked, began + min(timeout, _LOOK_AFTER))
-        silent = self.silent(asked)
-        if not all(each.stopped for each in silent.values()):
-            self._wait_answers(asked, began + timeout)
-            silent = self.silent(asked)
+        self._wait_answers(requested, began + min(timeout, _LOOK_AFTER))
+        silent = self.silent(requested)
+        if not all(silence.stopped for silence in silent.values()):
+            self._wait_answers(requested, began + timeout)
+            silent = self.silent(requested)
         return silent
 
     def wait_ended(self, ranks: Iterable[int], *, timeout: float) -> set[int]:
@@ -146,8 +146,8 @@ class LivenessTracker:
         ended = set[int]()
         began = time.monotonic()
         with self._changed:
-            while (unknown := unknown - answers.keys()) and (left := began + timeout - time.monotonic()) > 0:
-                self._changed.wait(min(left, _LOOK_EVERY))
+            while (unknown := unknown - answers.keys()) and (remaining := began + timeout - time.monotonic()) > 0:
+                self._changed.wait(min(remaining, _LOOK_EVERY))
                 looks = {rank: process_info(self._pid_of(rank)) for rank in unknown - answers.keys()}
                 ended |= {rank for rank, look in looks.items() if look is None}
                 late = time.monotonic() - began > _LOOK_AFTER
@@ -158,14 +158,14 @@ class LivenessTracker:
     def silent(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:
         """Return the ranks that owe a reply, with information about their processes."""
         now = time.monotonic()
-        found = {}
+        unresponsive = {}
         for rank in ranks:
-            asked = self._asked.get(rank)
-            if asked is not None:
+            requested = self._asked.get(rank)
+            if requested is not None:
                 pid = self._pid_of(rank)
-                heard = self._heard.get(rank, asked)
-                found[rank] = UnresponsiveRank(rank, pid, now - asked, now - heard, process_info(pid))
-        return found
+                heard = self._heard.get(rank, requested)
+                unresponsive[rank] = UnresponsiveRank(rank, pid, now - requested, now - heard, process_info(pid))
+        return unresponsive
 
     def straggler(self, rank: int) -> UnresponsiveRank | None:
         """Return why a rank that should have ended its cell does not reply; None if it may reply."""
@@ -186,8 +186,8 @@ class LivenessTracker:
 
     def _wait_answers(self, ranks: tuple[int, ...], until: float) -> None:
         with self._changed:
-            while any(rank in self._asked for rank in ranks) and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while any(rank in self._asked for rank in ranks) and (remaining := until - time.monotonic()) > 0:
+                self._changed.wait(remaining)
 
 
 @dataclass(frozen=True)
@@ -225,5 +225,5 @@ def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
         return f"rank {rank} still runs; %distributed stacks shows where"
     if silence.stopped:
         return f"rank {rank} is stopped ({describe_process(silence.look, silence.pid)}); {fresh}"
-    held = "it may be in C code that holds the interpreter"
-    return f"rank {rank} still runs, {describe_unresponsive(silence)}: {held}; {fresh}"
+    reason = "it may be in C code that holds the interpreter"
+    return f"rank {rank} still runs, {describe_unresponsive(silence)}: {reason}; {fresh}"

@@ -171,14 +171,14 @@ class StatusMonitor:
                 if questions is None:
                     questions = driver.presence.questions
                     token = questions.open(self._deliver_to(board))
-                self._round(driver, board, token, {each.kind for each in watchers})
+                self._round(driver, board, token, {watcher.kind for watcher in watchers})
             self._show(board, watchers)
             if self._driver is None:
-                for each in watchers:
-                    each.end(at_once=False)
+                for watcher in watchers:
+                    watcher.end(at_once=False)
             with self._changed:
                 self._changed.wait_for(
-                    lambda each=watchers: any(one.ended for one in each),  # type: ignore[misc]
+                    lambda current=watchers: any(subscription.ended for subscription in current),  # type: ignore[misc]
                     max(0.0, began + EVERY - time.monotonic()),
                 )
         if questions is not None:
@@ -186,7 +186,7 @@ class StatusMonitor:
 
     def _still_watching(self) -> list[Subscription] | None:
         with self._lock:
-            self._watchers = [each for each in self._watchers if not each.ended]
+            self._watchers = [watcher for watcher in self._watchers if not watcher.ended]
             if not self._watchers:
                 self._thread = None
                 return None
@@ -241,8 +241,8 @@ class StatusMonitor:
             views = self._views()
             placement = board.placement(views, now=time.monotonic(), wall=time.time())
             saves = board.saves(views, wall=time.time())
-        for each in watchers:
-            each.offer(saves if each.kind == "saves" else placement)
+        for watcher in watchers:
+            watcher.offer(saves if watcher.kind == "saves" else placement)
 
     def _views(self) -> list[RankView]:
         return rank_views(self._crew, self._driver)
@@ -282,12 +282,12 @@ class StatusMonitor:
     def variables(self, ranks: tuple[int, ...], *, timeout: float) -> dict[int, tuple[Variable, ...]]:
         """See `Cluster.variables`."""
         driver = self._crew.driver
-        there = [rank for rank in ranks if rank in driver.answering()]
+        answering = [rank for rank in ranks if rank in driver.answering()]
         answers = driver.presence.questions.wait_answers(
-            there, lambda token, _: GetDetail(token), timeout=timeout, there=driver.answering
+            answering, lambda token, _: GetDetail(token), timeout=timeout, there=driver.answering
         )
-        told = {rank: answers[rank] for rank in ranks if rank in answers}
-        return {rank: each.detail.variables for rank, each in told.items() if isinstance(each, DetailReply)}
+        replies = {rank: answers[rank] for rank in ranks if rank in answers}
+        return {rank: reply.detail.variables for rank, reply in replies.items() if isinstance(reply, DetailReply)}
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Return the layout of the tensors in the variable `name`. Raises `BadRequest` if no rank has such a variable.
@@ -306,12 +306,15 @@ class StatusMonitor:
             there=driver.answering,
         )
         missing = set(devices) - answers.keys()
-        if missing and (told := [rank for rank in answers if rank not in first]) and not set(first) & answers.keys():
+        if missing and (rest := [rank for rank in answers if rank not in first]) and not set(first) & answers.keys():
             answers |= driver.presence.questions.wait_answers(
-                told[:1], lambda token, _: GetShards(token, name, others=True), timeout=timeout, there=driver.answering
+                rest[:1],
+                lambda token, _: GetShards(token, name, others=True),
+                timeout=timeout,
+                there=driver.answering,
             )
-        refusals = {each.trouble for each in answers.values() if isinstance(each, QueryFailed)}
-        if answers and all(isinstance(each, QueryFailed) for each in answers.values()):
+        refusals = {answer.trouble for answer in answers.values() if isinstance(answer, QueryFailed)}
+        if answers and all(isinstance(answer, QueryFailed) for answer in answers.values()):
             raise BadRequest("; ".join(sorted(refusals)))
         return merge_shards(name, answers, tuple(devices), devices)
 
@@ -343,7 +346,7 @@ class StatusMonitor:
             if not (tail := cell.tail(rank)):
                 continue
             text = strip_ansi(tail.decode(errors="replace"))
-            lines[:0] = [each.rstrip("\r").rsplit("\r", 1)[-1] for each in text.rstrip("\n").split("\n")]
+            lines[:0] = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.rstrip("\n").split("\n")]
             if len(lines) >= _LINES:
                 break
         return tuple(lines[-_LINES:])
@@ -390,15 +393,15 @@ def rank_views(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
     return [
         RankView(
             rank=rank,
-            incarnation=each.incarnation,
-            state=RankState.DEAD if driver is None else each.state,
+            incarnation=entry.incarnation,
+            state=RankState.DEAD if driver is None else entry.state,
             pid=0 if driver is None else driver.infos[rank].pid or 0,
             device=crew.placement.devices[rank],
             cell=None if driver is None else _number_of(driver, rank),
-            task=each.cell,
-            returns=each.refork and driver is not None,
+            task=entry.cell,
+            returns=entry.refork and driver is not None,
         )
-        for rank, each in crew.state.ranks.items()
+        for rank, entry in crew.state.ranks.items()
     ]
 
 
@@ -469,13 +472,13 @@ class StatusAggregator:
 
     def to_ask(self, views: Iterable[RankView]) -> dict[int, int]:
         """Return the ranks that can reply and owe no reply, with the known version of their holdings."""
-        asked = {}
+        versions = {}
         for view in views:
-            known = self._of(view)
-            if view.state in (RankState.IDLE, RankState.BUSY) and known.asked is None:
-                asked[view.rank] = known.version
-        self._due = tuple(asked)
-        return asked
+            record = self._of(view)
+            if view.state in (RankState.IDLE, RankState.BUSY) and record.asked is None:
+                versions[view.rank] = record.version
+        self._due = tuple(versions)
+        return versions
 
     def asked(self, rank: int, now: float) -> None:
         """Record that the rank was sent a query."""
@@ -483,22 +486,22 @@ class StatusAggregator:
 
     def told(self, rank: int, looked: StatusReply) -> None:
         """Record the rank's reply."""
-        known = self._known.get(rank)
-        if known is None:
+        record = self._known.get(rank)
+        if record is None:
             return
-        known.asked = None
-        known.looked = looked
+        record.asked = None
+        record.looked = looked
         if looked.holdings is not None:
-            known.holdings, known.version = looked.holdings, looked.version
-        known.host = looked.sample.host or known.host
-        known.device_name = looked.sample.device_name or known.device_name
-        _note_steps(known.steps, looked.sample)
+            record.holdings, record.version = looked.holdings, looked.version
+        record.host = looked.sample.host or record.host
+        record.device_name = looked.sample.device_name or record.device_name
+        _note_steps(record.steps, looked.sample)
 
     def refused(self, rank: int) -> None:
         """Record that the query failed, or could not be sent."""
-        known = self._known.get(rank)
-        if known is not None:
-            known.asked = None
+        record = self._known.get(rank)
+        if record is not None:
+            record.asked = None
 
     def owed(self) -> bool:
         """Return True if one of the ranks queried last has not replied yet."""
@@ -513,32 +516,32 @@ class StatusAggregator:
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
         """Return the checkpoint saves of all ranks."""
-        found = [
+        entries = [
             RankSave(view.rank, save)
             for view in views
-            if (looked := self._of(view).looked) is not None
-            for save in looked.saves
+            if (reply := self._of(view).looked) is not None
+            for save in reply.saves
         ]
-        return Saves(tuple(found), wall)
+        return Saves(tuple(entries), wall)
 
     def _of(self, view: RankView) -> _Known:
-        known = self._known.get(view.rank)
-        if known is None or known.incarnation != view.incarnation:
-            known = self._known[view.rank] = _Known(view.incarnation)
-        return known
+        record = self._known.get(view.rank)
+        if record is None or record.incarnation != view.incarnation:
+            record = self._known[view.rank] = _Known(view.incarnation)
+        return record
 
     def _row(self, view: RankView, now: float) -> RankPlacement:
-        known = self._of(view)
-        sample = known.looked.sample if known.looked is not None else None
-        state = _state_of(view, known, now)
+        record = self._of(view)
+        sample = record.looked.sample if record.looked is not None else None
+        state = _state_of(view, record, now)
         alive = state != "dead"
         fresh = sample if sample is not None and sample.cell == view.task else None
         return RankPlacement(
             rank=view.rank,
-            host=known.host,
+            host=record.host,
             pid=view.pid,
             device=view.device,
-            device_name=known.device_name,
+            device_name=record.device_name,
             state=state,
             cell=view.cell if alive else None,
             line=fresh.line if fresh is not None and alive else None,
@@ -546,8 +549,8 @@ class StatusAggregator:
             memory=sample.memory if sample is not None and alive else None,
             utilisation=sample.utilisation if sample is not None and alive else None,
             steps=sample.steps or 0 if sample is not None else 0,
-            rate=_rate_of(known.steps) if alive else None,
-            holdings=known.holdings if alive else (),
+            rate=_rate_of(record.steps) if alive else None,
+            holdings=record.holdings if alive else (),
         )
 
 
@@ -591,21 +594,21 @@ def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
     for row in rows:
         if row.cell is not None and row.state in {"running", "waiting", "unresponsive"}:
             groups.setdefault(row.cell, []).append(row)
-    found: set[int] = set()
+    stragglers: set[int] = set()
     for group in groups.values():
         late = [row for row in group if row.state != "waiting"]
         if len(late) == 1 and len(group) > 1:
-            found.add(late[0].rank)
+            stragglers.add(late[0].rank)
         for row in group:
-            others = [each for each in group if each is not row]
+            others = [peer for peer in group if peer is not row]
             if others and _is_behind(row, others):
-                found.add(row.rank)
-    return found
+                stragglers.add(row.rank)
+    return stragglers
 
 
 def _is_behind(row: RankPlacement, others: list[RankPlacement]) -> bool:
-    steps = statistics.median(each.steps for each in others)
-    rates = [each.rate for each in others if each.rate is not None]
+    steps = statistics.median(other.steps for other in others)
+    rates = [other.rate for other in others if other.rate is not None]
     return steps - row.steps > max(_BEHIND, _BEHIND_SECONDS * statistics.median(rates or [0.0]))
 
 
@@ -617,7 +620,7 @@ def merge_shards(
     A rank's own description of its shards takes precedence; the regions computed by other ranks stand in for a rank
     that did not reply.
     """
-    told = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, ShardsReply)}
+    replies = {rank: reply for rank, reply in sorted(answers.items()) if isinstance(reply, ShardsReply)}
     troubles = group_ranks(
         (rank, answer.trouble)
         for rank, answer in sorted(answers.items())
@@ -626,12 +629,14 @@ def merge_shards(
     for rank in everyone:
         if rank not in answers:
             troubles.setdefault("no answer; its parts are as the others computed them", []).append(rank)
-    kinds = {each.kind: rank for rank, each in reversed(told.items())}
+    kinds = {reply.kind: rank for rank, reply in reversed(replies.items())}
     if len(kinds) > 1:
-        troubles.setdefault(f"it is not the same kind of thing everywhere: {', '.join(sorted(kinds))}", []).extend(told)
-    words = "; ".join(f"{name_ranks(ranks)}: {trouble}" for trouble, ranks in troubles.items())
-    kind = next((each.kind for each in told.values()), "")
-    return ShardMap(name, kind, tuple(_tensors(told, devices)), words)
+        troubles.setdefault(f"it is not the same kind of thing everywhere: {', '.join(sorted(kinds))}", []).extend(
+            replies
+        )
+    message = "; ".join(f"{name_ranks(ranks)}: {trouble}" for trouble, ranks in troubles.items())
+    kind = next((reply.kind for reply in replies.values()), "")
+    return ShardMap(name, kind, tuple(_tensors(replies, devices)), message)
 
 
 def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
@@ -640,23 +645,23 @@ def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> lis
     spoken: set[tuple[str, int]] = set()
     # First the regions that ranks report of themselves, then, for ranks that have not replied, the regions that others
     # computed for them. Several ranks may have computed the same one: the key None keeps one per rank and tensor.
-    for rank, each in told.items():
-        for tensor in each.tensors:
+    for rank, reply in told.items():
+        for tensor in reply.tensors:
             tensors.setdefault(tensor.key, tensor)
-            mine = [box for box in each.grids[tensor.grid] if box.rank == rank]
-            spoken.update((tensor.key, rank) for _ in mine)
-            for box in mine:
+            local = [box for box in reply.grids[tensor.grid] if box.rank == rank]
+            spoken.update((tensor.key, rank) for _ in local)
+            for box in local:
                 boxes.setdefault(tensor.key, {})[rank, box] = (box, tensor)
-    for rank, each in told.items():
-        for tensor in each.tensors:
-            for box in each.grids[tensor.grid]:
+    for rank, reply in told.items():
+        for tensor in reply.tensors:
+            for box in reply.grids[tensor.grid]:
                 if box.rank != rank and (tensor.key, box.rank) not in spoken and box.rank not in told:
                     boxes.setdefault(tensor.key, {}).setdefault((box.rank, None), (box, tensor))
-    found = []
+    maps = []
     for key, tensor in tensors.items():
-        kept = sorted(boxes.get(key, {}).values(), key=lambda each: (each[0].rank, each[0].offset))
-        found.append(ShardedTensorMap(key, tensor.dtype, tensor.shape, _shards(kept, told, devices)))
-    return found
+        regions = sorted(boxes.get(key, {}).values(), key=lambda pair: (pair[0].rank, pair[0].offset))
+        maps.append(ShardedTensorMap(key, tensor.dtype, tensor.shape, _shards(regions, told, devices)))
+    return maps
 
 
 def _shards(
@@ -672,7 +677,7 @@ def _shards(
         taken = copies.setdefault((box.offset, box.shape), set())
         replica = box.replica
         if replica < 0:
-            replica = next(each for each in range(len(taken) + 1) if each not in taken)
+            replica = next(index for index in range(len(taken) + 1) if index not in taken)
             taken.add(replica)
         device = tensor.device if box.rank in told else devices.get(box.rank, "")
         shards.append(Shard(box.rank, box.offset, box.shape, replica, device, math.prod(box.shape) * tensor.itemsize))

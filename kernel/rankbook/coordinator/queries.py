@@ -70,11 +70,11 @@ class QueryClient:
         token = self.open(deliver)
         deadline = time.monotonic() + timeout
         try:
-            asked = {rank for rank in ranks if self._send(rank, make(token, rank))}
+            requested = {rank for rank in ranks if self._send(rank, make(token, rank))}
             with changed:
-                while asked - answers.keys() and (left := deadline - time.monotonic()) > 0:
-                    changed.wait(min(left, _LOOK_EVERY))
-                    asked &= set(there()) | answers.keys()
+                while requested - answers.keys() and (remaining := deadline - time.monotonic()) > 0:
+                    changed.wait(min(remaining, _LOOK_EVERY))
+                    requested &= set(there()) | answers.keys()
                 return dict(answers)
         finally:
             self.close(token)

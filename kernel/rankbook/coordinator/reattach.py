@@ -58,9 +58,9 @@ def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
 
     Raises `NoCluster` if there is none, and `BadRequest` if none matches or several do.
     """
-    told = "".join(f"\n{note}" for note in found.notes)
+    notes = "".join(f"\n{note}" for note in found.notes)
     if not found.records:
-        raise NoCluster(f"no ranks are kept here; %distributed start --keep makes such{told}")
+        raise NoCluster(f"no ranks are kept here; %distributed start --keep makes such{notes}")
     if key is None:
         session = session_id()
         candidates = [record for record in found.records if session and record.session == session]
@@ -72,12 +72,12 @@ def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
         lines = "".join(f"\n{record.describe()}, from kernel {record.notebook}" for record in found.records)
         several = f"{len(found.records)} sets of ranks are kept" if len(found.records) > 1 else "ranks are kept"
         whose = "" if candidates else ", but not by this notebook"
-        raise BadRequest(f"{several}{whose}; %distributed attach KEY takes one:{lines}{told}")
+        raise BadRequest(f"{several}{whose}; %distributed attach KEY takes one:{lines}{notes}")
     for record in found.records:
         if record.key == key:
             return record
     keys = ", ".join(record.key for record in found.records)
-    raise BadRequest(f"no ranks are kept as {key!r}; there are: {keys}{told}")
+    raise BadRequest(f"no ranks are kept as {key!r}; there are: {keys}{notes}")
 
 
 class ReattachedProcesses(ClusterProcesses):
@@ -110,8 +110,8 @@ class ReattachedProcesses(ClusterProcesses):
 
     def _take_over(self, launcher: ReattachedLauncher, record: ClusterRecord, hub: ZmqHub, sink: Sink | None) -> None:
         # No driver thread runs until the end of this method, so this thread receives from the hub itself.
-        incarnations = {rank: told.incarnation for rank, told in launcher.forked.items()}
-        pids = {rank: told.pid for rank, told in launcher.forked.items()}
+        incarnations = {rank: process.incarnation for rank, process in launcher.forked.items()}
+        pids = {rank: process.pid for rank, process in launcher.forked.items()}
         for rank, incarnation in incarnations.items():
             hub.open_downlink(rank, incarnation)
         accounts = replay_handshake(
@@ -175,8 +175,8 @@ class ReattachHandshake:
     @property
     def missing(self) -> list[int]:
         """Return the ranks whose repeated messages have not all arrived."""
-        told = {rank for rank, account in self.accounts.items() if account.complete}
-        return sorted(set(self._incarnations) - told)
+        complete = {rank for rank, account in self.accounts.items() if account.complete}
+        return sorted(set(self._incarnations) - complete)
 
     def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
         """Record a message; drop it if it precedes the rank's `ReplayStart` or is of another incarnation."""
@@ -194,9 +194,9 @@ class ReattachHandshake:
     def leave_out(self, sender: Sender, error: UnreadableMessage) -> None:
         """Record a line on stderr in place of a message that cannot be decoded."""
         account = self.accounts.get(sender.rank)
-        told = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
+        warning = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
         cell = 0 if account is None else account.here.cell
-        self.take(sender, Text(cell=cell, stream="stderr", data=told.encode()), [])
+        self.take(sender, Text(cell=cell, stream="stderr", data=warning.encode()), [])
 
 
 def replay_handshake(
@@ -212,8 +212,8 @@ def replay_handshake(
     deadline = time.monotonic() + timeout
     for rank in incarnations:
         hub.send(rank, RequestReplay(token=token, nonce=reunion._nonce, since=since))
-    while reunion.missing and (left := deadline - time.monotonic()) > 0:
-        hub.wait(left, ())
+    while reunion.missing and (remaining := deadline - time.monotonic()) > 0:
+        hub.wait(remaining, ())
         while _take_next(hub, reunion):
             pass
     if reunion.missing:
@@ -271,13 +271,15 @@ def recovered_tasks(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
     )
     tasks = []
     for cell, ranks in sorted(by_cell.items()):
-        here = accounts[ranks[0]].here
+        start = accounts[ranks[0]].here
         running = tuple(rank for rank in sorted(ranks) if accounts[rank].here.running)
-        ended = {rank: each for rank in ranks for each in accounts[rank].missed if _ends(each, cell)}
-        made = RunningCell(cell, here.number, {}, cluster_key="", sink=None, label=here.label)
-        answers = {rank: describe_failure(each, made) for rank, each in ended.items()}
-        collectives = sum(each.collectives for each in ended.values())
-        tasks.append(RecoveredTask(cell, here.number, here.label, tuple(sorted(ranks)), running, answers, collectives))
+        ended = {rank: message for rank in ranks for message in accounts[rank].missed if _ends(message, cell)}
+        made = RunningCell(cell, start.number, {}, cluster_key="", sink=None, label=start.label)
+        answers = {rank: describe_failure(message, made) for rank, message in ended.items()}
+        collectives = sum(message.collectives for message in ended.values())
+        tasks.append(
+            RecoveredTask(cell, start.number, start.label, tuple(sorted(ranks)), running, answers, collectives)
+        )
     return tasks
 
 
@@ -297,8 +299,8 @@ def recovered_state(
         account, gone = accounts.get(rank), exits.get(rank)
         if account is None:
             incarnation = gone.incarnation if gone is not None else 0
-            words = describe_exit(gone) if gone is not None else "was not there any more"
-            ranks.append(RecoveredRank(rank, incarnation, words))
+            reason = describe_exit(gone) if gone is not None else "was not there any more"
+            ranks.append(RecoveredRank(rank, incarnation, reason))
         else:
             ranks.append(RecoveredRank(rank, incarnations[rank]))
     tasks = recovered_tasks(accounts)
@@ -366,7 +368,7 @@ class OutputReplay:
     def _tell_stray(self) -> None:
         """Show output of background threads that was printed after their cells had ended."""
         stray = {
-            rank: [each for each in account.missed if getattr(each, "cell", None) != self._open_cell(account)]
+            rank: [entry for entry in account.missed if getattr(entry, "cell", None) != self._open_cell(account)]
             for rank, account in self._accounts.items()
         }
         stray = {rank: messages for rank, messages in stray.items() if messages}
@@ -385,9 +387,9 @@ class OutputReplay:
     def _tell_exits(self) -> None:
         """Show the last output of the ranks that died meanwhile; nothing else of their output is left."""
         for rank, gone in sorted(self._exits.items()):
-            words = (gone.stdout + gone.stderr).decode(errors="replace").strip()
-            if words:
-                self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{words}", "stderr")
+            text = (gone.stdout + gone.stderr).decode(errors="replace").strip()
+            if text:
+                self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{text}", "stderr")
 
     @staticmethod
     def _open_cell(account: RankReport) -> int | None:
@@ -399,12 +401,12 @@ class OutputReplay:
         return RunningCell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
     def _feed(self, cell: RunningCell) -> None:
-        told = [(rank, each) for rank in cell.ranks for each in self._accounts[rank].missed]
-        told = [(rank, each) for rank, each in told if getattr(each, "cell", None) == cell.cell]
-        for rank, message in told:
+        messages = [(rank, entry) for rank in cell.ranks for entry in self._accounts[rank].missed]
+        messages = [(rank, entry) for rank, entry in messages if getattr(entry, "cell", None) == cell.cell]
+        for rank, message in messages:
             if isinstance(message, Text | TextCut | Display | Clear):
                 cell.feed(rank, message)
-        for rank, message in told:  # after all output, so that output that is equal on several ranks is merged
+        for rank, message in messages:  # after all output, so that output that is equal on several ranks is merged
             if isinstance(message, InputRequest):
                 cell.ask(rank, message)
             elif isinstance(message, Done):
@@ -422,8 +424,8 @@ _NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.
 def _heading(task: RecoveredTask) -> str:
     if task.running:
         done = [rank for rank in task.ranks if rank not in task.running and not task.answers.get(rank)]
-        told = [f"rank {rank} {words}" for rank, words in sorted(task.answers.items()) if words]
-        told += [f"{name_ranks(done)} finished"] if done else []
-        rest = f" ({'; '.join(told)})" if told else ""
+        outcomes = [f"rank {rank} {outcome}" for rank, outcome in sorted(task.answers.items()) if outcome]
+        outcomes += [f"{name_ranks(done)} finished"] if done else []
+        rest = f" ({'; '.join(outcomes)})" if outcomes else ""
         return f"{task.label} still runs on {name_ranks(task.running)}{rest}; its output so far, and what follows:"
     return f"{task.label} ended on {name_ranks(task.ranks)}; its output:"

@@ -69,19 +69,19 @@ class RecoveredClusterState(ClusterState):
     def __init__(self, inventory: RecoveredState) -> None:
         super().__init__(len(inventory.ranks), grace=GracePeriods(raised=abort_grace()))
         self._last_cell, self.generation = inventory.last_cell, inventory.generation
-        for found in inventory.ranks:
-            rank = self.ranks[found.rank]
-            rank.incarnation, rank.loss = found.incarnation, found.loss
+        for recovered in inventory.ranks:
+            rank = self.ranks[recovered.rank]
+            rank.incarnation, rank.loss = recovered.incarnation, recovered.loss
             self._move(rank, RankStep.FORK)
-            self._move(rank, RankStep.HELLO if found.loss is None else RankStep.EXIT)
-        for each in inventory.cells:
-            cell = CellOfState(each.cell, each.ranks, internal=each.internal, running=set(each.running))
-            cell.answers, cell.collectives = dict(each.answers), each.collectives
+            self._move(rank, RankStep.HELLO if recovered.loss is None else RankStep.EXIT)
+        for task in inventory.cells:
+            cell = CellOfState(task.cell, task.ranks, internal=task.internal, running=set(task.running))
+            cell.answers, cell.collectives = dict(task.answers), task.collectives
             self._step(cell, CellStep.DISPATCH)
-            self.cells[each.cell] = cell
-            for number in each.running:
+            self.cells[task.cell] = cell
+            for number in task.running:
                 self._move(self.ranks[number], RankStep.TASK)
-                self.ranks[number].cell = each.cell
+                self.ranks[number].cell = task.cell
         self.grouped, self._stale = inventory.grouped, inventory.stale
 
     def resume(self) -> list[act.Action]:
@@ -89,7 +89,7 @@ class RecoveredClusterState(ClusterState):
 
         While no notebook was attached, a rank of a cell may have failed, with others waiting for it since.
         """
-        watched = [act.ScheduleCheck(LOOK_AFTER_END)] if any(not each.internal for each in self.cells.values()) else []
+        watched = [act.ScheduleCheck(LOOK_AFTER_END)] if any(not cell.internal for cell in self.cells.values()) else []
         return [*watched, *self._regroup_if_complete(), *self._dispatch()]
 
 
@@ -134,9 +134,9 @@ class ReattachedDriver(Driver):
 
     def _end_cells(self) -> None:
         super()._end_cells()
-        for each in [each for each in self._unseen if each[0] not in self._ending]:
-            self._unseen.remove(each)
-            action, ranks = each
+        for pending in [pending for pending in self._unseen if pending[0] not in self._ending]:
+            self._unseen.remove(pending)
+            action, ranks = pending
             self._say_seen(action.cell, [rank for rank in ranks if rank not in action.stragglers])
 
     def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:

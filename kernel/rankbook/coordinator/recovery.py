@@ -31,16 +31,16 @@ class Healed:
 
     def __str__(self) -> str:
         verb = "is" if len(self.ranks) == 1 else "are"
-        who = f"{name_ranks(self.ranks)} {verb} back"
+        subject = f"{name_ranks(self.ranks)} {verb} back"
         if self.donor is None:
-            return f"{who} with an empty namespace"
+            return f"{subject} with an empty namespace"
         counted = [
             (self.variables, "variable", "variables"),
             (self.functions, "function or class", "functions and classes"),
             (self.imports, "import", "imports"),
         ]
-        state = ", ".join(plural(*each) for each in counted if each[0])
-        lines = [f"{who} with the state of rank {self.donor}: {state or 'it has none'}"]
+        state = ", ".join(plural(*item) for item in counted if item[0])
+        lines = [f"{subject} with the state of rank {self.donor}: {state or 'it has none'}"]
         if self.missing:
             lines.append("not brought back:")
             lines += [f"  {name}: {reason}" for name, reason in self.missing.items()]

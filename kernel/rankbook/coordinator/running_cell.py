@@ -283,7 +283,7 @@ class OutputFlusher:
     @property
     def deadline(self) -> float | None:
         """Return the time at which `flush` is due, on the monotonic clock."""
-        due = [each for number in tuple(self._numbers) if (each := self._cells[number].deadline) is not None]
+        due = [moment for number in tuple(self._numbers) if (moment := self._cells[number].deadline) is not None]
         return min(due, default=None)
 
     def flush(self, now: float) -> None:

@@ -175,7 +175,7 @@ class ClusterState:
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
 
     def _alive(self) -> tuple[int, ...]:
-        return tuple(each.rank for each in self.ranks.values() if each.state in (RankState.IDLE, RankState.BUSY))
+        return tuple(rank.rank for rank in self.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
 
     def _dispatch(self) -> list[act.Action]:
         """Start every queued cell whose ranks are all idle and not needed by an earlier cell.
@@ -184,11 +184,11 @@ class ClusterState:
         at the same time.
         """
         actions: list[act.Action] = []
-        wanted: set[int] = set()
+        needed: set[int] = set()
         for number in tuple(self._queue):
             cell = self.cells[number]
-            if not wanted.isdisjoint(cell.ranks) or any(self.ranks[r].state is not RankState.IDLE for r in cell.ranks):
-                wanted.update(cell.ranks)
+            if not needed.isdisjoint(cell.ranks) or any(self.ranks[r].state is not RankState.IDLE for r in cell.ranks):
+                needed.update(cell.ranks)
                 continue
             self._queue.remove(number)
             self._step(cell, CellStep.DISPATCH)
@@ -290,11 +290,11 @@ class ClusterState:
         if not ranks:
             return []
         lost = min(self._lost(cell), default=None)
-        words = (
+        reason = (
             "the cell was interrupted" if lost is None else f"rank {lost} {self.ranks[lost].loss or 'was restarted'}"
         )
         cell.aborted = True
-        return [act.SendAbort(ranks, (), words)]
+        return [act.SendAbort(ranks, (), reason)]
 
     def _lost(self, cell: CellEntry) -> set[int]:
         """Return the cell's ranks that are dead, or whose process ended during the cell and may have been replaced."""
@@ -324,9 +324,9 @@ class ClusterState:
         # collective would then hang or pair up wrongly, so the group is formed anew.
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
-        broken = cell.aborted or any("CollectiveAborted" in words for words in cell.answers.values())
-        told = [act.NotifyUser(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
-        return [*told, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
+        broken = cell.aborted or any("CollectiveAborted" in answer for answer in cell.answers.values())
+        notices = [act.NotifyUser(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
+        return [*notices, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
 
     def _stop(self, _event: ev.Stop) -> list[act.Action]:
         actions: list[act.Action] = []

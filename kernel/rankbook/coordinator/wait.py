@@ -135,7 +135,7 @@ class _InputPrompter:
         if not self.due:
             return
         same = [question for question in self.questions if question.rank == self._last]
-        question = same[0] if same else min(self.questions, key=lambda each: each.rank)
+        question = same[0] if same else min(self.questions, key=lambda candidate: candidate.rank)
         self.questions.remove(question)
         rank, request = question.rank, question.request
         text, reason = None, ""

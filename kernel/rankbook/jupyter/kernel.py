@@ -30,8 +30,8 @@ class RankbookKernel(IPythonKernel):
         """Return IPython's reply, with the number of this session wherever IPython writes 0 for it."""
         reply: dict[str, Any] = super().do_history(*args, **kwargs)
         shell: Any = self.shell
-        here = shell.history_manager.session_number
-        reply["history"] = [(session or here, *rest) for session, *rest in reply["history"]]
+        current = shell.history_manager.session_number
+        reply["history"] = [(session or current, *rest) for session, *rest in reply["history"]]
         return reply
 
     def start(self) -> None:

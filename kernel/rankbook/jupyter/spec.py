@@ -75,8 +75,8 @@ def spec_for(name: str) -> KernelSpec | None:
     installed is recognized by its name.
     """
     try:
-        found = KernelSpecManager().get_kernel_spec(name)
-        ours, env = _MODULE in found.argv, dict(found.env)
+        installed = KernelSpecManager().get_kernel_spec(name)
+        ours, env = _MODULE in installed.argv, dict(installed.env)
     except (NoSuchKernel, ValueError):
         ours, env = name == NAME or name.startswith(f"{NAME}-"), {}
     spec = make_spec(sys.executable, None, None)
@@ -85,11 +85,11 @@ def spec_for(name: str) -> KernelSpec | None:
 
 def _refuse_others(manager: KernelSpecManager, name: str) -> None:
     try:
-        found = manager.get_kernel_spec(name)
+        installed = manager.get_kernel_spec(name)
     except (NoSuchKernel, ValueError):  # the installation rejects an invalid name
         return
-    if _MODULE not in found.argv:
-        raise BadRequest(f"{name!r} is another kernel's name ({found.display_name}); --name gives this one its own")
+    if _MODULE not in installed.argv:
+        raise BadRequest(f"{name!r} is another kernel's name ({installed.display_name}); --name gives this one its own")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", "--ranks", type=int, metavar="RANKS", help="how many (default: one per device)")
     parser.add_argument("--name", help="the spec's, so that several stand side by side")
     parser.add_argument("--display-name", metavar="TEXT", help="in the launcher")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         folder = install(
-            name=asked.name,
-            display_name=asked.display_name,
-            ranks=asked.ranks,
-            user=asked.user,
-            prefix=sys.prefix if asked.sys_prefix else asked.prefix,
+            name=options.name,
+            display_name=options.display_name,
+            ranks=options.ranks,
+            user=options.user,
+            prefix=sys.prefix if options.sys_prefix else options.prefix,
         )
     except BadRequest as error:
         sys.stderr.write(f"{error}\n")

@@ -74,18 +74,18 @@ class LocalLauncher:
             raise StartError(
                 f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
             )
-        ours, theirs = socket.socketpair()
+        local_end, remote_end = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
-        with theirs, _without_debugger():
+        with remote_end, _without_debugger():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(remote_end.fileno())],
+                pass_fds=(remote_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
             )
-        self._stream: MessageStream[FromForkserver] = MessageStream(ours, decode_from_forkserver)
+        self._stream: MessageStream[FromForkserver] = MessageStream(local_end, decode_from_forkserver)
         self.up: ForkserverUp | None = None
         self._given_up = 0  # clusters that were closed before they were opened: pending ClusterClosed replies
 
@@ -187,8 +187,8 @@ class LocalLauncher:
 
     def _wait_for(self, kind: type[_T], *, timeout: float, interrupted: Callable[[], bool] = lambda: False) -> _T:
         deadline = time.monotonic() + timeout
-        while self.alive and (left := deadline - time.monotonic()) > 0:
-            select.select([self._stream], [], [], min(left, 0.1))
+        while self.alive and (remaining := deadline - time.monotonic()) > 0:
+            select.select([self._stream], [], [], min(remaining, 0.1))
             if interrupted():
                 raise KeyboardInterrupt
             for message in self.read():
@@ -196,10 +196,10 @@ class LocalLauncher:
                     return message
         if self.alive:
             raise StartError(f"the forkserver is not ready within {timeout:g} s: {self._describe_silence()}")
-        words = self._last_words()
-        if words.endswith(_NO_TORCH):
+        text = self._last_words()
+        if text.endswith(_NO_TORCH):
             raise StartError(f"there is no torch for {sys.executable}: install it there, then %distributed start")
-        raise StartError(f"the forkserver ended before it could start ranks:\n{words}")
+        raise StartError(f"the forkserver ended before it could start ranks:\n{text}")
 
     def _describe_silence(self) -> str:
         """Describe how far the forkserver has come, its process state, and its stderr."""
@@ -351,10 +351,10 @@ class ReattachedLauncher(LocalLauncher):
         claimed: ClaimAccepted | None = None
         deadline = time.monotonic() + _CLAIM_TIMEOUT
         while claimed is None or len(self.forked) + len(self.exited) < claimed.ranks:
-            left = deadline - time.monotonic()
-            if left <= 0 or self._stream.closed:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or self._stream.closed:
                 raise StartError(f"the ranks of {record.key} do not answer; try again in a second")
-            select.select([self._stream], [], [], left)
+            select.select([self._stream], [], [], remaining)
             for message in self._stream.read():
                 match message:
                     case ClaimAccepted():

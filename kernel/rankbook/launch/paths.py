@@ -56,8 +56,8 @@ def make_folders(owner: int | None = None) -> ClusterPaths:
     base = socket_base()
     owner = os.getpid() if owner is None else owner
     shared = base if os.environ.get("RANKBOOK_RUNTIME_DIR") else _segment_base(base)
-    for each in {base, shared}:
-        _sweep(each)
+    for folder in {base, shared}:
+        _sweep(folder)
     locks: list[int] = []
     sockets = _make(base, owner, locks)
     try:

@@ -71,7 +71,7 @@ class ClusterRecord:
     @property
     def devices(self) -> tuple[str, ...]:
         """Return the ranks' devices."""
-        return tuple(each.device for each in self.ranks)
+        return tuple(rank.device for rank in self.ranks)
 
     @property
     def owned(self) -> bool:
@@ -166,9 +166,9 @@ def find_detached() -> DetachedCluster:
 
 def _distrust(path: Path) -> str | None:
     """Return why the record file cannot be trusted, or None."""
-    for each, is_kind, kind in ((path.parent, stat.S_ISDIR, "folder"), (path, stat.S_ISREG, "file")):
+    for location, is_kind, kind in ((path.parent, stat.S_ISDIR, "folder"), (path, stat.S_ISREG, "file")):
         try:
-            status = each.lstat()
+            status = location.lstat()
         except OSError as error:
             return f"the {kind} cannot be looked at ({error.strerror})"
         if not is_kind(status.st_mode):
@@ -182,7 +182,7 @@ def _distrust(path: Path) -> str | None:
 
 def _read(path: Path) -> ClusterRecord:
     fields: dict[str, Any] = json.loads(path.read_text())
-    fields["ranks"] = tuple(DetachedRank(**each) for each in fields["ranks"])
+    fields["ranks"] = tuple(DetachedRank(**rank) for rank in fields["ranks"])
     record = ClusterRecord(**fields)
     if Path(record.sockets) != path.parent:
         raise ValueError("it is about another folder")

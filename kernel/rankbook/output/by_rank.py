@@ -121,14 +121,14 @@ class ByRankOutput:
             self._clear_of((row.screen.rank,))
             self.live.place(row)
         for name, live, _ in self.live.updates(now):
-            there, by_rank = self._rows.setdefault(name, {}), dict[int, list[str]]()
+            blocks, by_rank = self._rows.setdefault(name, {}), dict[int, list[str]]()
             for rank, text in live:
                 by_rank.setdefault(rank, []).append(text)
-            for rank in there.keys() - by_rank.keys():
-                self._drop(there.pop(rank))
+            for rank in blocks.keys() - by_rank.keys():
+                self._drop(blocks.pop(rank))
             for rank, texts in by_rank.items():
-                there[rank] = self._put(
-                    OutputBlock(there.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True)
+                blocks[rank] = self._put(
+                    OutputBlock(blocks.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True)
                 )
         for row in self.live.retire():
             if row.region is not None:
@@ -186,7 +186,7 @@ class ByRankOutput:
         self._pieces[piece.key] = piece
         size = len(piece.text)
         if piece.data is not None:
-            size = sum(len(each) for each in piece.data.values() if isinstance(each, (str, bytes))) // 16
+            size = sum(len(value) for value in piece.data.values() if isinstance(value, (str, bytes))) // 16
         self._size += size - self._sizes[piece.key]
         self._sizes[piece.key] = size
         self._changes.append(BlockAdded(piece))
@@ -210,7 +210,7 @@ class ByRankOutput:
             return
         del self._texts[key]
         self._size -= self._sizes.pop(key)
-        self._open = {group: each for group, each in self._open.items() if each != key}
+        self._open = {group: block for group, block in self._open.items() if block != key}
         self._changes.append(BlockRemoved(key, forgotten))
 
     def _forget(self) -> None:
@@ -226,17 +226,17 @@ class ByRankOutput:
         if not cleared:
             return
         self._clearing -= cleared
-        for there in self._rows.values():
-            for key in there.values():
+        for blocks in self._rows.values():
+            for key in blocks.values():
                 self._drop(key)
         self._rows.clear()
         self.live.clear(cleared)
         for key in [key for key, piece in self._pieces.items() if not cleared.isdisjoint(piece.ranks)]:
             piece = self._whole(key)
-            left = tuple(rank for rank in piece.ranks if rank not in cleared)
-            self._open = {group: each for group, each in self._open.items() if each != key}
-            if left:
-                self._pieces[key] = replace(self._pieces[key], ranks=left)
-                self._changes.append(BlockAdded(replace(piece, ranks=left)))
+            remaining = tuple(rank for rank in piece.ranks if rank not in cleared)
+            self._open = {group: block for group, block in self._open.items() if block != key}
+            if remaining:
+                self._pieces[key] = replace(self._pieces[key], ranks=remaining)
+                self._changes.append(BlockAdded(replace(piece, ranks=remaining)))
             else:
                 self._drop(key)

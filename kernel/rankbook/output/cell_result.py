@@ -71,10 +71,10 @@ class CellResult:
     @property
     def status(self) -> Literal["ok", "error", "interrupted"]:
         """Worst status of all ranks. A lost rank counts as an error."""
-        found = {outcome.status for outcome in self.outcomes}
-        if not found.isdisjoint(("error", "lost")):
+        statuses = {outcome.status for outcome in self.outcomes}
+        if not statuses.isdisjoint(("error", "lost")):
             return "error"
-        return "interrupted" if "interrupted" in found else "ok"
+        return "interrupted" if "interrupted" in statuses else "ok"
 
     @property
     def stdout(self) -> dict[int, str]:
@@ -89,7 +89,11 @@ class CellResult:
     @property
     def errors(self) -> dict[int, ErrorReport]:
         """Errors by rank, for the ranks that raised one."""
-        return {each.rank: each.error for each in self.outcomes if each.status == "error" and each.error is not None}
+        return {
+            outcome.rank: outcome.error
+            for outcome in self.outcomes
+            if outcome.status == "error" and outcome.error is not None
+        }
 
     def text(self, rank: int) -> str | None:
         """Return the value of the last expression of `rank` as plain text, None if it had none.
@@ -132,9 +136,9 @@ class CellResult:
     def __repr__(self) -> str:
         groups = group_ranks((outcome.rank, outcome.status) for outcome in self.outcomes)
         order = sorted(groups, key=("lost", "error", "interrupted", "ok").index)
-        told = ", ".join(f"{status} on {name_ranks(groups[status])}" for status in order)
+        summary = ", ".join(f"{status} on {name_ranks(groups[status])}" for status in order)
         number = f" [{self.number}]" if self.number else ""
-        return f"CellResult{number}: {told} in {self.seconds:.2f} s"
+        return f"CellResult{number}: {summary} in {self.seconds:.2f} s"
 
 
 class _TextBytes:
@@ -193,14 +197,14 @@ class ResultBuilder:
         part = self._part(rank)
         match message:
             case Text(stream=stream, data=data):
-                kept = part.streams.get(stream)
-                if kept is None:
-                    kept = part.streams[stream] = _TextBytes(self._keep)
-                kept.add(data)
+                buffer = part.streams.get(stream)
+                if buffer is None:
+                    buffer = part.streams[stream] = _TextBytes(self._keep)
+                buffer.add(data)
             case TextCut():
                 part.truncated = True
             case Display(kind="update"):
-                part.displays = [message if _same_display(each, message) else each for each in part.displays]
+                part.displays = [message if _same_display(display, message) else display for display in part.displays]
                 if part.result is not None and _same_display(part.result, message):
                     part.result = message
             case Display(kind="result"):
@@ -247,7 +251,7 @@ class ResultBuilder:
             result=part.result.data if part.result is not None else None,
             error=done.error if done is not None else None,
             loss=part.loss if done is None else None,
-            truncated=part.truncated or any(kept.cut for kept in streams.values()),
+            truncated=part.truncated or any(buffer.cut for buffer in streams.values()),
         )
 
 
@@ -269,8 +273,8 @@ def describe_errors(outcomes: Sequence[RankOutcome], *, plain: bool = False) -> 
 
 
 def _tell_losses(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
-    for words in dict.fromkeys(outcome.loss for outcome in outcomes if outcome.status == "lost"):
-        yield _red(words or "", plain)
+    for loss in dict.fromkeys(outcome.loss for outcome in outcomes if outcome.status == "lost"):
+        yield _red(loss or "", plain)
 
 
 def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
@@ -279,13 +283,13 @@ def _tell_errors(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
         if outcome.status == "error":
             groups.setdefault(_likeness(outcome.error.plain) if outcome.error else "", []).append(outcome)
     for group in sorted(groups.values(), key=lambda group: is_consequence(group[0].error)):
-        who, error = name_ranks(outcome.rank for outcome in group), group[0].error
+        subject, error = name_ranks(outcome.rank for outcome in group), group[0].error
         if error is None:
-            yield _red(f"{who}: failed, and did not say how", plain)
+            yield _red(f"{subject}: failed, and did not say how", plain)
             continue
-        words = f"{error.name}: {error.value}".removesuffix(": ")
-        yield _red(f"{who}: {words.splitlines()[0]}", plain)
-        if error.plain.strip() != words.splitlines()[0]:
+        message = f"{error.name}: {error.value}".removesuffix(": ")
+        yield _red(f"{subject}: {message.splitlines()[0]}", plain)
+        if error.plain.strip() != message.splitlines()[0]:
             yield (error.plain if plain else error.traceback).strip("\n")
         yield from _tell_memory(group)
 
@@ -310,8 +314,8 @@ def _likeness(plain: str) -> str:
 
 def _tell_interrupts(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
     interrupted = [outcome for outcome in outcomes if outcome.status == "interrupted"]
-    for words, ranks in group_ranks((outcome.rank, _describe_interrupt(outcome)) for outcome in interrupted).items():
-        yield _red(f"{name_ranks(ranks)}: {words}", plain)
+    for reason, ranks in group_ranks((outcome.rank, _describe_interrupt(outcome)) for outcome in interrupted).items():
+        yield _red(f"{name_ranks(ranks)}: {reason}", plain)
 
 
 def _describe_interrupt(outcome: RankOutcome) -> str:

@@ -270,8 +270,8 @@ def interleave(sources: Sequence[RankQueue], may: list[int]) -> Iterator[TextBat
         alone = len(runs) == 1
         common = min(may[0], len(runs[0].lines) - runs[0].at) if alone else _count_common(runs)
         if common:
-            who = tuple(source.rank for source in sources)
-            yield TextBatch(runs[0].stream, [(who, line) for line in runs[0].next(common)])
+            group = tuple(source.rank for source in sources)
+            yield TextBatch(runs[0].stream, [(group, line) for line in runs[0].next(common)])
             for source in sources:
                 source.take(common)
             return
@@ -281,8 +281,8 @@ def interleave(sources: Sequence[RankQueue], may: list[int]) -> Iterator[TextBat
     limit = min(_BATCH, *(source.count for source in sources)) + LOOK_AHEAD
     ahead = [source.peek(limit) for source in sources]
     stops = [
-        len(each) if len(each) == source.count else limit - LOOK_AHEAD
-        for each, source in zip(ahead, sources, strict=True)
+        len(window) if len(window) == source.count else limit - LOOK_AHEAD
+        for window, source in zip(ahead, sources, strict=True)
     ]
     at = [0] * len(sources)
     ranks = [source.rank for source in sources]
@@ -301,19 +301,19 @@ def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[TextBatch |
     stream: StreamName = "stdout"
     groups: dict[tuple[int, ...], Ranks] = {}
     for key, group in turns:
-        who = groups.get(group) or groups.setdefault(group, tuple(ranks[index] for index in group))
+        members = groups.get(group) or groups.setdefault(group, tuple(ranks[index] for index in group))
         if isinstance(key, str | tuple):
-            here: StreamName = "stdout" if isinstance(key, str) else "stderr"
-            if here != stream and rows:
+            kind: StreamName = "stdout" if isinstance(key, str) else "stderr"
+            if kind != stream and rows:
                 yield TextBatch(stream, rows)
                 rows = []
-            stream = here
-            rows.append((who, key if isinstance(key, str) else key[0]))
+            stream = kind
+            rows.append((members, key if isinstance(key, str) else key[0]))
         else:
             if rows:
                 yield TextBatch(stream, rows)
                 rows = []
-            yield SingleItem(key, who)
+            yield SingleItem(key, members)
     if rows:
         yield TextBatch(stream, rows)
 
@@ -333,14 +333,14 @@ def _lines_apart(
             return None
         together.update(queue)
     count = min(filter(None, most))
-    at[:] = [min(count, each) for each in most]
+    at[:] = [min(count, limit) for limit in most]
     columns = []
     for index, taken in enumerate(at):
-        who = (ranks[index],)
+        group = (ranks[index],)
         if taken and kinds == {str}:
-            columns.append([(who, line) for line in cast("Sequence[str]", queues[index][:taken])])
+            columns.append([(group, line) for line in cast("Sequence[str]", queues[index][:taken])])
         elif taken:
-            columns.append([(who, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:taken])])
+            columns.append([(group, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:taken])])
     return TextBatch("stdout" if kinds == {str} else "stderr", list(chain.from_iterable(zip(*columns, strict=True))))
 
 
@@ -360,13 +360,13 @@ def _take_turns(queues: Sequence[Sequence[Key]], stops: Sequence[int], may: list
     members = [set(queue) for queue in queues]
 
     def distance(key: Key, heads: list[int]) -> dict[int, int]:
-        found = {}
+        distances = {}
         for index, queue in enumerate(queues):
             if index not in heads and key in members[index]:
                 soon = queue[at[index] : at[index] + LOOK_AHEAD]
                 if key in soon:
-                    found[index] = soon.index(key)
-        return found
+                    distances[index] = soon.index(key)
+        return distances
 
     while all(map(lt, at, stops)):
         heads: dict[Key, list[int]] = {}
@@ -402,9 +402,9 @@ def _count_common(runs: Sequence[TextRun]) -> int:
     most = min(len(run.lines) - run.at for run in runs)
     done, step, growing = 0, 1, True
     while step and done < most:
-        here = first.lines[first.at + done : first.at + min(done + step, most)]
-        same = all(run.lines[run.at + done : run.at + min(done + step, most)] == here for run in others)
-        done += len(here) if same else 0
+        expected = first.lines[first.at + done : first.at + min(done + step, most)]
+        same = all(run.lines[run.at + done : run.at + min(done + step, most)] == expected for run in others)
+        done += len(expected) if same else 0
         growing = growing and same
         step = step * 2 if growing else step // 2
     return done

@@ -234,9 +234,9 @@ class OutputMerger:
             # The oldest item is due after `hold`, or as soon as the pace allows if no rank is waited for. A queue above
             # its limits ignores the pace too.
             sources = self._queued.values()
-            hold = 0.0 if self._open <= self._queued.keys() or any(each.alone for each in sources) else self._hold
+            hold = 0.0 if self._open <= self._queued.keys() or any(queue.alone for queue in sources) else self._hold
             oldest = min(source.items[0].time for source in sources)
-            times.append(oldest if any(each.full for each in sources) else max(oldest + hold, self._last + _PACE))
+            times.append(oldest if any(queue.full for queue in sources) else max(oldest + hold, self._last + _PACE))
         return min(times, default=None)
 
     def _take(self, now: float, *, force: bool) -> list[Emit]:
@@ -412,13 +412,13 @@ class _MergedView:
         lost = record.forgotten - cleared
         if lost:
             self._stream = "stderr"
-            words = f"earlier output of {name_ranks(lost)} was cleared together with that of {name_ranks(cleared)}\n"
-            self._texts.append(words)
+            note = f"earlier output of {name_ranks(lost)} was cleared together with that of {name_ranks(cleared)}\n"
+            self._texts.append(note)
         for entry in record.entries:
             if entry.shown is not None and not cleared.issuperset(entry.ranks):
                 self.display(entry.shown, tuple(sorted(entry.ranks - cleared)))
-            left = [(tuple(rank for rank in ranks if rank not in cleared), line) for ranks, line in entry.rows]
-            rows = [(ranks, line) for ranks, line in left if ranks]
+            remaining = [(tuple(rank for rank in ranks if rank not in cleared), line) for ranks, line in entry.rows]
+            rows = [(ranks, line) for ranks, line in remaining if ranks]
             if rows and entry.stream is not None:
                 self.lines(entry.stream, rows)
 

@@ -155,14 +155,14 @@ def _offset(text: str, width: int, *, past_colours: bool = False) -> int:
     """
     if "\x1b" not in text:
         return min(width, len(text))
-    seen = start = 0
+    used = start = 0
     for match in ANSI_ESCAPE.finditer(text):
         plain = match.start() - start
-        if seen + plain > width or (seen + plain == width and not past_colours):
+        if used + plain > width or (used + plain == width and not past_colours):
             break
-        seen += plain
+        used += plain
         start = match.end()
-    return min(len(text), start + width - seen)
+    return min(len(text), start + width - used)
 
 
 class TerminalStream:
@@ -375,7 +375,7 @@ class LiveDisplays:
             self._open([row])
             return
         region.rows.append(row)
-        region.rows.sort(key=lambda each: (each.nth, each.screen.rank))
+        region.rows.sort(key=lambda entry: (entry.nth, entry.screen.rank))
         region.changed, row.region = True, region
 
     def bury(self) -> None:
@@ -385,16 +385,16 @@ class LiveDisplays:
 
     def updates(self, now: float) -> list[tuple[str, LiveRows, bool]]:
         """Return what to display as (display id, rows, True for an update of an existing display)."""
-        found = []
+        changes = []
         for region in self._regions:
             if region.changed:
                 rows, first = region.draw(), region.shown is None
                 if rows != (region.shown or ()):
-                    found.append((region.display_id, rows, not first))
+                    changes.append((region.display_id, rows, not first))
                     region.shown = rows
-        if found:
+        if changes:
             self.turn = now + self._every
-        return found
+        return changes
 
     def retire(self) -> list[TerminalRow]:
         """Forget live displays that will not change any more, and return their rows."""
@@ -409,12 +409,12 @@ class LiveDisplays:
         """Handle a cleared cell: all live displays are gone; open a new one for the rows that are not of `ranks`."""
         gone = set(ranks)
         rows = [row for region in self._regions for row in region.rows]
-        kept = [row for row in rows if row.screen.rank not in gone]
+        remaining = [row for row in rows if row.screen.rank not in gone]
         for row in rows:
             row.region = None
         self._regions = []
-        if kept:
-            self._open(kept)
+        if remaining:
+            self._open(remaining)
             self.turn = float("-inf")
 
     def _open(self, rows: list[TerminalRow]) -> None:

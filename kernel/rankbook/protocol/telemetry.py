@@ -335,7 +335,7 @@ def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
 
     Counters are only read here, so an unwatched rank has no cost. Any thread may call this.
     """
-    found = []
+    answers = []
     for name, source in tuple(_sources.items()):
         if not name.startswith(prefix):
             continue
@@ -343,5 +343,5 @@ def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
         if answer is None:
             _sources.pop(name, None)
         else:
-            found.append(answer)
-    return tuple(found)
+            answers.append(answer)
+    return tuple(answers)

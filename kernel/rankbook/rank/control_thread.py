@@ -161,9 +161,9 @@ class Interrupts:
             unheard = self._target is not None and self._target == self._armed
         if not unheard:
             return None
-        left = self._reminder - time.monotonic()
-        if left > 0:
-            return left
+        remaining = self._reminder - time.monotonic()
+        if remaining > 0:
+            return remaining
         self._reminded = True
         signal.pthread_kill(self._main, signal.SIGINT)
         self._patience = min(2 * self._patience, 1.0)  # long-running C code should not be slowed down
@@ -219,9 +219,9 @@ class Interrupts:
         handler, self._of_children = self._of_children, None
         if handler is not None:
             signal.signal(signal.SIGCHLD, handler)
-        said, self._lost_child = self._lost_child, ""
-        if said:
-            sys.stderr.write(said)
+        errors, self._lost_child = self._lost_child, ""
+        if errors:
+            sys.stderr.write(errors)
 
     # Takes no lock: the handler runs in the main thread, which may hold `_lock` in `arm`.
     def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
@@ -359,7 +359,7 @@ class ControlThread(threading.Thread):
         due = self._due
         pause = None if due is None else max(0.0, due - time.monotonic())
         watched = (self._liveness, *self._capture.files) if due is None else (self._liveness,)
-        times = [each for each in (pause, self._interrupts.remind()) if each is not None]
+        times = [seconds for seconds in (pause, self._interrupts.remind()) if seconds is not None]
         received, readable = self._link.wait(min(times, default=None), watched)
         if self._liveness in readable:
             os.killpg(0, signal.SIGKILL)
@@ -394,11 +394,11 @@ class ControlThread(threading.Thread):
     def _die(self, error: BaseException) -> None:
         """Exit the process, leaving the reason in the stderr pipe, where the forkserver reads it."""
         try:
-            words = f"Rankbook's control thread cannot go on:\n{''.join(traceback.format_exception(error))}"
+            message = f"Rankbook's control thread cannot go on:\n{''.join(traceback.format_exception(error))}"
             with contextlib.suppress(Exception):  # the error may come from here
                 self._capture.drain()
             os.set_blocking(2, False)  # no thread empties the pipe any more
-            os.write(2, words.encode(errors="replace"))
+            os.write(2, message.encode(errors="replace"))
         finally:
             os._exit(1)
 

@@ -129,8 +129,8 @@ class Debuggee:
             try:
                 self._pass_on(request)
             except Exception as error:  # noqa: BLE001 - reported in the response; it must not end this thread
-                words = f"{type(error).__name__}: {error}"
-                self._send(DapFromRank(json.dumps(_failure(request, words))))
+                message = f"{type(error).__name__}: {error}"
+                self._send(DapFromRank(json.dumps(_failure(request, message))))
 
     def _pass_on(self, request: Message) -> None:
         command = request["command"]
@@ -144,8 +144,8 @@ class Debuggee:
             self._moving, self._last = True, request["arguments"]["threadId"]
             if command == "pause" and self._traced is None:  # the engine would pause the next task, at its first line
                 self._moving = False
-                words = "it runs nothing, or what began before it was debugged"
-                self._send(DapFromRank(json.dumps(_failure(request, words))))
+                message = "it runs nothing, or what began before it was debugged"
+                self._send(DapFromRank(json.dumps(_failure(request, message))))
                 return
         if command == "disconnect":
             self._leaving = request["seq"]
@@ -296,8 +296,8 @@ def _engine() -> Any:  # noqa: ANN401 - pydevd has no type annotations
 
 
 def _failure(request: Message, words: str) -> Message:
-    told = {"type": "response", "seq": 0, "request_seq": request["seq"], "command": request["command"]}
-    return {**told, "success": False, "message": words, "body": {}}
+    response = {"type": "response", "seq": 0, "request_seq": request["seq"], "command": request["command"]}
+    return {**response, "success": False, "message": words, "body": {}}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -308,8 +308,8 @@ class Executor:
         if self._forked:
             print(data.get("text/plain", ""))  # noqa: T201 - a subprocess reaches the notebook only through its stdout
             return
-        place = self._place()
-        if place is not None and place.display(kind, data, metadata, display_id):
+        widget = self._place()
+        if widget is not None and widget.display(kind, data, metadata, display_id):
             return
         self._send_in_order(
             Display(cell=self.cell, kind=kind, data=data, metadata=metadata, display_id=display_id)  # type: ignore[arg-type]
@@ -317,9 +317,9 @@ class Executor:
 
     def clear(self, *, wait: bool) -> None:
         """See `shell.ShellSession`."""
-        place = self._place()
-        if place is not None:
-            place.clear(wait=wait)
+        widget = self._place()
+        if widget is not None:
+            widget.clear(wait=wait)
         elif not self._forked:
             self._send_in_order(Clear(cell=self.cell, wait=wait))
 
@@ -328,11 +328,11 @@ class Executor:
 
         Flushes the output so far first, so that it is stored before what follows.
         """
-        place = self._capture.diverted()
-        if place is not None:
+        redirect = self._capture.diverted()
+        if redirect is not None:
             self._capture.flush()
             self._capture.drain()
-        return place if isinstance(place, OutputWidgetTarget) else None
+        return redirect if isinstance(redirect, OutputWidgetTarget) else None
 
     def tell(self, error: BaseException) -> ErrorReport:
         """Return the report of an error that does not end its cell. Main thread."""

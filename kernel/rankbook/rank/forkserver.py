@@ -267,8 +267,8 @@ class Forkserver:
     def _tell_ranks(self) -> None:
         """Send the state of every rank to a new owner."""
         for child in self._children.values():
-            told = RankForked(rank=child.request.rank, incarnation=child.request.incarnation, pid=child.pid)
-            self._owner.send(told)
+            message = RankForked(rank=child.request.rank, incarnation=child.request.incarnation, pid=child.pid)
+            self._owner.send(message)
         for exited in self._exits.values():
             self._owner.send(exited)
 
@@ -385,7 +385,7 @@ class Ownership:
 
     def files(self) -> list[int]:
         """Return the file descriptors to poll."""
-        files = [each.fileno() for each, _, _ in self._callers]
+        files = [caller.fileno() for caller, _, _ in self._callers]
         if self._listener is not None:
             files.append(self._listener.fileno())
         if self.there():
@@ -442,7 +442,7 @@ class Ownership:
                     claimed = self._answer(caller, pid, message, ranks) or claimed
                 continue
             caller.close()
-        self._callers = [each for each in self._callers if each[0] is not self.stream and not each[0].closed]
+        self._callers = [claim for claim in self._callers if claim[0] is not self.stream and not claim[0].closed]
         return claimed
 
     def _welcome(self, connection: socket.socket) -> None:

@@ -133,8 +133,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     telemetry.this_rank = request.rank
     interrupts = Interrupts()
     pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
-    words = None if request.keep else journal_path(Path(request.segments), request.rank, request.incarnation)
-    capture = OutputCapture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, words)
+    journal = None if request.keep else journal_path(Path(request.segments), request.rank, request.incarnation)
+    capture = OutputCapture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, journal)
     group = GroupManager(
         rank=request.rank,
         world_size=request.world_size,

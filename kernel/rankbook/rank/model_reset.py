@@ -65,7 +65,7 @@ def _with_reducers() -> list[DistributedDataParallel]:
 
     A model that was prepared again has passed its reducer to the later wrapper.
     """
-    return [each for each in tuple(_models) if "reducer" in each.__dict__]
+    return [model for model in tuple(_models) if "reducer" in model.__dict__]
 
 
 def _reset_sharded() -> None:
@@ -80,8 +80,8 @@ def _reset_sharded() -> None:
         return
     from torch.distributed._composable_state import _module_state_mapping
 
-    found = [reference() for reference in tuple(_module_state_mapping.values())]
-    roots = {id(each): each for each in found if isinstance(each, module.FSDPState) and each._is_root}
+    states = [reference() for reference in tuple(_module_state_mapping.values())]
+    roots = {id(state): state for state in states if isinstance(state, module.FSDPState) and state._is_root}
     for root in roots.values():
         _reset(root)
 
@@ -92,10 +92,10 @@ def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
     for group in groups:
         group._all_gather_result = None  # aborted: waiting for it would fail
         if in_backward:
-            for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
-                if hasattr(each, "_unsharded_param"):
-                    each._unsharded_param.grad = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
     if hasattr(root, "_reset_iter_state"):  # torch 2.13
         root._reset_iter_state()
         return

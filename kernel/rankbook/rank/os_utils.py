@@ -92,8 +92,8 @@ def peer_credentials(connection: socket.socket) -> tuple[int | None, int | None]
     """Return the process id and user id of a Unix socket's peer; None where the system has no such call."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
     return pid, user
 
 
@@ -134,10 +134,10 @@ def kill_leftovers(belongs: Callable[[psutil.Process], bool]) -> None:
     """
     for _ in range(20):
         candidates = psutil.Process().children(recursive=True) if sys.platform == "linux" else psutil.process_iter()
-        found = [process for process in candidates if _lives(process) and belongs(process) and not _stays(process)]
-        if not found:
+        leftovers = [process for process in candidates if _lives(process) and belongs(process) and not _stays(process)]
+        if not leftovers:
             return
-        for process in found:
+        for process in leftovers:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.005)
@@ -177,10 +177,10 @@ def interrupt_group() -> None:
 
     Does nothing unless this process leads the group.
     """
-    own = os.getpid()
-    if os.getpgrp() != own:
+    own_pid = os.getpid()
+    if os.getpgrp() != own_pid:
         return
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if pid != own and os.getpgid(pid) == own:
+            if pid != own_pid and os.getpgid(pid) == own_pid:
                 os.kill(pid, signal.SIGINT)

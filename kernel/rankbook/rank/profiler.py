@@ -125,16 +125,16 @@ class RankTrace:
         self._device = device
         self._pid = pid
         self._shift = (base - epoch) / 1000
-        self._events: list[Event] = [each for each in trace["traceEvents"] if isinstance(each.get("pid"), int)]
+        self._events: list[Event] = [event for event in trace["traceEvents"] if isinstance(event.get("pid"), int)]
 
     def events(self) -> list[Event]:
         """Return the events in process `rank`, after metadata that names the process and its threads.
 
         The main thread is the first one.
         """
-        names = {(each["pid"], each["tid"]): each["args"]["name"] for each in self._events if _names_thread(each)}
+        names = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in self._events if _names_thread(entry)}
         threads = {(self._pid, self._pid): 1}
-        found = []
+        body = []
         for event in self._events:
             if event["ph"] == "M":
                 continue
@@ -142,22 +142,22 @@ class RankTrace:
             moved = {**event, "pid": self._rank, "tid": thread, "ts": round(event["ts"] + self._shift, 3)}
             if event["ph"] in _FLOWS:
                 moved["id"] = (self._rank << 40) + int(event["id"])  # all ranks count from the same id
-            found.append(moved)
-        told = {key: self._name(key, names) for key in threads}
+            body.append(moved)
+        labels = {key: self._name(key, names) for key in threads}
         head = [
             self._tell("process_name", 0, name=f"rank {self._rank} ({self._device}, process {self._pid})"),
             self._tell("process_sort_index", 0, sort_index=self._rank),
         ]
         for key, thread in threads.items():
             head += [
-                self._tell("thread_name", thread, name=told[key]),
+                self._tell("thread_name", thread, name=labels[key]),
                 self._tell("thread_sort_index", thread, sort_index=thread),
             ]
-        return head + found
+        return head + body
 
     def ops(self) -> tuple[OpTime, ...]:
         """Return the time per op, excluding the ops that it called."""
-        return add_up(each for each in self._events if each["ph"] == "X" and each.get("cat") not in _NO_OPS)
+        return add_up(event for event in self._events if event["ph"] == "X" and event.get("cat") not in _NO_OPS)
 
     def _name(self, key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> str:
         if key == (self._pid, self._pid):
@@ -181,10 +181,10 @@ def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
     calls: dict[tuple[str, str], int] = defaultdict(int)
     micros: dict[tuple[str, str], float] = defaultdict(float)
     # `open_` is the stack of calls in progress: end time and key.
-    for one in threads.values():
-        one.sort(key=lambda each: (each["ts"], -each["dur"]))
+    for thread_events in threads.values():
+        thread_events.sort(key=lambda op: (op["ts"], -op["dur"]))
         open_: list[tuple[float, tuple[str, str]]] = []
-        for event in one:
+        for event in thread_events:
             start, long = event["ts"], event["dur"]
             on_device = event.get("cat") in _ON_DEVICE
             key = (event["name"], f"cuda:{event['pid']}" if on_device else "cpu")

@@ -162,7 +162,7 @@ class _Reducer:
             return _group_here, (value.group_name,)
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
-            if any(not each.is_replicate() for each in placements):
+            if any(not placement.is_replicate() for placement in placements):
                 raise TransferError(
                     f"it is sharded over the ranks: what the dead one held of it is lost{_last_saved()}"
                 )
@@ -213,9 +213,9 @@ def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | 
 def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> None:
     """Set a function's attributes and closure. A second step, as a function may be in its own closure."""
     function.__dict__.update(state.pop("attributes"))
-    for own, sent in zip(function.__closure__ or (), state.pop("cells") or (), strict=True):
+    for cell, sent in zip(function.__closure__ or (), state.pop("cells") or (), strict=True):
         try:
-            own.cell_contents = sent.cell_contents
+            cell.cell_contents = sent.cell_contents
         except ValueError:  # an unassigned variable
             continue
     for name, value in state.items():
@@ -267,8 +267,8 @@ def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: flo
 
 
 def _check_here(names: list[str], values: Mapping[str, object], reduce: Reduce) -> dict[str, str]:
-    found = {name: pickle_error(values[name], name=name, reduce=reduce) for name in names}
-    return {name: problem for name, problem in found.items() if problem}
+    problems = {name: pickle_error(values[name], name=name, reduce=reduce) for name in names}
+    return {name: problem for name, problem in problems.items() if problem}
 
 
 class _Child:
@@ -337,7 +337,7 @@ class _Child:
 
 def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
     """Pickle `values` and write the answers. Runs in the child."""
-    own = os.getpid()
+    own_pid = os.getpid()
     os.setpgid(0, 0)  # a value that kills its process group kills only this child
     faulthandler.disable()  # its file belongs to the parent
     null = os.open(os.devnull, os.O_WRONLY)
@@ -347,7 +347,7 @@ def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
     _answer(write, "")
     for name, value in values.items():
         problem = pickle_error(value, name=name, reduce=reduce)
-        if os.getpid() != own:
+        if os.getpid() != own_pid:
             os._exit(1)  # the value's own code has forked, and this is that child
         _answer(write, problem or "")
     os._exit(0)

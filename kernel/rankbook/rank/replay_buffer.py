@@ -100,7 +100,7 @@ class ReplayBuffer:
         if not (isinstance(message, Display) and self._updates(message)):
             self._append(_Entry(message, when))
         while self._size > self._most:
-            oldest = next((each for each in self._entries if not isinstance(each.message, Done)), None)
+            oldest = next((entry for entry in self._entries if not isinstance(entry.message, Done)), None)
             if oldest is None:
                 break
             self._remove(oldest)
@@ -109,24 +109,24 @@ class ReplayBuffer:
     def seen(self, cell: int) -> None:
         """Drop the messages of `cell` and of earlier cells: the owner has received them."""
         self._seen = max(self._seen, cell)
-        self._entries = [each for each in self._entries if each.message.cell > self._seen]
-        self._displays = {name: each for name, each in self._displays.items() if each.message.cell > self._seen}
-        self._size = sum(each.size for each in self._entries)
+        self._entries = [entry for entry in self._entries if entry.message.cell > self._seen]
+        self._displays = {name: entry for name, entry in self._displays.items() if entry.message.cell > self._seen}
+        self._size = sum(entry.size for entry in self._entries)
         if not self._entries:
             self._dropped = 0
 
     def answered(self) -> None:
         """Drop pending input requests."""
-        for each in [each for each in self._entries if isinstance(each.message, InputRequest)]:
-            self._remove(each)
+        for entry in [entry for entry in self._entries if isinstance(entry.message, InputRequest)]:
+            self._remove(entry)
 
     def recall(self, nonce: str, since: float) -> tuple[ReplayStart, list[Kept]]:
         """Return the messages to replay to a new owner, with their header; see `RequestReplay`.
 
         Includes unacknowledged messages, and those sent at `since` or later.
         """
-        kept = [each.message for each in self._entries if each.message.cell > self._seen or each.when >= since]
-        here = ReplayStart(
+        messages = [entry.message for entry in self._entries if entry.message.cell > self._seen or entry.when >= since]
+        header = ReplayStart(
             nonce=nonce,
             cell=self._cell,
             number=self._number,
@@ -134,10 +134,10 @@ class ReplayBuffer:
             running=self._running,
             seen=self._cell <= self._seen,
             generation=self._generation,
-            entries=len(kept),
+            entries=len(messages),
             dropped=self._dropped,
         )
-        return here, kept
+        return header, messages
 
     def _append(self, entry: _Entry) -> None:
         self._entries.append(entry)
@@ -232,9 +232,9 @@ class DetachableLink:
     def _recall(self, message: RequestReplay) -> None:
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return
-        here, kept = self._outbox.recall(message.nonce, message.since)
-        for each in (here, *kept):
-            self._pass_on(each, ())
+        header, messages = self._outbox.recall(message.nonce, message.since)
+        for replayed in (header, *messages):
+            self._pass_on(replayed, ())
 
     def _pass_on(self, message: Message, frames: Frames) -> None:
         while self._owned() and not self._link.offer(message, frames):

@@ -211,7 +211,7 @@ class RankShell(InteractiveShell):
         self._stock: tuple[list[object], ...] = ()
         self._given: dict[str, object] = {}
         super().__init__(**traits)
-        self._stock = tuple(list(each) for each in self._transformations())
+        self._stock = tuple(list(functions) for functions in self._transformations())
 
     def give(self, names: dict[str, object]) -> None:
         """Define names for every cell and hide them from lists of variables."""
@@ -387,9 +387,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=0.2)
         return
-    for each in psutil.Process(process.pid).children(recursive=True):
+    for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            child.kill()
     process.kill()
     process.wait()
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 def clear_atexit() -> None:
     """Drop the exit functions that the forkserver registered for itself. Called when a rank starts."""
     atexit._clear()
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # for example of temporary folders
-        each.atexit = False
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # for example of temporary folders
+        finalizer.atexit = False
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # weakref registers it only once
 
 
@@ -30,7 +30,7 @@ def run_atexit(patience: float, ask: Callable[[float], None]) -> None:
     Experiment trackers upload their last steps this way. Calls `ask(seconds)` first if there are functions to call, to
     ask the notebook for that time.
     """
-    if atexit._ncallbacks() > 1 or any(each.atexit for each in list(weakref.finalize._registry)):  # type: ignore[attr-defined]
+    if atexit._ncallbacks() > 1 or any(finalizer.atexit for finalizer in list(weakref.finalize._registry)):  # type: ignore[attr-defined]
         ask(patience)
     atexit._run_exitfuncs()  # prints exceptions and continues
     _write_files()
@@ -39,19 +39,19 @@ def run_atexit(patience: float, ask: Callable[[float], None]) -> None:
 def _write_files() -> None:
     """Flush regular files that are still open."""
     layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # outer layers first
-    found = [each for each in gc.get_objects() if type(each) in layers]
-    for each in sorted(found, key=lambda each: layers.index(type(each))):
+    files = [file for file in gc.get_objects() if type(file) in layers]
+    for file in sorted(files, key=lambda file: layers.index(type(file))):
         with contextlib.suppress(OSError, ValueError):  # full disk, closed file, or no file descriptor
-            if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # flushing a pipe could block
-                each.flush()
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # flushing a pipe could block
+                file.flush()
 
 
 def report_lost_saves() -> None:
     """Print the error of a failed background save to the running cell's stderr."""
     saving = sys.modules.get("rankbook.checkpoint.async_save")
-    if saving is not None and (words := saving.lost_saves()):
+    if saving is not None and (message := saving.lost_saves()):
         with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
-            print(words, file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
+            print(message, file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
 
 
 def wait_for_saves(patience: float, ask: Callable[[float], None]) -> str:

@@ -170,10 +170,10 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         if "pydevd" in entry.tb_frame.f_code.co_filename:  # interrupted while paused in the debugger
-            del entries[place:]
-            if place > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # one for the line, one for its tracing
+            del entries[index:]
+            if index > 1 and entries[-1].tb_frame is entries[-2].tb_frame:  # one for the line, one for its tracing
                 entries.pop()
             break
     while entries and entries[-1].tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
@@ -199,12 +199,12 @@ def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int 
 
 def _line_in(traceback: types.TracebackType | None, cells: dict[str, int], number: int) -> int | None:
     """Return the innermost line of cell `number` in a traceback."""
-    found: int | None = None
+    line: int | None = None
     while traceback is not None:
         if _is_of(traceback.tb_frame.f_code.co_filename, cells, number):
-            found = traceback.tb_lineno
+            line = traceback.tb_lineno
         traceback = traceback.tb_next
-    return found
+    return line
 
 
 def _is_of(file: str | None, cells: dict[str, int], number: int) -> bool:
@@ -224,18 +224,18 @@ def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
 
     ident = threading.main_thread().ident
     frame: Any = sys._current_frames().get(ident) if ident is not None else None
-    found: list[Frame] = []
+    frames: list[Frame] = []
     while frame is not None:
         code = frame.f_code
         file = f"Cell In[{cells[code.co_filename]}]" if code.co_filename in cells else code.co_filename
         line = _line(frame)
         source = linecache.getline(code.co_filename, line).strip()
-        found.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
+        frames.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
         if _DEBUGGER in code.co_filename:
-            found.clear()  # the debugger's own frames, while the rank is paused
+            frames.clear()  # the debugger's own frames, while the rank is paused
         frame = frame.f_back
-    first = next((i for i, each in enumerate(found) if each.file.startswith("Cell In[")), None)
-    return tuple(found[first:]) if first is not None else tuple(each for each in found if is_users(each.file))
+    first = next((i for i, entry in enumerate(frames) if entry.file.startswith("Cell In[")), None)
+    return tuple(frames[first:]) if first is not None else tuple(entry for entry in frames if is_users(entry.file))
 
 
 def main_thread_line(cells: dict[str, int], number: int = 0) -> int | None:
@@ -252,8 +252,8 @@ def _line(frame: types.FrameType) -> int:
 
     The jump at the end of a loop may have no line; then return the line of the instruction before it.
     """
-    here: int | None = frame.f_lineno
-    if here is not None:
-        return here
+    current: int | None = frame.f_lineno
+    if current is not None:
+        return current
     lines = [line for start, _, line in frame.f_code.co_lines() if start <= frame.f_lasti and line is not None]
     return lines[-1] if lines else frame.f_code.co_firstlineno

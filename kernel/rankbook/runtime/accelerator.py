@@ -51,9 +51,9 @@ class TrackingMethods(AcceleratorSettings):
             init_kwargs: maps a tracker's name to keyword arguments of its constructor.
         """
         self.end_training()
-        for each in self.log_with:
-            options = (init_kwargs or {}).get(each if isinstance(each, str) else each.name, {})
-            tracker = make_tracker(each, project_name, self.logging_dir, **options)
+        for entry in self.log_with:
+            options = (init_kwargs or {}).get(entry if isinstance(entry, str) else entry.name, {})
+            tracker = make_tracker(entry, project_name, self.logging_dir, **options)
             tracker.start()
             self.trackers.append(tracker)
             if config is not None:
@@ -65,13 +65,13 @@ class TrackingMethods(AcceleratorSettings):
         On a rank where the tracker does not run, return a tracker that does nothing. Raises `BadRequest` for a name
         that is not in `log_with`.
         """
-        for each in self.trackers:
-            if each.name == name:
-                return each.tracker if unwrap else each
-        known = [each if isinstance(each, str) else each.name for each in self.log_with]
-        if name in known and not self.is_main_process:
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        names = [entry if isinstance(entry, str) else entry.name for entry in self.log_with]
+        if name in names and not self.is_main_process:
             return GeneralTracker(_blank=True)
-        raise BadRequest(f"no tracker {name!r} runs; init_trackers starts {known or 'those that log_with names'}")
+        raise BadRequest(f"no tracker {name!r} runs; init_trackers starts {names or 'those that log_with names'}")
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
@@ -83,8 +83,8 @@ class TrackingMethods(AcceleratorSettings):
             step: the training step.
             log_kwargs: maps a tracker's name to further keyword arguments of its `log`.
         """
-        for each in self.trackers:
-            each.log(values, step=step, **(log_kwargs or {}).get(each.name, {}))
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Close all trackers."""
@@ -207,10 +207,10 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
         """
-        for each in self._models:
-            release_model(each)
-        for kept in self._references.values():
-            kept.clear()
+        for model in self._models:
+            release_model(model)
+        for references in self._references.values():
+            references.clear()
         window.abandon(self.gradient_state)
         cleared = release_memory(*objects)
         clear_device_cache(garbage_collection=True)
@@ -225,12 +225,18 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
     # the sender's settings, and the models and optimizers that came along are registered there as prepared.
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if name not in _HERE_ONLY}
+        attributes = {name: value for name, value in self.__dict__.items() if name not in _HERE_ONLY}
         shared = {name: getattr(self.state, name) for name in ("dynamo_plugin", "fsdp_plugin", "parallelism_config")}
-        kept = {kind: self._kept(kind) for kind in self._references}
+        objects = {kind: self._kept(kind) for kind in self._references}
         settings = (self.mixed_precision, dict(self.gradient_state.plugin_kwargs), shared)
         scale = self.scaler.state_dict() if self.scaler is not None else {}
-        return {"own": own, "settings": settings, "scale": scale, "kept": kept, "known": recovery.prepared_objects()}
+        return {
+            "own": attributes,
+            "settings": settings,
+            "scale": scale,
+            "kept": objects,
+            "known": recovery.prepared_objects(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         precision, accumulation, shared = state["settings"]
@@ -251,9 +257,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             adopt_model(model, context)
         for optimizer in (*optimizers, *state["kept"]["optimizer"]):
             window.scaler = prepare_optimizer(optimizer, context, place=False).scaler
-        for kind, things in state["kept"].items():
-            for each in things:
-                self._keep(kind, each)
+        for kind, objects in state["kept"].items():
+            for item in objects:
+                self._keep(kind, item)
         if fresh:  # a replacement rank takes part in the collective with which the survivors start (recovery._agree)
             recovery.restart_accumulation()
 

@@ -20,14 +20,14 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default."""
         return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)  # type: ignore[arg-type]
-            if getattr(self, each.name) != _default_of(each)
+            option.name: getattr(self, option.name)
+            for option in fields(self)  # type: ignore[arg-type]
+            if getattr(self, option.name) != _default_of(option)
         }
 
 
@@ -76,7 +76,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.comm_hook = _one_of("comm_hook", self.comm_hook, [each.value for each in DDPCommunicationHookType])
+        self.comm_hook = _one_of("comm_hook", self.comm_hook, [hook.value for hook in DDPCommunicationHookType])
         self.comm_wrapper = _one_of("comm_wrapper", self.comm_wrapper, ["no", "fp16", "bf16"])
         if self.comm_hook == "batched_power_sgd":
             raise BadRequest(
@@ -149,12 +149,12 @@ class ProfileKwargs(KwargsHandler):
         """
         from torch import profiler
 
-        known = {each.name.lower(): each for each in profiler.supported_activities()}
-        unknown = sorted(set(self.activities or ()) - set(known))
+        supported = {activity.name.lower(): activity for activity in profiler.supported_activities()}
+        unknown = sorted(set(self.activities or ()) - set(supported))
         if unknown:
-            raise BadRequest(f"this machine cannot profile {', '.join(unknown)}, only {', '.join(sorted(known))}")
+            raise BadRequest(f"this machine cannot profile {', '.join(unknown)}, only {', '.join(sorted(supported))}")
         return profiler.profile(
-            activities=[known[each] for each in self.activities] if self.activities is not None else None,
+            activities=[supported[name] for name in self.activities] if self.activities is not None else None,
             schedule=profiler.schedule(**self.schedule_option) if self.schedule_option is not None else None,
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,
@@ -224,9 +224,9 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.backend != "no":
             import torch._dynamo
 
-            known = {*torch._dynamo.list_backends(exclude_tags=()), "eager", "inductor"}
-            if self.backend not in known:
-                raise BadRequest(f"dynamo_backend={self.backend!r} is unknown here: choose from {sorted(known)}")
+            backends = {*torch._dynamo.list_backends(exclude_tags=()), "eager", "inductor"}
+            if self.backend not in backends:
+                raise BadRequest(f"dynamo_backend={self.backend!r} is unknown here: choose from {sorted(backends)}")
 
     @property
     def active(self) -> bool:
@@ -357,23 +357,23 @@ class Handlers:
 
         Raises `BadRequest` for two handlers of one class, or a handler of an unknown class.
         """
-        places: dict[type, str] = {
+        attributes: dict[type, str] = {
             AutocastKwargs: "autocast",
             DistributedDataParallelKwargs: "ddp",
             GradScalerKwargs: "scaler",
             InitProcessGroupKwargs: "init",
             ProfileKwargs: "profile",
         }
-        found: dict[str, Any] = {}
-        for each in given or ():
-            place = places.get(type(each))
+        handlers: dict[str, Any] = {}
+        for handler in given or ():
+            attribute = attributes.get(type(handler))
             names = ", ".join(kind.__name__ for kind in HANDLERS)
-            if place is None:
-                raise BadRequest(f"kwargs_handlers has a {type(each).__name__}; it takes one each of {names}")
-            if place in found:
-                raise BadRequest(f"kwargs_handlers has two {type(each).__name__}; it takes one of a class")
-            found[place] = each
-        return cls(**found)
+            if attribute is None:
+                raise BadRequest(f"kwargs_handlers has a {type(handler).__name__}; it takes one each of {names}")
+            if attribute in handlers:
+                raise BadRequest(f"kwargs_handlers has two {type(handler).__name__}; it takes one of a class")
+            handlers[attribute] = handler
+        return cls(**handlers)
 
 
 @dataclass

@@ -117,7 +117,7 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[Any]:
         """Return None, followed by the active loaders from the outermost loop to the innermost."""
-        self._active[:] = [each for each in self._active if each[0]() is not None and each[1]() is not None]
+        self._active[:] = [entry for entry in self._active if entry[0]() is not None and entry[1]() is not None]
         return [None, *(loader() for loader, _ in self._active)]
 
     @property
@@ -151,7 +151,7 @@ class GradientState:
 
     def _remove_dataloader(self, dataloader: object) -> None:
         """End the loop over `dataloader`, if it is active."""
-        self._active[:] = [each for each in self._active if each[0]() is not dataloader]
+        self._active[:] = [entry for entry in self._active if entry[0]() is not dataloader]
 
     @contextmanager
     def iterating(self, dataloader: object) -> Iterator[None]:
@@ -179,12 +179,12 @@ def _arrive(settings: dict[str, Any]) -> GradientState:
 def _settings(plugin: object) -> dict[str, Any]:
     """Return the plugin's fields that are not None."""
     if dataclasses.is_dataclass(plugin):
-        found = {each.name: getattr(plugin, each.name) for each in dataclasses.fields(plugin)}
+        settings = {field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin)}
     elif hasattr(plugin, "to_kwargs"):
-        found = dict(plugin.to_kwargs())
+        settings = dict(plugin.to_kwargs())
     else:
-        found = {name: getattr(plugin, name) for name in _DEFAULTS if hasattr(plugin, name)}
-    return {name: value for name, value in found.items() if value is not None}
+        settings = {name: getattr(plugin, name) for name in _DEFAULTS if hasattr(plugin, name)}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 class AccumulationWindow:
@@ -244,8 +244,8 @@ class AccumulationWindow:
         if not self._open:
             self.count = 0
             self._rescale = 1.0
-            left = self._length - self._position if self._length is not None else steps
-            self.divisor = left if 0 < left < steps else steps
+            remaining = self._length - self._position if self._length is not None else steps
+            self.divisor = remaining if 0 < remaining < steps else steps
         self._open = True
         self.count += 1
         self._position += 1
@@ -280,9 +280,9 @@ class AccumulationWindow:
         """
         if self._rescale != 1.0:
             factor, self._rescale = self._rescale, 1.0
-            for each in self.parameters():
-                if each.grad is not None:
-                    each.grad.mul_(factor)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def abandon(self, gradients: GradientState) -> None:
         """End the window after an error in a batch; its gradients are dropped before the next batch.

@@ -52,12 +52,12 @@ def _own_state(*, anew: bool) -> Iterator[None]:
     shared = [AcceleratorState._shared_state, GradientState._shared_state]
     if anew:
         shared.append(PartialState._shared_state)
-    before = [dict(each) for each in shared]
-    for each in shared:
-        each.clear()
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
     try:
         yield
     finally:
-        for each, values in zip(shared, before, strict=True):
-            each.clear()
-            each.update(values)
+        for state, values in zip(shared, before, strict=True):
+            state.clear()
+            state.update(values)

@@ -58,7 +58,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     """Return True if `exception` is an out-of-memory error."""
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(exception, RuntimeError) and any(words in str(exception) for words in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(message in str(exception) for message in _OUT_OF_MEMORY)
 
 
 @overload

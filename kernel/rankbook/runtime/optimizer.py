@@ -203,7 +203,7 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             return
-        if any(each.step_was_skipped for each in self.optimizers):
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(self.repeats):
             total = getattr(self.scheduler, "total_steps", None)

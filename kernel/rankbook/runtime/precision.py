@@ -51,12 +51,12 @@ def in_fp32(value: Any) -> Any:  # noqa: ANN401 - any output of a model
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _HALVES else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(in_fp32(each) for each in value))
+        return type(value)(*(in_fp32(item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(in_fp32(each) for each in value)
+        return type(value)(in_fp32(item) for item in value)
     if isinstance(value, dict):
         if type(value) is dict:
-            return {key: in_fp32(each) for key, each in value.items()}
+            return {key: in_fp32(item) for key, item in value.items()}
         for key in value:  # an output class (transformers) mirrors its items in attributes: assign in place
             value[key] = in_fp32(value[key])
     return value

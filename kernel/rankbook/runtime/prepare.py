@@ -57,18 +57,18 @@ def prepare_all(
 
     A single thing is returned without a tuple, None for no things.
     """
-    kinds = [kind_of(each) for each in things]
+    kinds = [kind_of(argument) for argument in things]
     if context.strategy.shards:
         of = {name: [t for t, kind in zip(things, kinds, strict=True) if kind == name] for name, _ in KINDS}
         check_sharded(of["prepare_model"], of["prepare_optimizer"])
     prepared = list(things)
     for method, _ in KINDS:
-        for place, kind in enumerate(kinds):
+        for index, kind in enumerate(kinds):
             if kind == method:
                 options = (
-                    {} if placement is None or kind == "prepare_scheduler" else {"device_placement": placement[place]}
+                    {} if placement is None or kind == "prepare_scheduler" else {"device_placement": placement[index]}
                 )
-                prepared[place] = getattr(accelerator, method)(things[place], **options)
+                prepared[index] = getattr(accelerator, method)(things[index], **options)
     if len(prepared) == 1:
         return prepared[0]
     return tuple(prepared) if prepared else None
@@ -180,9 +180,9 @@ def release_model(model: nn.Module) -> nn.Module:
     with registry.track_replaced_parameters(raw):
         generation.strategy.release(raw, wrapped)
     remove_forward(raw)
-    for each in (raw, wrapped):
-        if each is not None:
-            each._compiled_call_impl = None
+    for module in (raw, wrapped):
+        if module is not None:
+            module._compiled_call_impl = None
     registry.unregister_model(raw)
     return raw
 
@@ -198,7 +198,7 @@ def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tup
         repr(context.setup.handlers.autocast),
         repr(context.dynamo),
         evaluation,
-        tuple((id(each), each.requires_grad) for each in raw.parameters()),
+        tuple((id(parameter), parameter.requires_grad) for parameter in raw.parameters()),
     )
 
 
@@ -208,11 +208,11 @@ def _compile(model: nn.Module, context: PrepareContext) -> None:
     if not context.dynamo.use_regional_compilation:
         model.compile(**options)
         return
-    found = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
-    for blocks in found:
+    block_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    for blocks in block_lists:
         for block in blocks:
             block.compile(**options)
-    if not found:
+    if not block_lists:
         model.compile(**options)
 
 
@@ -331,8 +331,8 @@ def prepare_scheduler(
 ) -> AcceleratedScheduler:
     """Wrap `scheduler` to follow its own optimizer, if that is prepared, otherwise all `optimizers`."""
     raw = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-    own = getattr(raw, "optimizer", None)
-    wrapper = wrapper_of(own) if own is not None else None
+    optimizer = getattr(raw, "optimizer", None)
+    wrapper = wrapper_of(optimizer) if optimizer is not None else None
     followed = [wrapper] if wrapper is not None else list(optimizers)
     options = context.loader_options
     split = bool(getattr(options, "split_batches", False))

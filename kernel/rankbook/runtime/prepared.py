@@ -54,8 +54,8 @@ def generation_of(raw: nn.Module) -> PreparedModel | None:
 
 def strategy_of(model: nn.Module) -> Strategy | None:
     """Return the strategy that `model` was prepared with, otherwise None."""
-    found = _generations.get(unwrap_registered(model))
-    return found.strategy if found is not None else None
+    generation = _generations.get(unwrap_registered(model))
+    return generation.strategy if generation is not None else None
 
 
 def register_model(raw: nn.Module, generation: PreparedModel) -> None:
@@ -70,8 +70,8 @@ def unregister_model(raw: nn.Module) -> PreparedModel | None:
 
 def prepared_models() -> list[tuple[Strategy, nn.Module]]:
     """Return the prepared models that are still referenced, with their strategies."""
-    found = [(each.strategy, each.wrapped()) for each in tuple(_generations.values())]
-    return [(strategy, wrapped) for strategy, wrapped in found if wrapped is not None]
+    pairs = [(generation.strategy, generation.wrapped()) for generation in tuple(_generations.values())]
+    return [(strategy, wrapped) for strategy, wrapped in pairs if wrapped is not None]
 
 
 def count_prepared() -> int:
@@ -86,7 +86,11 @@ def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
     A parameter can be replaced repeatedly, by preparing its model again. The map of successors is kept free of chains
     and cycles: every older parameter leads directly to the current one.
     """
-    before = [(each, name, parameter) for each in model.modules() for name, parameter in each._parameters.items()]
+    before = [
+        (submodule, name, parameter)
+        for submodule in model.modules()
+        for name, parameter in submodule._parameters.items()
+    ]
     yield
     pairs = [(old, module._parameters.get(name)) for module, name, old in before]
     replaced = {id(old): (old, new) for old, new in pairs if old is not None and new is not None and new is not old}
@@ -103,8 +107,8 @@ def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
 def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the parameter that has replaced `parameter` in its model, otherwise `parameter`."""
     reference = _successors.get(parameter)
-    found: torch.Tensor | None = reference() if reference is not None else None
-    return parameter if found is None else found  # None: the model was freed, and its successor with it
+    replacement: torch.Tensor | None = reference() if reference is not None else None
+    return parameter if replacement is None else replacement  # None: the model was freed, and its successor with it
 
 
 @dataclass
@@ -139,10 +143,10 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
             name=name,
             class_name=_class_of(model),
             wrapper=wrapper,
-            parameters=sum(each.numel() for each in parameters),
-            trainable=sum(each.numel() for each in parameters if each.requires_grad),
-            bytes=sum(_local(each).nbytes for each in parameters),
-            dtypes=tuple(sorted({str(each.dtype).removeprefix("torch.") for each in parameters})),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            bytes=sum(_local(parameter).nbytes for parameter in parameters),
+            dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
             device=str(context.setup.device),
             precision=context.precision,
             layout=_layout(parameters),
@@ -154,17 +158,19 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Report a prepared optimizer to telemetry, if anything listens."""
     if telemetry.listener is None:
         return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = [
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
     telemetry.report_value(
         telemetry.Prepared(
             kind="optimizer",
             name=type(optimizer).__name__,
             class_name=type(optimizer).__name__,
-            parameters=sum(each.numel() for each in parameters),
-            trainable=sum(each.numel() for each in parameters if each.requires_grad),
-            bytes=sum(_local(each).nbytes for each in state),
-            dtypes=tuple(sorted({str(each.dtype).removeprefix("torch.") for each in parameters})),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            bytes=sum(_local(tensor).nbytes for tensor in state),
+            dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
             device=str(parameters[0].device) if parameters else "",
             layout=_layout(parameters),
         )
@@ -189,14 +195,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
-    return dict(Counter(", ".join(map(repr, each.placements)) for each in parameters if isinstance(each, DTensor)))
+    return dict(
+        Counter(", ".join(map(repr, tensor.placements)) for tensor in parameters if isinstance(tensor, DTensor))
+    )
 
 
 def _class_of(model: nn.Module) -> str:
     """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
     names = [
-        each.__name__
-        for each in type(model).__mro__
-        if each.__module__ != "torch.distributed.fsdp._fully_shard._fsdp_init"
+        base.__name__
+        for base in type(model).__mro__
+        if base.__module__ != "torch.distributed.fsdp._fully_shard._fsdp_init"
     ]
     return names[0] if not names[0].startswith("FSDPModule") else names[1]

@@ -27,9 +27,9 @@ from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read
 
 def split_bounds(length: int, index: int, count: int) -> tuple[int, int]:
     """Return start and end of share `index` of `count`; the first `length % count` shares are one longer."""
-    each, extra = divmod(length, count)
-    start = index * each + min(index, extra)
-    return start, start + each + (index < extra)
+    size, extra = divmod(length, count)
+    start = index * size + min(index, extra)
+    return start, start + size + (index < extra)
 
 
 def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> _D:
@@ -51,11 +51,11 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
     values: Any = inputs
     length = len(values)
     start, end = split_bounds(length, index, count)
-    wanted = -(-length // count) if pad else end - start
+    size = -(-length // count) if pad else end - start
     if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table such as `datasets.Dataset`
-        return values.select([min(start + each, length - 1) for each in range(wanted)])  # type: ignore[no-any-return]
+        return values.select([min(start + offset, length - 1) for offset in range(size)])  # type: ignore[no-any-return]
     share = values[start:end]
-    short = wanted - (end - start)
+    short = size - (end - start)
     if short <= 0 or not length:
         return share  # type: ignore[no-any-return]
     if isinstance(values, torch.Tensor):
@@ -427,10 +427,10 @@ def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, An
         c10d._world.group_count = count  # torch derives group names from it, which must be equal on all ranks
         raise
     if dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
-        found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        actual = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         dist.destroy_process_group()
         raise BadRequest(
-            f"the options of the process group say {found}, the environment rank {setup.rank} of {setup.world_size}"
+            f"the options of the process group say {actual}, the environment rank {setup.rank} of {setup.world_size}"
         )
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -451,10 +451,10 @@ def _check_backend(wanted: str) -> None:
 
     This happens before the rendezvous: the other processes would wait for one that cannot continue.
     """
-    for name in (each.rpartition(":")[2] for each in str(wanted).lower().split(",")):
+    for name in (entry.rpartition(":")[2] for entry in str(wanted).lower().split(",")):
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
-            there = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
-            raise BadRequest(f"the backend {name!r} is not there; use one of {', '.join(there)}")
+            available = [backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)]
+            raise BadRequest(f"the backend {name!r} is not there; use one of {', '.join(available)}")
 
 
 def _backend(setup: LaunchSetup, device: torch.device) -> str:

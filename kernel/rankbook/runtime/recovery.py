@@ -38,9 +38,9 @@ def prepared_objects() -> tuple[list[Any], list[Any]]:
     """
     models = [wrapped for strategy, wrapped in prepared.prepared_models() if not strategy.shards]
     wrappers = [
-        each
-        for each in prepare.prepared_optimizers()
-        if not any(isinstance(one, DTensor) for group in each.param_groups for one in group["params"])
+        wrapper
+        for wrapper in prepare.prepared_optimizers()
+        if not any(isinstance(parameter, DTensor) for group in wrapper.param_groups for parameter in group["params"])
     ]
     return models, wrappers
 
@@ -57,7 +57,10 @@ def restart_accumulation() -> None:
 
 def _parameters() -> list[torch.Tensor]:
     return [
-        each for wrapper in prepare.prepared_optimizers() for group in wrapper.param_groups for each in group["params"]
+        parameter
+        for wrapper in prepare.prepared_optimizers()
+        for group in wrapper.param_groups
+        for parameter in group["params"]
     ]
 
 
@@ -79,24 +82,24 @@ def _agree() -> None:
         return
     # All ranks take part in this collective, whatever they hold: a replacement rank may have fewer objects prepared.
     # If the counts differ, there is no common order for the broadcasts below, and nothing is copied.
-    own = [each.steps for each in wrappers]
+    local_steps = [optimizer.steps for optimizer in wrappers]
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (len(copies), own))
-    told = [steps for _, steps in rows]
-    if all(each == told[0] for each in told) or any(
-        (count, len(each)) != (len(copies), len(own)) for count, each in rows
+    dist.all_gather_object(rows, (len(copies), local_steps))
+    steps_by_rank = [steps for _, steps in rows]
+    if all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank) or any(
+        (count, len(rank_steps)) != (len(copies), len(local_steps)) for count, rank_steps in rows
     ):
         return
     for model in copies:
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-    for place, wrapper in enumerate(wrappers):
+    for index, wrapper in enumerate(wrappers):
         box = [wrapper.state_dict()]
         dist.broadcast_object_list(box, 0)
         wrapper.load_state_dict(box[0])
-        wrapper.steps = told[0][place]
+        wrapper.steps = steps_by_rank[0][index]
     if dist.get_rank() == 0:
-        steps = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+        steps = ", ".join(f"rank {rank}: {rank_steps}" for rank, rank_steps in enumerate(steps_by_rank))
         _log.warning("The ranks had taken different numbers of steps (%s); all go on from rank 0's weights.", steps)
 
 
@@ -108,7 +111,7 @@ class _Rate:
 def _training() -> telemetry.TrainingStep:
     import time
 
-    steps, now = sum(each.steps for each in prepare.prepared_optimizers()), time.monotonic()
+    steps, now = sum(wrapper.steps for wrapper in prepare.prepared_optimizers()), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
     _Rate.steps, _Rate.seconds = steps, now
     return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

@@ -76,7 +76,7 @@ class AcceleratorSettings:
         _check_types(fsdp_plugin, parallelism_config)
 
         was_there = PartialState._shared_state != {}
-        options = {name: each for name, each in self.handlers.init.to_dict().items() if each is not None}
+        options = {name: value for name, value in self.handlers.init.to_dict().items() if value is not None}
         try:
             process = PartialState(cpu, **options)
             device = torch.device("cpu") if cpu else process.device
@@ -149,12 +149,14 @@ class AcceleratorSettings:
     # Prepared objects, as weak references
 
     def _keep(self, kind: str, thing: object) -> None:
-        kept = self._references[kind]
-        kept[:] = [each for each in kept if (alive := each()) is not None and alive is not thing]
-        kept.append(weakref.ref(thing))
+        references = self._references[kind]
+        references[:] = [
+            reference for reference in references if (alive := reference()) is not None and alive is not thing
+        ]
+        references.append(weakref.ref(thing))
 
     def _kept(self, kind: str) -> list[Any]:
-        return [thing for each in self._references[kind] if (thing := each()) is not None]
+        return [referent for reference in self._references[kind] if (referent := reference()) is not None]
 
     @property
     def _models(self) -> list[Any]:
@@ -310,7 +312,7 @@ class AcceleratorSettings:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Return True if an optimizer skipped its last step because fp16 gradients overflowed."""
-        return any(each.step_was_skipped for each in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
 
 def _project(folder: str | os.PathLike[str] | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
@@ -327,7 +329,7 @@ def _loader_options(split_batches: bool | None, given: DataLoaderConfiguration |
 
 
 def _rng_types(given: Sequence[str] | None) -> list[str]:
-    chosen = ["generator"] if given is None else [str(getattr(each, "value", each)) for each in given]
+    chosen = ["generator"] if given is None else [str(getattr(rng_type, "value", rng_type)) for rng_type in given]
     unknown = sorted(set(chosen) - _RNG_TYPES)
     if unknown:
         raise BadRequest(f"rng_types has {', '.join(map(repr, unknown))}: 'torch', 'cuda' and 'generator' are known")

@@ -75,7 +75,7 @@ class AcceleratorState:
         for name, value in zip(_NOT_HERE, (deepspeed_plugin, megatron_lm_plugin), strict=True):
             if value is not None:
                 raise BadRequest(f"{name}: Rankbook shards by DDP, FSDP2 or tensor parallelism; leave it out")
-        wanted = None if mixed_precision is None else _precision(mixed_precision)
+        precision = None if mixed_precision is None else _precision(mixed_precision)
         first = not AcceleratorState._shared_state
         default = (
             _precision(read_text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION") or "no") if first else ""
@@ -85,10 +85,12 @@ class AcceleratorState:
         if cpu and process.device.type != "cpu":
             _move_to_cpu(process)
         if first:
-            AcceleratorState._shared_state.update({"_mixed_precision": wanted or default, "device_mesh": None, **given})
+            AcceleratorState._shared_state.update(
+                {"_mixed_precision": precision or default, "device_mesh": None, **given}
+            )
         else:
-            if wanted is not None and wanted != self._mixed_precision:
-                self._change_precision(wanted, process)
+            if precision is not None and precision != self._mixed_precision:
+                self._change_precision(precision, process)
             AcceleratorState._shared_state.update({name: value for name, value in given.items() if value is not None})
 
     def __repr__(self) -> str:
@@ -97,7 +99,8 @@ class AcceleratorState:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - type of the attribute
         if not AcceleratorState._shared_state and not name.startswith("__"):
             known = any(
-                name in each.__annotations__ or hasattr(each, name) for each in (AcceleratorState, PartialState)
+                name in state_class.__annotations__ or hasattr(state_class, name)
+                for state_class in (AcceleratorState, PartialState)
             )
             raise AttributeError(missing("AcceleratorState", name, known=known))
         if name in PartialState.__annotations__ or hasattr(PartialState, name):

@@ -62,7 +62,7 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         needed = ("name", "requires_logging_directory", "tracker")
-        lacking = [each for each in needed if each not in dir(self)]  # hasattr would evaluate the property `tracker`
+        lacking = [name for name in needed if name not in dir(self)]  # hasattr would evaluate the property `tracker`
         if lacking and not _blank:
             raise NotImplementedError(f"{type(self).__name__} has to define {', '.join(lacking)}")
 
@@ -239,10 +239,10 @@ def filter_trackers(
     """
     if log_with is None:
         return []
-    one = isinstance(log_with, str) or _is_tracker(log_with)
-    asked: list[Any] = [log_with] if one else list(cast("Iterable[str | Tracker]", log_with))
-    names = [str(each) for each in asked if not _is_tracker(each)]
-    chosen: list[str | Tracker] = [each for each in asked if _is_tracker(each)]
+    single = isinstance(log_with, str) or _is_tracker(log_with)
+    requested: list[Any] = [log_with] if single else list(cast("Iterable[str | Tracker]", log_with))
+    names = [str(entry) for entry in requested if not _is_tracker(entry)]
+    chosen: list[str | Tracker] = [tracker for tracker in requested if _is_tracker(tracker)]
     for name in dict.fromkeys(available_trackers() if "all" in names else names):
         if name not in TRACKERS:
             raise BadRequest(f"log_with={name!r} is not there; use one of {', '.join(map(repr, [*TRACKERS, 'all']))}")

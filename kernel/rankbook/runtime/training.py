@@ -66,10 +66,10 @@ class TrainingMethods(AcceleratorSettings):
         chosen = models or tuple(self._models)
 
         def set_sync(sync: bool) -> None:
-            for each in chosen:
-                strategy = strategy_of(each)
+            for model in chosen:
+                strategy = strategy_of(model)
                 if strategy is not None:
-                    strategy.set_sync(each, sync)
+                    strategy.set_sync(model, sync)
 
         return AccumulateContext(self.gradient_state, set_sync)
 
@@ -121,8 +121,8 @@ class TrainingMethods(AcceleratorSettings):
         if window.scaler is None:
             return
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or self._optimizers)
-        for each in given:
-            wrapper = wrapper_of(each)
+        for target in given:
+            wrapper = wrapper_of(target)
             if wrapper is not None and wrapper.scaler is not None:
                 wrapper.unscale()
 
@@ -174,9 +174,9 @@ class TrainingMethods(AcceleratorSettings):
                 shard = loader.parts.tickets.shard
                 before.append((shard, shard.even_batches))
                 shard.even_batches = even_batches
-        able = [each for each in joinables if isinstance(each, Joinable)]
+        able = [model for model in joinables if isinstance(model, Joinable)]
         if len(able) < len(joinables) and self.use_distributed:
-            names = ", ".join(type(each).__name__ for each in joinables if not isinstance(each, Joinable))
+            names = ", ".join(type(model).__name__ for model in joinables if not isinstance(model, Joinable))
             for sampler, value in before:
                 sampler.even_batches = value
             raise TypeError(
@@ -235,14 +235,14 @@ def clip_norm(
     as tensor-parallel models have, and returns only a partial norm for shards.
     """
     groups: dict[object, list[torch.Tensor]] = {}
-    for each in parameters:
-        if each.grad is not None:
-            layout = (each.grad.device_mesh, each.grad.placements) if isinstance(each.grad, DTensor) else None
-            groups.setdefault(layout, []).append(each)
+    for tensor in parameters:
+        if tensor.grad is not None:
+            layout = (tensor.grad.device_mesh, tensor.grad.placements) if isinstance(tensor.grad, DTensor) else None
+            groups.setdefault(layout, []).append(tensor)
     if not groups:
         return torch.zeros((), device=device)
     norms = [
-        full_tensor(get_total_norm([each.grad for each in group if each.grad is not None], norm_type))
+        full_tensor(get_total_norm([tensor.grad for tensor in group if tensor.grad is not None], norm_type))
         for group in groups.values()
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -254,9 +254,9 @@ def clip_norm(
 
 def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp all elements of the gradients to [-`bound`, `bound`]."""
-    whole = [each for each in parameters if each.grad is not None and not isinstance(each.grad, DTensor)]
+    whole = [tensor for tensor in parameters if tensor.grad is not None and not isinstance(tensor.grad, DTensor)]
     if whole:  # torch's function raises for an empty list
         clip_grad_value_(whole, bound)
-    clip_local = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
-    for each in clip_local:
-        each.clamp_(-bound, bound)
+    clip_local = [tensor.grad.to_local() for tensor in parameters if isinstance(tensor.grad, DTensor)]
+    for gradient in clip_local:
+        gradient.clamp_(-bound, bound)

@@ -117,13 +117,13 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
     except MemoryError as error:
         raise TransferError("cannot open the value here: there is not enough memory") from error
     except Exception as error:
-        told = f"cannot open the value here: {type(error).__name__}: {error}"
+        message = f"cannot open the value here: {type(error).__name__}: {error}"
         if str(error).startswith("Can't get attribute"):  # pickle's message for a name that the module lacks
-            told += (
+            message += (
                 "; the two processes see different versions of that module: restart the one that imported it first,"
                 " or define the name in a cell, then it travels along"
             )
-        raise TransferError(told) from error
+        raise TransferError(message) from error
 
 
 # Pickling -----------------------------------------------------------------------------------------------------------
@@ -260,14 +260,14 @@ def _locate(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, store: S
     names = {buffer.segment: None for buffer in payload.buffers if buffer.segment is not None}
     mapped = {name: store.read(name, unlink=unlink) for name in names}
     waiting = iter(frames)
-    found = []
+    views = []
     for buffer in payload.buffers:
         whole = memoryview(next(waiting)).cast("B") if buffer.segment is None else mapped[buffer.segment]
         end = buffer.offset + buffer.size
         if min(buffer.offset, buffer.size) < 0 or end > len(whole) or (buffer.segment is None and end < len(whole)):
             raise ProtocolError(f"a buffer from byte {buffer.offset} to {end} does not fit {len(whole)} bytes")
-        found.append(whole[buffer.offset : end])
-    return found
+        views.append(whole[buffer.offset : end])
+    return views
 
 
 def _usable(buffer: memoryview) -> memoryview | bytearray:
@@ -294,16 +294,16 @@ Attempt = Callable[[object], BaseException | None]
 
 def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
     """Return the error message: the value, the part that cannot be pickled, the path to it, and the reason."""
-    found = _culprit(value, names, error, attempt)
-    kind = type(found.value)
-    told = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    path = found.path
+    culprit = _culprit(value, names, error, attempt)
+    kind = type(culprit.value)
+    type_name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    path = culprit.path
     if len(path) > _LONGEST_PATH:
         path = f"{path[: _LONGEST_PATH // 2]}…{path[-_LONGEST_PATH // 2 :]}"
-    what = f"cannot send '{found.name}'" if found.name else "cannot send the value"
-    where = f" at {path}" if path not in (found.name, "value") else ""
-    reason = str(found.error).strip().removesuffix(".") or type(found.error).__name__
-    return f"{what}: {'' if found.sure else 'something inside '}{told}{where} cannot be pickled: {reason}"
+    problem = f"cannot send '{culprit.name}'" if culprit.name else "cannot send the value"
+    where = f" at {path}" if path not in (culprit.name, "value") else ""
+    reason = str(culprit.error).strip().removesuffix(".") or type(culprit.error).__name__
+    return f"{problem}: {'' if culprit.sure else 'something inside '}{type_name}{where} cannot be pickled: {reason}"
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def _culprit(value: object, names: Sequence[str], error: BaseException, attempt:
             return _Culprit(name, path, trail[-1], error, sure=True)
         if len(trail) > _MOST_LEVELS or time.monotonic() > deadline:
             break
-        if any(part is each for each in trail) or (caught := attempt(part)) is None:
+        if any(part is ancestor for ancestor in trail) or (caught := attempt(part)) is None:
             continue
         if label[:1] in _JOINTS:
             path += label
@@ -386,7 +386,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     codes = [function.__code__]
     for code in codes:  # the list grows by nested functions
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
-        codes.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     defaults = function.__defaults__ or ()
     positional = function.__code__.co_varnames[: function.__code__.co_argcount]
     yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
@@ -403,8 +403,8 @@ def _reduced(value: object) -> Iterator[tuple[str, object]]:
     if not isinstance(reduction, tuple):
         return
     _, arguments, state, items, pairs = (*reduction, None, None, None)[:5]
-    for each in state if isinstance(state, tuple) else (state,):  # (attributes, slots) for a class with slots
-        for name, item in each.items() if isinstance(each, dict) else ():
+    for mapping in state if isinstance(state, tuple) else (state,):  # (attributes, slots) for a class with slots
+        for name, item in mapping.items() if isinstance(mapping, dict) else ():
             yield f".{name}", item
     if state is not None and not isinstance(state, dict):
         yield "'s state", state
@@ -417,5 +417,5 @@ def _reduced(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _brief(key: object) -> str:
-    told = repr(key) if isinstance(key, str | bytes | int | float | tuple) else f"<{type(key).__qualname__}>"
-    return told if len(told) <= _LONGEST_KEY else f"{told[:_LONGEST_KEY]}…"
+    text = repr(key) if isinstance(key, str | bytes | int | float | tuple) else f"<{type(key).__qualname__}>"
+    return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"

@@ -185,9 +185,9 @@ def _map(file: int, size: int) -> mmap.mmap:
     The mapping is not populated: populating a writable private mapping copies all of it.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-    place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc.mmap(place, size, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0) != place:
+    if _libc.mmap(address, size, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0) != address:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return memory

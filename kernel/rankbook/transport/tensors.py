@@ -167,8 +167,8 @@ class _Sent:
         return restore_storage, (self.buffer,)
 
     def fetch(self) -> memoryview:
-        there = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        self._fetched = there.set_(self._storage, self._low, (self._size,), (1,)).cpu()
+        alias = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        self._fetched = alias.set_(self._storage, self._low, (self._size,), (1,)).cpu()
         return _memory(self._fetched.data_ptr(), self._size)
 
 

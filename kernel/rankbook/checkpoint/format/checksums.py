@@ -51,10 +51,10 @@ def combine_checksums(crc1: int, crc2: int, length2: int) -> int:
 
 def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
     """Return the CRC-32 of `nbytes` bytes, given that of every `piece` bytes; 0 if there are none."""
-    crc, left = 0, nbytes
-    for each in crcs:
-        length = min(left, piece)
-        crc, left = combine_checksums(crc, each, length), left - length
+    crc, remaining = 0, nbytes
+    for piece_crc in crcs:
+        length = min(remaining, piece)
+        crc, remaining = combine_checksums(crc, piece_crc, length), remaining - length
     return crc
 
 

@@ -102,18 +102,18 @@ def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | 
     base = f"{folder}/" if folder else ""
     where = f"{storage}/{base}{METADATA}"
     try:
-        known = read_metadata(read_all(storage, base + METADATA), where)
+        metadata = read_metadata(read_all(storage, base + METADATA), where)
     except FileNotFoundError as error:
         raise CheckpointingException(f"{where} is missing: {storage}/{folder} is no checkpoint") from error
     sizes = {name: size for name, size in sorted(storage.list(folder).items()) if size is not None}
     maker = _Maker(storage, base, sizes, on_damage or _raise(storage, base))
     tensors = {}
-    for key, tensor in known.tensors.items():
-        chunks = [maker.chunk(key, tensor, offset, shape, known.places) for offset, shape in tensor.chunks]
+    for key, tensor in metadata.tensors.items():
+        chunks = [maker.chunk(key, tensor, offset, shape, metadata.places) for offset, shape in tensor.chunks]
         tensors[key] = StoredTensor(tensor.dtype, tensor.shape, tuple(chunk for chunk in chunks if chunk is not None))
     objects = {}
-    for key in known.objects:
-        if (place := maker.place(key, None, known.places)) is not None:
+    for key in metadata.objects:
+        if (place := maker.place(key, None, metadata.places)) is not None:
             number = maker.numbers[place.file]
             objects[key] = StoredObject(number, place.start, place.length, None, rank_of(place.file))
     files = tuple(StoredFile(name, size, None, rank_of(name)) for name, size in sizes.items())
@@ -125,7 +125,7 @@ def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | 
         tensors=tensors,
         objects=objects,
         files=files,
-        values={key: known.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
+        values={key: metadata.paths.get(key) or (key,) for key in objects if not _SHARDED_OBJECT.fullmatch(key)},
     )
     for problem in list(find_problems(made)):
         maker.on_damage(METADATA, problem.key, problem.rank, problem.what)
@@ -136,8 +136,8 @@ def manifest_from_dcp(storage: Storage, folder: str = "", on_damage: OnDamage | 
 
 def rank_of(file: str) -> int:
     """Return the rank that wrote a file, parsed from its name; -1 if the name does not say."""
-    found = _RANK.fullmatch(file)
-    return int(found[1]) if found else -1
+    match = _RANK.fullmatch(file)
+    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class _Maker:
         elif place.file not in self.sizes:
             self.on_damage(place.file, key, rank_of(place.file), "the file is missing")
         elif place.start < 0 or place.length < 0 or place.start + place.length > self.sizes[place.file]:
-            what = f"the blob ends at byte {place.start + place.length}, and the file at {self.sizes[place.file]}"
-            self.on_damage(place.file, key, rank_of(place.file), what)
+            problem = f"the blob ends at byte {place.start + place.length}, and the file at {self.sizes[place.file]}"
+            self.on_damage(place.file, key, rank_of(place.file), problem)
         else:
             return place
         return None
@@ -181,13 +181,13 @@ class _Maker:
             return None
         rank = rank_of(place.file)
         try:
-            found = locate_tensor(self.storage, self.base + place.file, place.start, place.length)
+            view = locate_tensor(self.storage, self.base + place.file, place.start, place.length)
         except CheckpointingException as error:
             self.on_damage(place.file, key, rank, f"the blob at byte {place.start} cannot be read: {error}")
             return None
-        if (found.dtype, found.shape) != (tensor.dtype, shape):
-            what = f"the blob at byte {place.start} holds {found.dtype} of shape {found.shape}"
-            self.on_damage(place.file, key, rank, f"{what}, and {METADATA} says {tensor.dtype} of shape {shape}")
+        if (view.dtype, view.shape) != (tensor.dtype, shape):
+            actual = f"the blob at byte {place.start} holds {view.dtype} of shape {view.shape}"
+            self.on_damage(place.file, key, rank, f"{actual}, and {METADATA} says {tensor.dtype} of shape {shape}")
             return None
         return Chunk(
             offset=offset,
@@ -195,12 +195,12 @@ class _Maker:
             file=self.numbers[place.file],
             start=place.start,
             length=place.length,
-            data=found.data,
-            nbytes=found.nbytes,
-            pieces=() if found.crc is None or not found.nbytes else (found.crc,),
+            data=view.data,
+            nbytes=view.nbytes,
+            pieces=() if view.crc is None or not view.nbytes else (view.crc,),
             envelope=None,
             rank=rank,
-            strides=found.strides,
+            strides=view.strides,
         )
 
 
@@ -337,9 +337,9 @@ def _tensor(key: str, values: Mapping[str, Any]) -> DescribedTensor:
 
 
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:
-    found: tuple[object, ...] = tuple(values)
-    numbers = tuple(value for value in found if isinstance(value, int) and -(2**62) < value < 2**62)
-    if len(numbers) < len(found) or len(found) > 64:
+    items: tuple[object, ...] = tuple(values)
+    numbers = tuple(value for value in items if isinstance(value, int) and -(2**62) < value < 2**62)
+    if len(numbers) < len(items) or len(items) > 64:
         raise CheckpointingException("it has an offset, a size or a length that is no number of bytes or elements")
     return numbers
 

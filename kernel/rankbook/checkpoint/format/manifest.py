@@ -162,9 +162,9 @@ def decode(data: bytes, where: str) -> Manifest:
             f"({len(data)} bytes are there)"
         )
     body = memoryview(data)[: tail.start()]
-    if (found := zlib.crc32(body)) != (said := int(tail[1], 16)):
+    if (crc := zlib.crc32(body)) != (recorded := int(tail[1], 16)):
         raise CheckpointingException(
-            f"{where}: the file was changed: its CRC-32 is {found:08x}, and it says {said:08x}"
+            f"{where}: the file was changed: its CRC-32 is {crc:08x}, and it says {recorded:08x}"
         )
     try:
         text = bytes(body).rstrip(b",\n") + b"}"
@@ -189,13 +189,13 @@ def check_json(value: object, path: str) -> None:
     JSON turns NaN into null, a numeric key into text, and rounds a large integer.
     """
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointingException(f"{path} has the key {key!r}: keys must be text")
-            check_json(each, f"{path}[{key!r}]")
+            check_json(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            check_json(each, f"{path}[{index}]")
+        for index, item in enumerate(value):
+            check_json(item, f"{path}[{index}]")
     elif isinstance(value, bool | str | None):
         return
     elif isinstance(value, int):

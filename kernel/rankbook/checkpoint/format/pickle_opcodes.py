@@ -38,9 +38,9 @@ _LINE, _LENGTHS = -1, {-2: 1, -3: 4, -4: 4, -5: 8}
 def _table() -> list[tuple[str, int, int] | None]:
     """Return, by opcode byte: the opcode's name, the size of its argument, and the number of its arguments."""
     table: list[tuple[str, int, int] | None] = [None] * 256
-    for each in pickletools.opcodes:
-        size = 0 if each.arg is None else each.arg.n
-        table[ord(each.code)] = (each.name, size, 2 if each.name in {"GLOBAL", "INST"} else 1)
+    for opcode in pickletools.opcodes:
+        size = 0 if opcode.arg is None else opcode.arg.n
+        table[ord(opcode.code)] = (opcode.name, size, 2 if opcode.name in {"GLOBAL", "INST"} else 1)
     return table
 
 

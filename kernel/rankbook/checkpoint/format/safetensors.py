@@ -104,12 +104,12 @@ def read_tensors(storage: Storage, path: str) -> dict[str, torch.Tensor]:
         raise CheckpointingException(f"{storage}/{base}{indexes[0]} names {', '.join(missing)}: missing")
     tensors: dict[str, torch.Tensor] = {}
     for name in files:
-        held = _read_file(storage, base + name)
-        if lost := sorted(key for key, file in weight_map.items() if file == name and key not in held):
-            raise CheckpointingException(f"{storage}/{base}{name}: {lost[0]} is missing, which the index names")
-        if twice := sorted(tensors.keys() & held.keys()):
+        shard = _read_file(storage, base + name)
+        if absent := sorted(key for key, file in weight_map.items() if file == name and key not in shard):
+            raise CheckpointingException(f"{storage}/{base}{name}: {absent[0]} is missing, which the index names")
+        if twice := sorted(tensors.keys() & shard.keys()):
             raise CheckpointingException(f"{storage}/{path}: {', '.join(twice[:3])} is there more than once")
-        tensors |= held
+        tensors |= shard
     return tensors
 
 

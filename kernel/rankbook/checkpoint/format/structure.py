@@ -84,15 +84,15 @@ def find_problems(manifest: Manifest) -> Iterator[Problem]:
             good = False
         if not good or not 0 <= file.size < _MOST or not -1 <= file.rank < _MOST_RANKS:
             yield Problem("", -1, f"the file {file.name[:200]!r} of {_short(file.size)} bytes is none of this folder")
-    held = dict.fromkeys(range(len(manifest.files)), 0)
+    used = dict.fromkeys(range(len(manifest.files)), 0)
     for key, tensor in manifest.tensors.items():
-        yield from _of_tensor(manifest, key, tensor, held)
+        yield from _of_tensor(manifest, key, tensor, used)
     for key, stored in manifest.objects.items():
-        if what := _place(manifest, stored.file, stored.start, stored.length, stored.rank):
-            yield Problem(key, stored.rank if 0 <= stored.rank < _MOST_RANKS else -1, what)
+        if problem := _place(manifest, stored.file, stored.start, stored.length, stored.rank):
+            yield Problem(key, stored.rank if 0 <= stored.rank < _MOST_RANKS else -1, problem)
         else:
-            held[stored.file] += stored.length
-    for number, nbytes in held.items():
+            used[stored.file] += stored.length
+    for number, nbytes in used.items():
         if not manifest.foreign and nbytes > manifest.files[number].size:
             file = manifest.files[number]
             yield Problem("", file.rank, f"{file.name} has {_short(file.size)} bytes, and its blobs {_short(nbytes)}")
@@ -111,8 +111,8 @@ def _of_tensor(manifest: Manifest, key: str, tensor: StoredTensor, held: dict[in
         yield Problem(key, -1, "has a shape that no tensor has")
         return
     for chunk in tensor.chunks:
-        if what := _wrong_chunk(manifest, chunk, shape, item, tensor.dtype):
-            yield Problem(key, chunk.rank if 0 <= chunk.rank < _MOST_RANKS else -1, what)
+        if problem := _wrong_chunk(manifest, chunk, shape, item, tensor.dtype):
+            yield Problem(key, chunk.rank if 0 <= chunk.rank < _MOST_RANKS else -1, problem)
         else:
             held[chunk.file] += chunk.length
 
@@ -124,16 +124,16 @@ def _wrong_chunk(manifest: Manifest, chunk: Chunk, whole: tuple[int, ...], item:
         return f"a chunk of {len(shape)} axes at an offset of {len(offset)}, in a tensor of {len(whole)}"
     if not all(at >= 0 <= size and at + size <= all_ for at, size, all_ in zip(offset, shape, whole, strict=True)):
         return f"{_chunk(chunk)} lies outside of its tensor of shape {whole}"
-    if what := _place(manifest, chunk.file, chunk.start, chunk.length, chunk.rank):
-        return f"{_chunk(chunk)}: {what}"
+    if problem := _place(manifest, chunk.file, chunk.start, chunk.length, chunk.rank):
+        return f"{_chunk(chunk)}: {problem}"
     nbytes = prod(shape) * item
     counts = {1, -(-nbytes // PIECE)} if nbytes else {0}
     if manifest.foreign:
         counts.add(0)
     inside = chunk.start <= chunk.data and chunk.data + chunk.nbytes <= chunk.start + chunk.length
     if nbytes != chunk.nbytes or len(chunk.pieces) not in counts or not inside:
-        said = f"{_short(chunk.nbytes)} bytes at {_short(chunk.data)} with {len(chunk.pieces)} checksums"
-        return f"{_chunk(chunk)}: {said} do not fit {dtype}"
+        actual = f"{_short(chunk.nbytes)} bytes at {_short(chunk.data)} with {len(chunk.pieces)} checksums"
+        return f"{_chunk(chunk)}: {actual} do not fit {dtype}"
     strides = chunk.strides
     if strides is not None and (len(strides) != len(shape) or not dense(shape, strides)):
         return f"{_chunk(chunk)}: the strides {tuple(map(_short, strides))} have gaps or overlaps"

@@ -41,10 +41,10 @@ def dtype_named(name: str) -> torch.dtype:
 
     Raises `ChunkDamage` for a name that this version of torch does not know.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ChunkDamage(f"has the dtype {name}, which this torch does not know")
-    return found
+    return dtype
 
 
 def read_into(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
@@ -166,9 +166,9 @@ class _Source:
                 raise ChunkDamage(f"has other bytes than were written, between {low} and {high} of its data")
 
     def _exactly(self, first: int, into: memoryview) -> None:
-        found = self._read(self._chunk.data + first, into)
-        if found != len(into):
-            raise ChunkDamage(f"ends after {first + found} of {self._chunk.nbytes} bytes")
+        count = self._read(self._chunk.data + first, into)
+        if count != len(into):
+            raise ChunkDamage(f"ends after {first + count} of {self._chunk.nbytes} bytes")
 
 
 def data_matches(chunk: Chunk, read: ReadRange) -> bool:

@@ -109,9 +109,9 @@ class BlobFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read up to `size` bytes; with -1, all that are left."""
         size = max(0, self._length - self._at if size < 0 else min(size, self._length - self._at))
-        found = self._cached(self._at, size)
-        self._at += len(found)
-        return found
+        data = self._cached(self._at, size)
+        self._at += len(data)
+        return data
 
     def _cached(self, at: int, size: int) -> bytes:
         for start, edge in self._edges:
@@ -241,8 +241,8 @@ def locate_tensor(storage: Readable, path: str, start: int, length: int) -> Stor
     strides = None if _row_major(view.shape, view.strides) else view.strides
     if strides is not None and not dense(view.shape, strides):
         raise CheckpointingException(f"its tensor of shape {view.shape} has strides {strides}, with gaps or overlaps")
-    known = not without_checksums(members) and nbytes == member.nbytes
-    return StoredView(view.dtype, view.shape, strides, member.data + begin, nbytes, member.crc if known else None)
+    has_crc = not without_checksums(members) and nbytes == member.nbytes
+    return StoredView(view.dtype, view.shape, strides, member.data + begin, nbytes, member.crc if has_crc else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +263,15 @@ def parse_tensor_pickle(pickled: bytes) -> Described:
     """
     try:
         pickle_opcodes.check_opcodes(pickled)
-        found = _TensorUnpickler(io.BytesIO(pickled)).load()
+        described = _TensorUnpickler(io.BytesIO(pickled)).load()
     except CheckpointingException:
         raise
     except Exception as error:
         # A pickle is a program: a damaged one may raise any exception.
         raise CheckpointingException(f"its pickle is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Described):
-        raise CheckpointingException(f"it holds no tensor but a {type(found).__name__}")
-    return found
+    if not isinstance(described, Described):
+        raise CheckpointingException(f"it holds no tensor but a {type(described).__name__}")
+    return described
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -373,10 +373,10 @@ class _Sink:
         self.at = 0
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
-        kept = bytes(data)
-        self.parts.append((self.at, kept))
-        self.at += len(kept)
-        return len(kept)
+        content = bytes(data)
+        self.parts.append((self.at, content))
+        self.at += len(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset if whence == io.SEEK_SET else self.at + offset

@@ -76,17 +76,17 @@ class ChunkRead(NamedTuple):
         # Permute the axes by descending stride, so that the chunk's data is row-major, as `byte_runs` expects.
         order = sorted(range(len(self.strides)), key=lambda axis: (-self.strides[axis], axis))
         laid = [self.chunk.shape[axis] for axis in order]
-        found = [
+        spans = [
             run
             for read in self.reads
             for run in byte_runs(
                 laid, [read.source[axis] for axis in order], [read.shape[axis] for axis in order], self.itemsize
             )
         ]
-        if len(found) < 2:
-            return found
+        if len(spans) < 2:
+            return spans
         # A merged range begins where a run starts beyond the end of all earlier runs, plus the gap.
-        starts, lengths = np.asarray(sorted(found), np.int64).T
+        starts, lengths = np.asarray(sorted(spans), np.int64).T
         ends = np.maximum.accumulate(starts + lengths)
         begins = np.flatnonzero(np.concatenate([[True], starts[1:] > ends[:-1] + gap]))
         stops = ends[np.concatenate([begins[1:] - 1, [len(ends) - 1]])]
@@ -100,7 +100,7 @@ class ChunkRead(NamedTuple):
             yield read
             return
         # Cut the axis with the largest stride; where even one row of it spans too much, cut the row again.
-        axis = max(axes, key=lambda each: self.strides[each])
+        axis = max(axes, key=lambda candidate: self.strides[candidate])
         step = self.strides[axis] * self.itemsize
         rest = (stop - start) - (read.shape[axis] - 1) * step  # bytes that one row of that axis spans
         rows = max(1, 1 + (most - rest) // step) if most > rest else 1
@@ -139,7 +139,7 @@ class ReadPlan:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all boxes that are copied, in the stored dtype."""
-        return sum(prod(read.shape) * each.itemsize for each in self.chunks for read in each.reads)
+        return sum(prod(read.shape) * chunk.itemsize for chunk in self.chunks for read in chunk.reads)
 
 
 def plan_read(wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool = False) -> ReadPlan:
@@ -147,29 +147,29 @@ def plan_read(wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool =
 
     With `cast`, a different dtype is not a mismatch: the reader converts.
     """
-    stored = _StoredTensors(manifest, {each.key for each in wanted})
+    stored = _StoredTensors(manifest, {request.key for request in wanted})
     plan = ReadPlan()
-    found: dict[tuple[str, int], list[ReadItem]] = {}
-    for position, each in enumerate(wanted):
-        held = stored.tensors.get(each.key)
-        if held is None:
+    reads_by_chunk: dict[tuple[str, int], list[ReadItem]] = {}
+    for position, request in enumerate(wanted):
+        tensor = stored.tensors.get(request.key)
+        if tensor is None:
             plan.unexpected.append(position)
-        elif what := held.mismatch(each, cast=cast):
-            plan.mismatches.append(Mismatch(position, each.key, f"tensor {each.key!r}: {what}"))
+        elif mismatch := tensor.mismatch(request, cast=cast):
+            plan.mismatches.append(Mismatch(position, request.key, f"tensor {request.key!r}: {mismatch}"))
         else:
             filled = 0
-            for row, read in held.overlaps(position, each):
+            for row, read in tensor.overlaps(position, request):
                 filled += prod(read.shape)
-                found.setdefault((each.key, row), []).append(read)
-            if filled < prod(each.shape):
+                reads_by_chunk.setdefault((request.key, row), []).append(read)
+            if filled < prod(request.shape):
                 plan.zeros.append(position)
-    for (key, row), reads in found.items():
-        held = stored.tensors[key]
-        chunk = held.stored.chunks[held.rows[row]]
+    for (key, row), reads in reads_by_chunk.items():
+        tensor = stored.tensors[key]
+        chunk = tensor.stored.chunks[tensor.rows[row]]
         name = manifest.files[chunk.file].name
-        strides = held.strides_of(row)
-        plan.chunks.append(ChunkRead(key, name, chunk, held.stored.dtype, held.itemsize, strides, tuple(reads)))
-    plan.chunks.sort(key=lambda each: (each.chunk.file, each.chunk.data))
+        strides = tensor.strides_of(row)
+        plan.chunks.append(ChunkRead(key, name, chunk, tensor.stored.dtype, tensor.itemsize, strides, tuple(reads)))
+    plan.chunks.sort(key=lambda chunk_read: (chunk_read.chunk.file, chunk_read.chunk.data))
     return plan
 
 
@@ -204,8 +204,8 @@ class _Held:
         steps = np.ones_like(self.shape)
         np.cumprod(self.shape[:, :0:-1], axis=1, out=steps[:, -2::-1])
         for at, row in enumerate(self.rows):
-            if (own := self.stored.chunks[row].strides) is not None:
-                steps[at] = own
+            if (chunk_strides := self.stored.chunks[row].strides) is not None:
+                steps[at] = chunk_strides
         return steps
 
     def strides_of(self, at: int) -> Shape:
@@ -262,13 +262,13 @@ class _StoredTensors:
     def __init__(self, manifest: Manifest, keys: Iterable[str]) -> None:
         self.tensors = {key: _Held(manifest.tensors[key]) for key in keys if key in manifest.tensors}
         # One vectorized check per number of axes instead of one per tensor.
-        for axes in {len(held.stored.shape) for held in self.tensors.values()}:
-            group = [held for held in self.tensors.values() if len(held.stored.shape) == axes]
+        for axes in {len(tensor.stored.shape) for tensor in self.tensors.values()}:
+            group = [tensor for tensor in self.tensors.values() if len(tensor.stored.shape) == axes]
             sound = covers_exactly_once(
-                np.repeat(np.arange(len(group)), [len(held.rows) for held in group]),
-                np.concatenate([held.offset for held in group]),
-                np.concatenate([held.shape for held in group]),
-                np.asarray([held.stored.shape for held in group], np.int64).reshape(len(group), axes),
+                np.repeat(np.arange(len(group)), [len(tensor.rows) for tensor in group]),
+                np.concatenate([tensor.offset for tensor in group]),
+                np.concatenate([tensor.shape for tensor in group]),
+                np.asarray([tensor.stored.shape for tensor in group], np.int64).reshape(len(group), axes),
             )
             for row in np.flatnonzero(~sound).tolist():
                 group[row].sound = False
@@ -276,9 +276,9 @@ class _StoredTensors:
 
 def describe_unsound(manifest: Manifest, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (key, description) for tensors whose chunks do not fill them exactly once."""
-    for key, held in _StoredTensors(manifest, keys).tensors.items():
-        if not held.sound:
-            yield key, held.misfit()
+    for key, tensor in _StoredTensors(manifest, keys).tensors.items():
+        if not tensor.sound:
+            yield key, tensor.misfit()
 
 
 def _moved(place: Shape, axis: int, by: int) -> Shape:

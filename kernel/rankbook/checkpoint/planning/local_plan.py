@@ -140,12 +140,19 @@ class LocalPlan:
         """
         return cls(
             ChunkTable.of(
-                (each.key, each.dtype_name, each.global_shape, each.global_offset, each.local_shape, each.is_main)
-                for each in tensors
+                (shard.key, shard.dtype_name, shard.global_shape, shard.global_offset, shard.local_shape, shard.is_main)
+                for shard in tensors
             ),
             ChunkTable.of(
-                (each.key, "object", each.global_shape, each.global_offset, (1,) * len(each.global_shape), each.is_main)
-                for each in objects
+                (
+                    shard.key,
+                    "object",
+                    shard.global_shape,
+                    shard.global_offset,
+                    (1,) * len(shard.global_shape),
+                    shard.is_main,
+                )
+                for shard in objects
             ),
             common if isinstance(common, Mapping) else {"": common},
         )

@@ -92,12 +92,12 @@ class PlanCache:
     def recall(self, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> SavePlan | None:
         """Return the cached plan if it was made for these signatures and all common parts agree, else None."""
         same_common = len({common for _, common in signatures}) <= 1
-        asked = ([held for held, _ in signatures], fully_parallel)
-        return self._plan if same_common and asked == self._known else None
+        inputs = ([digest for digest, _ in signatures], fully_parallel)
+        return self._plan if same_common and inputs == self._known else None
 
     def keep(self, plan: SavePlan, signatures: Sequence[tuple[str, str]], *, fully_parallel: bool = False) -> None:
         """Replace the cached plan."""
-        self._known, self._plan = ([held for held, _ in signatures], fully_parallel), plan
+        self._known, self._plan = ([digest for digest, _ in signatures], fully_parallel), plan
 
 
 def plan_save(declared: Sequence[LocalPlan], *, fully_parallel: bool = False) -> SavePlan:
@@ -112,14 +112,14 @@ def plan_save(declared: Sequence[LocalPlan], *, fully_parallel: bool = False) ->
     """
     if not declared:
         raise CheckpointingException("no rank declared anything: there is nothing to save")
-    common = _differing_common([each.common for each in declared], [each.common_digest() for each in declared])
-    tensors, wrong_tensors = _plan_kind("tensor", [each.tensors for each in declared], fully_parallel)
-    objects, wrong_objects = _plan_kind("object", [each.objects for each in declared], fully_parallel=False)
+    common = _differing_common([plan.common for plan in declared], [plan.common_digest() for plan in declared])
+    tensors, wrong_tensors = _plan_kind("tensor", [plan.tensors for plan in declared], fully_parallel)
+    objects, wrong_objects = _plan_kind("object", [plan.objects for plan in declared], fully_parallel=False)
     if wrong := [*wrong_tensors, *wrong_objects, *common]:
         more = f"\n  and {len(wrong) - MOST_KEYS_SAID} keys more" if len(wrong) > MOST_KEYS_SAID else ""
         raise CheckpointingException(
             f"what {said(range(len(declared)))} hold is no whole checkpoint, and nothing was written:\n  "
-            + "\n  ".join(each() for each in wrong[:MOST_KEYS_SAID])
+            + "\n  ".join(message() for message in wrong[:MOST_KEYS_SAID])
             + more
         )
     loads = np.bincount(tensors.rank, weights=tensors.nbytes(), minlength=len(declared))
@@ -134,24 +134,24 @@ def _plan_kind(
     Descriptions are costly, and an error shows the first few only, so they are computed on demand.
     """
     keys = _Keys(tables)
-    held = keys.mains()
-    sound = covers_exactly_once(held.key, held.offset, held.shape, keys.whole) | keys.disputed
+    chunks = keys.mains()
+    sound = covers_exactly_once(chunks.key, chunks.offset, chunks.shape, keys.whole) | keys.disputed
     wrong = [_later(keys.dispute, kind, row) for row in np.flatnonzero(keys.disputed).tolist()]
-    wrong += [_later(keys.faults, kind, row, held) for row in np.flatnonzero(~sound).tolist()]
+    wrong += [_later(keys.faults, kind, row, chunks) for row in np.flatnonzero(~sound).tolist()]
     if fully_parallel and not wrong:
-        shared = keys.held_more_than_once(held.key)
+        shared = keys.held_more_than_once(chunks.key)
         if not shared.any():
-            return held, wrong
-        rank, position = balance_replicas(tables, keys.rows, held, held.nbytes(), shared)
+            return chunks, wrong
+        rank, position = balance_replicas(tables, keys.rows, chunks, chunks.nbytes(), shared)
         order = np.lexsort((position, rank))
-        held = ChunkIndex(
-            held.keys,
-            held.dtypes,
-            held.axes,
-            held.whole,
-            *(each[order] for each in (held.key, held.offset, held.shape, rank, position)),
+        chunks = ChunkIndex(
+            chunks.keys,
+            chunks.dtypes,
+            chunks.axes,
+            chunks.whole,
+            *(column[order] for column in (chunks.key, chunks.offset, chunks.shape, rank, position)),
         )
-    return held, wrong
+    return chunks, wrong
 
 
 def _later(say: Callable[..., str], *arguments: object) -> Callable[[], str]:
@@ -188,13 +188,13 @@ class _Keys:
         self.disputed = np.zeros(len(number), np.bool_)
         for head, table in heads.items():
             rows = self.rows[head]
-            here = padded(table.global_shape, self.width, 1)
-            self.disputed[rows[(self.whole[rows] != here).any(axis=1)]] = True
+            global_shape = padded(table.global_shape, self.width, 1)
+            self.disputed[rows[(self.whole[rows] != global_shape).any(axis=1)]] = True
             self.disputed[rows[self.axes[rows] != table.axes]] = True
             if len(table):
                 self.disputed[rows[dtype[rows] != dtypes[head][table.dtype]]] = True
-        known = list(code)
-        self.dtypes = [known[each] for each in dtype.tolist()]
+        dtype_names = list(code)
+        self.dtypes = [dtype_names[index] for index in dtype.tolist()]
 
     def mains(self) -> ChunkIndex:
         """Return all non-empty main replicas."""
@@ -203,9 +203,12 @@ class _Keys:
         for rank, table in enumerate(self.tables):
             if table.layout not in full:
                 full[table.layout] = np.asarray((table.shape > 0).all(axis=1), np.bool_)
-            mine = np.flatnonzero(table.main & full[table.layout])
-            offset, shape = padded(table.offset[mine], self.width, 0), padded(table.shape[mine], self.width, 1)
-            parts.append((self.rows[table.head][mine], offset, shape, np.full(len(mine), rank), mine))
+            positions = np.flatnonzero(table.main & full[table.layout])
+            offset, shape = (
+                padded(table.offset[positions], self.width, 0),
+                padded(table.shape[positions], self.width, 1),
+            )
+            parts.append((self.rows[table.head][positions], offset, shape, np.full(len(positions), rank), positions))
         columns = (np.concatenate(column) for column in zip(*parts, strict=True))
         return ChunkIndex(self.names, self.dtypes, self.axes, self.whole, *columns)
 
@@ -232,15 +235,15 @@ class _Keys:
             shape = tuple(table.global_shape[at, : table.axes[at]].tolist())
             dtype = f"{table.dtypes[table.dtype[at]]}, " if kind == "tensor" else ""
             sides.setdefault(f"{dtype}global shape {shape}", set()).add(rank)
-        held = "; ".join(f"{side} on {said(ranks)}" for side, ranks in sides.items())
-        return f"{kind} {self.names[row]!r} is not the same on all ranks: {held}"
+        differences = "; ".join(f"{side} on {said(ranks)}" for side, ranks in sides.items())
+        return f"{kind} {self.names[row]!r} is not the same on all ranks: {differences}"
 
     def faults(self, kind: str, row: int, held: ChunkIndex) -> str:
         """Describe the coverage errors of a key's main replicas."""
         axes = int(self.axes[row])
         whole = tuple(self.whole[row, :axes].tolist())
-        mine = held.key == row
-        mains = ChunkBoxes(held.offset[mine, :axes], held.shape[mine, :axes], held.rank[mine])
+        selected = held.key == row
+        mains = ChunkBoxes(held.offset[selected, :axes], held.shape[selected, :axes], held.rank[selected])
         rest = [
             (table.offset[at, :axes], table.shape[at, :axes], rank)
             for rank, table, at in self._chunks(row)
@@ -251,10 +254,10 @@ class _Keys:
             np.asarray([shape for _, shape, _ in rest], np.int64).reshape(len(rest), axes),
             np.asarray([rank for _, _, rank in rest], np.int64),
         )
-        what = f"tensor {self.names[row]!r} ({self.dtypes[row]}, global shape {whole})"
+        subject = f"tensor {self.names[row]!r} ({self.dtypes[row]}, global shape {whole})"
         if kind == "object":
-            what = f"object {self.names[row]!r} (global shape {whole})"
-        return f"{what}: {'; '.join(coverage_errors(whole, mains, others))}"
+            subject = f"object {self.names[row]!r} (global shape {whole})"
+        return f"{subject}: {'; '.join(coverage_errors(whole, mains, others))}"
 
 
 def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[str]) -> list[Callable[[], str]]:
@@ -270,12 +273,12 @@ def _differing_common(commons: Sequence[Mapping[str, str]], digests: Sequence[st
 
 
 def _say_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> str:
-    there = [said(ranks) for value, ranks in sides.items() if value is not None]
-    what = f"common value {path!r}" if path else "the common part"
+    holders = [said(ranks) for value, ranks in sides.items() if value is not None]
+    subject = f"common value {path!r}" if path else "the common part"
     absent = f"not on {said(sides[None])}" if None in sides else ""
-    if len(there) == 1:
-        return f"{what} is on {there[0]}, {absent}"
-    differs = " differs from that on ".join([f"{what}: that on {there[0]}", *there[1:]])
+    if len(holders) == 1:
+        return f"{subject} is on {holders[0]}, {absent}"
+    differs = " differs from that on ".join([f"{subject}: that on {holders[0]}", *holders[1:]])
     return f"{differs}{f'; it is {absent}' if absent else ''}. Make it the same, or a ShardedObject"
 
 
@@ -318,7 +321,9 @@ def balance_replicas(
         heap = heaps.get(members)
         if heap is None:
             heap = heaps[members] = sorted(
-                (loads[each], each, which) for which, number in enumerate(members) for each in rank_sets[number]
+                (loads[candidate], candidate, which)
+                for which, number in enumerate(members)
+                for candidate in rank_sets[number]
             )
         load, chosen, which = heap[0]
         while load != loads[chosen]:  # outdated: another group of chunks has increased the rank's load
@@ -351,13 +356,13 @@ def _find_replicas(
         table = tables[first]
         if not len(table):
             continue
-        mine = np.flatnonzero(shared[rows[table.head]] & (table.shape > 0).all(axis=1))
+        candidates = np.flatnonzero(shared[rows[table.head]] & (table.shape > 0).all(axis=1))
         more = ((0, 0), (0, width - table.width))
-        keys.append(rows[table.head][mine])
-        offsets.append(np.pad(table.offset[mine], more))
-        shapes.append(np.pad(table.shape[mine], more, constant_values=1))
-        rank_sets.append(np.full(len(mine), number))
-        places.append(mine)
+        keys.append(rows[table.head][candidates])
+        offsets.append(np.pad(table.offset[candidates], more))
+        shapes.append(np.pad(table.shape[candidates], more, constant_values=1))
+        rank_sets.append(np.full(len(candidates), number))
+        places.append(candidates)
     key, offset, shape = np.concatenate(keys), np.concatenate(offsets), np.concatenate(shapes)
     rank_set, place = np.concatenate(rank_sets), np.concatenate(places)
     at = np.zeros(len(key), np.int64)  # row-major index of the offset in the whole tensor
@@ -370,9 +375,9 @@ def _find_replicas(
     head = order[main]
     same = (rank_set[order] >= 0) & (key[head] == key[order]) & (at[head] == at[order])
     same &= (shape[head] == shape[order]).all(axis=1)
-    found, chunk = order[same], np.searchsorted(chunks, place[head[same]])
+    replicas, chunk = order[same], np.searchsorted(chunks, place[head[same]])
     by_chunk = np.argsort(chunk, kind="stable")
-    return chunk[by_chunk], rank_set[found][by_chunk], place[found][by_chunk]
+    return chunk[by_chunk], rank_set[replicas][by_chunk], place[replicas][by_chunk]
 
 
 class PlannedChunk(NamedTuple):
@@ -424,15 +429,15 @@ class ChunkIndex:
         """Yield every key with its planned tensor, chunks ordered by offset."""
         order, starts = self._order
         for row, key in enumerate(self.keys):
-            axes, mine = int(self.axes[row]), order[starts[row] : starts[row + 1]]
-            offsets, shapes = self.offset[mine, :axes].tolist(), self.shape[mine, :axes].tolist()
-            rows = zip(map(tuple, offsets), map(tuple, shapes), self.rank[mine].tolist(), strict=True)
+            axes, members = int(self.axes[row]), order[starts[row] : starts[row + 1]]
+            offsets, shapes = self.offset[members, :axes].tolist(), self.shape[members, :axes].tolist()
+            rows = zip(map(tuple, offsets), map(tuple, shapes), self.rank[members].tolist(), strict=True)
             yield (
                 key,
                 PlannedTensor(
                     self.dtypes[row],
                     tuple(self.whole[row, :axes].tolist()),
-                    tuple(PlannedChunk(*each) for each in rows),
+                    tuple(PlannedChunk(*fields) for fields in rows),
                 ),
             )
 

@@ -85,20 +85,20 @@ def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes)
     """
     offset, shape, ranks = mains
     outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(whole, np.int64)).any(axis=1)
-    found = [
+    errors = [
         f"rank {ranks[row]}'s chunk {format_box(offset[row], shape[row])} lies outside"
         for row in np.flatnonzero(outside)
     ]
     offset, shape, ranks = offset[~outside], shape[~outside], ranks[~outside]
     order = np.lexsort((ranks, *shape.T[::-1], *offset.T[::-1]))
     offset, shape, ranks = offset[order], shape[order], ranks[order]
-    found += _second_mains(offset, shape, ranks)
+    errors += _second_mains(offset, shape, ranks)
     first = np.ones(len(ranks), np.bool_)
     first[1:] = (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1)
     offset, shape, ranks = offset[first], shape[first], ranks[first]
-    found += _overlaps(offset, shape, ranks)
-    found += _holes(whole, offset, shape, others)
-    return found
+    errors += _overlaps(offset, shape, ranks)
+    errors += _holes(whole, offset, shape, others)
+    return errors
 
 
 def format_box(offset: Iterable[int], shape: Iterable[int]) -> str:
@@ -121,7 +121,7 @@ def truncate_list(found: Sequence[str]) -> list[str]:
 def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     """Describe equal boxes; the boxes are sorted."""
     same = (offset[1:] == offset[:-1]).all(axis=1) & (shape[1:] == shape[:-1]).all(axis=1)
-    found, end = [], 0
+    errors, end = [], 0
     for row in np.flatnonzero(same).tolist():
         if row < end:
             continue
@@ -130,31 +130,31 @@ def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[st
             end += 1
         holders = ranks[row : end + 1].tolist()
         where, once = format_box(offset[row], shape[row]), len(set(holders))
-        who = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
+        subject = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
         times = f" {len(holders)} times" if once < len(holders) else ""
-        found.append(f"{who} the main replica of {where}{times}: only one may have replica_id 0")
-    return truncate_list(found)
+        errors.append(f"{subject} the main replica of {where}{times}: only one may have replica_id 0")
+    return truncate_list(errors)
 
 
 def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     """Describe pairs of boxes that share elements; the boxes are distinct and sorted by offset."""
     if not offset.shape[1]:
         return []
-    found: list[str] = []
+    errors: list[str] = []
     end = offset + shape
     # Only later boxes that begin before this one's end on the first axis can overlap it.
     for row in range(len(ranks)):
         last = int(np.searchsorted(offset[:, 0], end[row, 0], side="left"))
         others = slice(row + 1, last)
         meets = ((offset[others] < end[row]) & (end[others] > offset[row])).all(axis=1)
-        found += [
+        errors += [
             f"rank {ranks[row]}'s main chunk {format_box(offset[row], shape[row])} overlaps "
             f"rank {ranks[other]}'s {format_box(offset[other], shape[other])}"
             for other in (np.flatnonzero(meets) + row + 1).tolist()
         ]
-        if len(found) > 20 * MOST_SAID:
+        if len(errors) > 20 * MOST_SAID:
             break
-    return truncate_list(found)
+    return truncate_list(errors)
 
 
 def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
@@ -165,20 +165,20 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
         np.unique(np.concatenate([offset[:, axis], offset[:, axis] + shape[:, axis], [0, extent]]))
         for axis, extent in enumerate(whole)
     ]
-    cells = tuple(len(each) - 1 for each in cuts)
+    cells = tuple(len(edges) - 1 for edges in cuts)
     if np.prod([float(count) for count in cells]) > MOST_CELLS:
-        held = int(chunk_volumes(shape).sum())
-        wanted = int(np.prod(np.asarray(whole, np.int64)))
-        return [f"the main chunks hold {held} elements where the tensor has {wanted}"] if held < wanted else []
+        covered = int(chunk_volumes(shape).sum())
+        total = int(np.prod(np.asarray(whole, np.int64)))
+        return [f"the main chunks hold {covered} elements where the tensor has {total}"] if covered < total else []
     # Cut every axis at all chunk boundaries: a chunk then covers whole cells of the grid. Mark them, and grow boxes
     # greedily, last axis first, from the first cell that is not covered.
     taken = np.zeros(cells, np.bool_)
-    lows = [np.searchsorted(each, offset[:, axis]) for axis, each in enumerate(cuts)]
-    highs = [np.searchsorted(each, offset[:, axis] + shape[:, axis]) for axis, each in enumerate(cuts)]
+    lows = [np.searchsorted(edges, offset[:, axis]) for axis, edges in enumerate(cuts)]
+    highs = [np.searchsorted(edges, offset[:, axis] + shape[:, axis]) for axis, edges in enumerate(cuts)]
     for row in range(len(offset)):
         taken[tuple(slice(low[row], high[row]) for low, high in zip(lows, highs, strict=True))] = True
-    found: list[str] = []
-    while not taken.all() and len(found) <= MOST_SAID:
+    errors: list[str] = []
+    while not taken.all() and len(errors) <= MOST_SAID:
         first = np.unravel_index(int(np.argmin(taken)), cells)
         hole = [slice(int(at), int(at) + 1) for at in first]
         for axis in reversed(range(len(cells))):
@@ -188,9 +188,9 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
                     break
                 hole[axis] = wider
         taken[tuple(hole)] = True
-        low = np.asarray([each[part.start] for each, part in zip(cuts, hole, strict=True)], np.int64)
-        high = np.asarray([each[part.stop] for each, part in zip(cuts, hole, strict=True)], np.int64)
-        there = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
-        replicas = f"; replicas that are not main are on {said(others.ranks[there])}" if there.any() else ""
-        found.append(f"no rank's main replica holds {format_box(low, high - low)}{replicas}")
-    return [*found[:MOST_SAID], "and there are more holes"] if len(found) > MOST_SAID else found
+        low = np.asarray([edges[part.start] for edges, part in zip(cuts, hole, strict=True)], np.int64)
+        high = np.asarray([edges[part.stop] for edges, part in zip(cuts, hole, strict=True)], np.int64)
+        overlapping = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
+        replicas = f"; replicas that are not main are on {said(others.ranks[overlapping])}" if overlapping.any() else ""
+        errors.append(f"no rank's main replica holds {format_box(low, high - low)}{replicas}")
+    return [*errors[:MOST_SAID], "and there are more holes"] if len(errors) > MOST_SAID else errors

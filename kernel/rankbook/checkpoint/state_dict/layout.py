@@ -43,7 +43,7 @@ def byte_runs(
     starts = np.array(sum(strides[i] * start[i] for i in range(len(shape))), dtype=np.int64)
     for i in range(outer):
         starts = starts[..., None] + strides[i] * np.arange(shape[i], dtype=np.int64)
-    return [(each, length) for each in starts.ravel().tolist()]
+    return [(begin, length) for begin in starts.ravel().tolist()]
 
 
 def is_outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
@@ -89,7 +89,7 @@ def place_by_ranks(local_shape: Sequence[int], rank_offsets: Sequence[Sequence[i
         if not 0 <= offset < count:
             raise CheckpointingException(f"{tuple(given)}: offset {offset} is not within 0..{count - 1}")
         if axis in named:
-            raise CheckpointingException(f"axis {axis} is named twice: {[tuple(each) for each in rank_offsets]}")
+            raise CheckpointingException(f"axis {axis} is named twice: {[tuple(entry) for entry in rank_offsets]}")
         named.add(axis)
         global_shape[axis], offsets[axis], fragments[axis] = count * sizes[axis], offset * sizes[axis], count
     return Grid(tuple(global_shape), tuple(offsets), tuple(fragments))
@@ -161,32 +161,32 @@ def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, i
     every piece into `parts`, and part `index` of all pieces is kept. Pieces and parts have the sizes of `torch.chunk`:
     rounded up, the last ones smaller or empty. If nothing remains, the offset is the axis' size.
     """
-    kept = [(0, size)]
+    runs = [(0, size)]
     for factor, parts, index in cuts:
-        total = sum(end - start for start, end in kept)
+        total = sum(end - start for start, end in runs)
         piece = -(-total // factor)
         chosen = []
         for low in range(0, total, piece or 1):
             inside = min(piece, total - low)
             part = -(-inside // parts)
             chosen.append((low + index * part, low + min((index + 1) * part, inside)))  # can be empty
-        kept = _merged_runs(_select(kept, chosen))
-    if len(kept) > 1:
+        runs = _merged_runs(_select(runs, chosen))
+    if len(runs) > 1:
         return None
-    return (kept[0][0], kept[0][1] - kept[0][0]) if kept else (size, 0)
+    return (runs[0][0], runs[0][1] - runs[0][0]) if runs else (size, 0)
 
 
 def _select(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the sections of `runs` at `positions`, which are ranges in the concatenation of all runs."""
-    found = []
+    selected = []
     for low, high in positions:
         before = 0
         for start, end in runs:
             a, b = max(low, before), min(high, before + end - start)
             if a < b:
-                found.append((start + a - before, start + b - before))
+                selected.append((start + a - before, start + b - before))
             before += end - start
-    return found
+    return selected
 
 
 def _merged_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -53,22 +53,22 @@ def sharded_state_dict(
     that collide once the wrappers' parts are removed, DTensors that cannot be stored, and errors of a model's own hooks
     on any rank.
     """
-    found: ShardedStateDict = {}
+    state_dict: ShardedStateDict = {}
     copies: list[ReplicatedEntry] = []
     error = None
     try:
-        found["model"] = model_map(model, prefix, copies)
+        state_dict["model"] = model_map(model, prefix, copies)
         if optimizer is not None:
-            found["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
+            state_dict["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
     except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)
-    return found
+    return state_dict
 
 
 def _names(model: nn.Module) -> dict[int, str]:
     """Return the names of the parameters by their identities; the first name of a shared parameter."""
-    return {id(each): clean_name(model, raw) for raw, each in model.named_parameters()}
+    return {id(parameter): clean_name(model, raw) for raw, parameter in model.named_parameters()}
 
 
 def model_map(
@@ -102,13 +102,13 @@ def model_map(
 
 def clean_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter or buffer of the model without the parts that wrappers add."""
-    kept, module = [], model
+    parts, module = [], model
     for part in name.split("."):
         wraps = part in _INNER or (part == "module" and isinstance(module, DistributedDataParallel | DataParallel))
         if not wraps or not isinstance(getattr(module, part, None), nn.Module):
-            kept.append(part)
+            parts.append(part)
         module = getattr(module, part, module)
-    return ".".join(kept)
+    return ".".join(parts)
 
 
 class OptimizerMap(Expecting):
@@ -133,8 +133,8 @@ class OptimizerMap(Expecting):
         for key, (shape, dtype) in stored.items():
             if not key.startswith(self.start):
                 continue
-            name, what = self._parted(key.removeprefix(self.start))
-            first, dot, _ = what.partition(".")
+            name, state_name = self._parted(key.removeprefix(self.start))
+            first, dot, _ = state_name.partition(".")
             if not name or first in state.setdefault(name, {}):
                 continue
             if dot:
@@ -143,7 +143,7 @@ class OptimizerMap(Expecting):
                 )
             shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
             if shard is not None:
-                state[name][what] = shard
+                state[name][state_name] = shard
         return {**self, "state": state}
 
     def _parted(self, rest: str) -> tuple[str, str]:
@@ -151,12 +151,12 @@ class OptimizerMap(Expecting):
 
         Both may contain dots; the longest parameter name wins.
         """
-        name, what = rest, ""
+        name, state_name = rest, ""
         while name:
             name, dot, last = name.rpartition(".")
-            what = f"{last}{dot if what else ''}{what}"
+            state_name = f"{last}{dot if state_name else ''}{state_name}"
             if name in self.parameters:
-                return name, what
+                return name, state_name
         return "", ""
 
 
@@ -180,16 +180,16 @@ def _expected_shard(
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
     """Return the parameters of every group with their names."""
-    found = []
+    groups = []
     for index, group in enumerate(optimizer.param_groups):
-        for position, each in enumerate(group["params"]):
-            if id(each) not in names:
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
                 raise CheckpointingException(
-                    f"parameter {position} of the optimizer's group {index}, of the shape {tuple(each.shape)}, is none "
-                    "of the model's: make the optimizer from the parameters of the model as it is now"
+                    f"parameter {position} of the optimizer's group {index}, of the shape {tuple(parameter.shape)}, is "
+                    "none of the model's: make the optimizer from the parameters of the model as it is now"
                 )
-        found.append([(names[id(each)], each) for each in group["params"]])
-    return found
+        groups.append([(names[id(parameter)], parameter) for parameter in group["params"]])
+    return groups
 
 
 def optimizer_map(
@@ -201,22 +201,22 @@ def optimizer_map(
     """
     state: dict[str, dict[str, Any]] = {}
     groups = _groups(optimizer, names)
-    for name, parameter in (each for group in groups for each in group):
-        for what, value in optimizer.state.get(parameter, {}).items():
+    for name, parameter in (pair for group in groups for pair in group):
+        for state_name, value in optimizer.state.get(parameter, {}).items():
             entry = value
             if isinstance(value, torch.Tensor):
-                copy = as_sharded(f"{start}{name}.{what}", value, name)
+                copy = as_sharded(f"{start}{name}.{state_name}", value, name)
                 if copy is None:
                     continue
                 copies.append(copy)
                 entry = copy.entry
-            state.setdefault(name, {})[what] = entry
+            state.setdefault(name, {})[state_name] = entry
     param_groups = [
         {**group, "params": [name for name, _ in members]}
         for group, members in zip(optimizer.param_groups, groups, strict=True)
     ]
     return OptimizerMap(
-        {"state": state, "param_groups": param_groups}, dict(each for group in groups for each in group), start
+        {"state": state, "param_groups": param_groups}, dict(pair for group in groups for pair in group), start
     )
 
 
@@ -235,16 +235,16 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Load the restored values of a `model_map` into the model."""
-    own = model.state_dict()
-    raw_names = {clean_name(model, raw): raw for raw in own}
+    current = model.state_dict()
+    raw_names = {clean_name(model, raw): raw for raw in current}
     if unknown := sorted(values.keys() - raw_names.keys()):
         raise CheckpointingException(f"the model has no {unknown}")
     state = {}
     for name, value in values.items():
-        there = own[raw_names[name]]
-        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-            value = _laid_out(name, value, there)  # noqa: PLW2901 - the same value in the model's layout
-            if value is there or _same_memory(value, there):
+        target = current[raw_names[name]]
+        if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
+            value = _laid_out(name, value, target)  # noqa: PLW2901 - the same value in the model's layout
+            if value is target or _same_memory(value, target):
                 continue
         state[raw_names[name]] = value
     model.load_state_dict(state, strict=False)
@@ -270,28 +270,31 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
         raise CheckpointingException(f"{len(stored)} parameter groups are stored, and the optimizer has {len(groups)}")
     numbers: dict[str, int] = {}
     param_groups = []
-    for index, (own, kept, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
+    for index, (group, stored_group, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
         own_names = [name for name, _ in members]
-        if others := sorted({*kept.get("params", own_names)} ^ {*own_names}):
+        if others := sorted({*stored_group.get("params", own_names)} ^ {*own_names}):
             raise CheckpointingException(f"group {index} of the optimizer is stored with other parameters: {others}")
         numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
-        param_groups.append({**own, **kept, "params": [numbers[name] for name in own_names]})
-        if "param_names" in own:
-            param_groups[-1]["param_names"] = own["param_names"]
-    parameters = dict(each for members in groups for each in members)
+        param_groups.append({**group, **stored_group, "params": [numbers[name] for name in own_names]})
+        if "param_names" in group:
+            param_groups[-1]["param_names"] = group["param_names"]
+    parameters = dict(pair for members in groups for pair in members)
     if unknown := sorted(loaded.get("state", {}).keys() - parameters.keys()):
         raise CheckpointingException(f"the optimizer has no parameters {unknown}")
     state = {
-        name: {what: _as_state(f"{name}.{what}", value, parameters[name]) for what, value in values.items()}
+        name: {
+            state_name: _as_state(f"{name}.{state_name}", value, parameters[name])
+            for state_name, value in values.items()
+        }
         for name, values in loaded.get("state", {}).items()
     }
     by_number = {numbers[name]: values for name, values in state.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
     for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
         own_state = optimizer.state[parameters[name]]
-        for what, value in values.items():
-            if isinstance(value, torch.Tensor) and own_state[what].dtype != value.dtype:
-                own_state[what] = value.to(own_state[what].device)
+        for state_name, value in values.items():
+            if isinstance(value, torch.Tensor) and own_state[state_name].dtype != value.dtype:
+                own_state[state_name] = value.to(own_state[state_name].device)
 
 
 def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
@@ -321,21 +324,21 @@ def sharded_state_dicts(
 
     Raises as `sharded_state_dict` does.
     """
-    found: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}}
+    state_dict: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}}
     copies: list[ReplicatedEntry] = []
     error = None
     try:
         for name, model in models.items():
             state = model.state_dict() if states is None else states.get(name)
             if state is not None:
-                found["models"][name] = model_map(model, f"{name}.", copies, state=state, together=f"{name}.")
+                state_dict["models"][name] = model_map(model, f"{name}.", copies, state=state, together=f"{name}.")
         names = _names_of_all(models, optimizers)
         for name, optimizer in optimizers.items():
-            found["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
+            state_dict["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
     except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)
-    return found
+    return state_dict
 
 
 def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict) -> None:

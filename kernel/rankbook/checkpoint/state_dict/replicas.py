@@ -56,10 +56,10 @@ def control_device() -> str:
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401 - anything that pickles
     """Gather a picklable value from all ranks of the default process group, in rank order. Collective."""
-    found: list[Any] = [value] * world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def assign_replica_ids(
@@ -70,14 +70,14 @@ def assign_replica_ids(
     Ranks may hold different keys; one of the ranks that hold a key stores it. `error` is the exception that this rank
     raised while it prepared its entries, if any; then all ranks raise `CheckpointingException` with its message.
     """
-    places = _places([each for each in copies if len(each.holders) < world_size()], gather, error)
-    placed = [(each, places.get(each.entry.key, [each.holders])) for each in copies]
+    places = _places([copy for copy in copies if len(copy.holders) < world_size()], gather, error)
+    placed = [(copy, places.get(copy.entry.key, [copy.holders])) for copy in copies]
     owners = _owners(placed)
-    for each, meshes in placed:
-        total = len(meshes) * each.count
+    for copy, meshes in placed:
+        total = len(meshes) * copy.count
         # Number the copies of all meshes in order, then rotate, so that the owner's copy gets replica id 0.
-        index = meshes.index(each.holders) * each.count + each.index
-        each.entry.replica_id = (index - owners.get(_group(each, meshes), 0)) % total
+        index = meshes.index(copy.holders) * copy.count + copy.index
+        copy.entry.replica_id = (index - owners.get(_group(copy, meshes), 0)) % total
 
 
 def _places(copies: Iterable[ReplicatedEntry], gather: Gather, error: Exception | None) -> dict[str, list[Holders]]:
@@ -88,20 +88,20 @@ def _places(copies: Iterable[ReplicatedEntry], gather: Gather, error: Exception 
     """
     rank, world = this_rank(), world_size()
     # () stands for "this rank alone", so that ranks that hold the same keys send the same digest.
-    held = sorted({(each.entry.key, () if each.holders == (rank,) else each.holders) for each in copies})
-    own = "" if error is None else str(error)
+    entries = sorted({(copy.entry.key, () if copy.holders == (rank,) else copy.holders) for copy in copies})
+    message = "" if error is None else str(error)
     if error is not None and not isinstance(error, CheckpointingException):
-        own = f"{type(error).__name__}: {error}"
-    told = gather((own, hashlib.sha256(repr(held).encode()).digest()))
-    if errors := [f"rank {each}: {said}" for each, (said, _) in enumerate(told) if said]:
+        message = f"{type(error).__name__}: {error}"
+    reports = gather((message, hashlib.sha256(repr(entries).encode()).digest()))
+    if errors := [f"rank {peer}: {complaint}" for peer, (complaint, _) in enumerate(reports) if complaint]:
         raise CheckpointingException("the state dict cannot be stored: " + "; ".join(errors)) from error
-    if len({digest for _, digest in told}) == 1 and not any(holders for _, holders in held):
-        return {key: [(each,) for each in range(world)] for key, _ in held}
+    if len({digest for _, digest in reports}) == 1 and not any(holders for _, holders in entries):
+        return {key: [(peer,) for peer in range(world)] for key, _ in entries}
     places: dict[str, set[Holders]] = {}
-    for other, keys in enumerate(gather(held)):
+    for other, keys in enumerate(gather(entries)):
         for key, holders in keys:
             places.setdefault(key, set()).add(holders or (other,))
-    return {key: sorted(places[key]) for key, _ in held}
+    return {key: sorted(places[key]) for key, _ in entries}
 
 
 def _group(copy: ReplicatedEntry, meshes: Sequence[Holders]) -> tuple[str | None, tuple[Holders, ...], int]:
@@ -117,10 +117,10 @@ def _owners(
     is deterministic, so the ranks of a mesh agree without communication.
     """
     groups: dict[tuple[str | None, tuple[Holders, ...], int], int] = {}
-    for each, meshes in placed:
-        if each.together is not None:
-            group = _group(each, meshes)
-            groups[group] = groups.get(group, 0) + each.nbytes
+    for copy, meshes in placed:
+        if copy.together is not None:
+            group = _group(copy, meshes)
+            groups[group] = groups.get(group, 0) + copy.nbytes
     loads: dict[tuple[tuple[Holders, ...], int], list[int]] = {}
     owners: dict[tuple[str | None, tuple[Holders, ...], int], int] = {}
     for group, nbytes in sorted(groups.items(), key=lambda item: (-item[1], str(item[0][0]))):

@@ -69,7 +69,7 @@ class ShardedBase(ABC):
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
     """Return True for the id of the replica that is stored: the integer 0, or zeros only, `()` included."""
     if isinstance(replica_id, Iterable):
-        return all(each == 0 for each in replica_id)
+        return all(index == 0 for index in replica_id)
     return replica_id == 0
 
 
@@ -313,7 +313,7 @@ class ShardedObject(ShardedBase):
     @property
     def unique_key(self) -> str:
         """Return the key it is stored under: `<key>/shard_<offset joined by .>_<shape joined by .>`."""
-        offset, shape = (".".join(map(str, each)) for each in (self.global_offset, self.global_shape))
+        offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
     def __str__(self) -> str:
@@ -329,7 +329,7 @@ class ShardedObject(ShardedBase):
         key, slash, shard = unique_key.rpartition("/")
         try:
             word, offsets, shapes = shard.split("_")
-            offset, shape = (tuple(map(int, each.split("."))) if each else () for each in (offsets, shapes))
+            offset, shape = (tuple(map(int, text.split("."))) if text else () for text in (offsets, shapes))
         except ValueError:
             word, offset, shape = "", (), ()
         if not slash or word != "shard" or len(shape) > len(offset):
@@ -387,12 +387,12 @@ def _applied(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
         vars(value)["_inner"] = factories_of(built)
         return _applied(built)
     if isinstance(value, dict):
-        for key, each in value.items():
-            value[key] = _applied(each)
+        for key, child in value.items():
+            value[key] = _applied(child)
     elif isinstance(value, list):
         value[:] = map(_applied, value)
     elif isinstance(value, tuple):
-        new = [_applied(each) for each in value]
+        new = [_applied(child) for child in value]
         if any(one is not other for one, other in zip(new, value, strict=True)):
             return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     return value
@@ -411,7 +411,7 @@ def factories_of(sharded_state_dict: Any) -> Any:  # noqa: ANN401 - any part of 
         items = list(enumerate(sharded_state_dict))
     else:
         return {}
-    return {key: found for key, each in items if (found := factories_of(each)) != {}}
+    return {key: factories for key, child in items if (factories := factories_of(child)) != {}}
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: Path = ()) -> StateDict:

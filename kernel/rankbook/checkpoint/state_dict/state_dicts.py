@@ -66,7 +66,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401 - any
 def _rebuilt(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa: ANN401 - of the container's kind
     if isinstance(container, dict):
         return dict(values)
-    elements = [each for _, each in values]
+    elements = [value for _, value in values]
     if isinstance(container, tuple):
         return type(container)(*elements) if hasattr(container, "_fields") else type(container)(elements)
     return elements
@@ -77,7 +77,7 @@ def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 
     children = _children(sharded_state_dict)
     if children is None:
         return [((), sharded_state_dict)]
-    return [((key, *path), leaf) for key, each in children for path, leaf in flatten(each)]
+    return [((key, *path), leaf) for key, child in children for path, leaf in flatten(child)]
 
 
 def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noqa: ANN401 - of the container's kind
@@ -98,7 +98,7 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     children = _children(value)
     if children is None:
         return function(path, value)
-    return _rebuilt(value, [(key, map_leaves(function, each, (*path, key))) for key, each in children])
+    return _rebuilt(value, [(key, map_leaves(function, child, (*path, key))) for key, child in children])
 
 
 def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
@@ -112,18 +112,18 @@ def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # 
         for key in path[:-1]:
             at = at.setdefault(key, _Node())
         at[path[-1]] = leaf
-    return {key: _with_lists(each, _below(like, key)) for key, each in made.items()}
+    return {key: _with_lists(child, _below(like, key)) for key, child in made.items()}
 
 
 def normalize_path(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
     """Return a path with the key types of `like`: digits as text become a number if the dict there has that key."""
-    found = []
+    normalized = []
     for key in path:
         if isinstance(like, dict) and key not in like and str(key).isdecimal() and int(key) in like:
             key = int(key)  # noqa: PLW2901 - the same key, as a number
-        found.append(key)
+        normalized.append(key)
         like = _below(like, key)
-    return tuple(found)
+    return tuple(normalized)
 
 
 def _below(value: Any, key: Any) -> Any:  # noqa: ANN401 - any part of a state dict
@@ -137,7 +137,7 @@ class _Node(dict[Any, Any]):
 def _with_lists(value: Any, like: Any) -> Any:  # noqa: ANN401 - a leaf or a container
     if not isinstance(value, _Node):
         return value
-    below = {key: _with_lists(each, _below(like, key)) for key, each in value.items()}
+    below = {key: _with_lists(child, _below(like, key)) for key, child in value.items()}
     in_order = (
         not isinstance(like, dict)
         and all(isinstance(key, int) for key in below)
@@ -225,12 +225,12 @@ class Split:
         gone = {path[:length] for path in missing for length in range(len(path) + 1)} & set(
             _factory_paths(self.factories, ())
         )
-        found = _assembled(self.containers, values, common, gone, ())
-        state: StateDict = {} if found is _MISSING else found
+        assembled = _assembled(self.containers, values, common, gone, ())
+        state: StateDict = {} if assembled is _MISSING else assembled
         return apply_factory_merges(state, factories) if factories else state
 
     def _paths(self) -> list[Path]:
-        return [each.path for each in self.tensors] + [path for path, _ in self.objects]
+        return [entry.path for entry in self.tensors] + [path for path, _ in self.objects]
 
 
 def partition(
@@ -300,7 +300,7 @@ def _fresh(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part
     children = _children(value)
     if children is None:
         return value
-    return _rebuilt(value, [(key, _fresh(each, stored)) for key, each in children])
+    return _rebuilt(value, [(key, _fresh(child, stored)) for key, child in children])
 
 
 def is_common(leaf: object) -> bool:
@@ -312,10 +312,10 @@ def _common(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
     children = _children(value)
     if children is None:
         return value if is_common(value) else _MISSING
-    found = [(key, below) for key, each in children if (below := _common(each)) is not _MISSING]
-    if not found:
+    members = [(key, below) for key, child in children if (below := _common(child)) is not _MISSING]
+    if not members:
         return _MISSING
-    return _rebuilt(value, found) if len(found) == len(children) else dict(found)
+    return _rebuilt(value, members) if len(members) == len(children) else dict(members)
 
 
 def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: set[Path], path: Path) -> Any:  # noqa: ANN401
@@ -335,28 +335,30 @@ def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: se
             f"where the state dict has a {type(container).__name__}"
         )
     stored = {} if common is _MISSING else dict(_children(common) or ())
-    found = [(key, _assembled(each, values, stored.pop(key, _MISSING), gone, (*path, key))) for key, each in children]
-    there = [(key, each) for key, each in found if each is not _MISSING]
+    members = [
+        (key, _assembled(child, values, stored.pop(key, _MISSING), gone, (*path, key))) for key, child in children
+    ]
+    present = [(key, child) for key, child in members if child is not _MISSING]
     if isinstance(container, dict):
-        return {**dict(there), **stored} if there or stored else _MISSING
-    if there and len(there) < len(found):
-        lost = sorted({key for key, _ in found} - {key for key, _ in there})
-        raise CheckpointingException(f"{format_path(path)}: nothing is stored for its elements {lost}")
-    return _rebuilt(container, there) if there else _MISSING
+        return {**dict(present), **stored} if present or stored else _MISSING
+    if present and len(present) < len(members):
+        absent = sorted({key for key, _ in members} - {key for key, _ in present})
+        raise CheckpointingException(f"{format_path(path)}: nothing is stored for its elements {absent}")
+    return _rebuilt(container, present) if present else _MISSING
 
 
 def _factory_paths(factories: Any, path: Path) -> list[Path]:  # noqa: ANN401 - as `factories_of` gives
     if isinstance(factories, dict):
-        return [each for key, below in factories.items() for each in _factory_paths(below, (*path, key))]
+        return [leaf for key, below in factories.items() for leaf in _factory_paths(below, (*path, key))]
     return [path]
 
 
 def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noqa: ANN401 - as `factories_of` gives
     """Return the factories for which all entries were loaded."""
     if isinstance(factories, dict):
-        found = {key: _without(below, missing, (*path, key)) for key, below in factories.items()}
-        return {key: below for key, below in found.items() if below not in (None, {})}
-    return None if any(each[: len(path)] == path for each in missing) else factories
+        remaining = {key: _without(below, missing, (*path, key)) for key, below in factories.items()}
+        return {key: below for key, below in remaining.items() if below not in (None, {})}
+    return None if any(missing_path[: len(path)] == path for missing_path in missing) else factories
 
 
 def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
@@ -397,13 +399,13 @@ def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> R
             )
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for dim, steps in cuts.items():
-        found = layout.run_of_cuts(tensor.shape[dim], steps)
-        if found is None:
+        run = layout.run_of_cuts(tensor.shape[dim], steps)
+        if run is None:
             raise CheckpointingException(
                 f"{key!r} is a DTensor with the placements {tensor.placements}: what rank {this_rank()} holds of its "
                 f"dim {dim} does not lie together; redistribute it first"
             )
-        offset[dim], shape[dim] = found
+        offset[dim], shape[dim] = run
     local = local_part(tensor)
     shard = ShardedTensor(
         key,
@@ -431,14 +433,14 @@ def as_dtensor(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(local, DTensor):
         return local
-    own = local_part(tensor)
-    if local.shape != own.shape:
+    part = local_part(tensor)
+    if local.shape != part.shape:
         raise CheckpointingException(
-            f"a part of the shape {tuple(local.shape)} was loaded for one of {tuple(own.shape)}, on rank {this_rank()}"
+            f"a part of the shape {tuple(local.shape)} was loaded for one of {tuple(part.shape)}, on rank {this_rank()}"
         )
     if not isinstance(tensor, DTensor):
         return local
-    if local.dtype == own.dtype and (local.data_ptr() == own.data_ptr() or not own.numel()):
+    if local.dtype == part.dtype and (local.data_ptr() == part.data_ptr() or not part.numel()):
         return tensor
     return DTensor.from_local(
         local,

@@ -66,18 +66,18 @@ def locked_folder(storage: Storage) -> Iterator[None]:
     A storage with a method `locked` implements the lock; for any other storage only the threads of this process exclude
     one another. The lock is reentrant per thread.
     """
-    held: set[str] = _held.__dict__.setdefault("names", set())
+    names: set[str] = _held.__dict__.setdefault("names", set())
     name = f"{type(storage).__name__} {storage}"
-    if name in held:
+    if name in names:
         yield
         return
     lock = getattr(storage, "locked", None)
     with _in_this_process if lock is None else lock():
-        held.add(name)
+        names.add(name)
         try:
             yield
         finally:
-            held.discard(name)
+            names.discard(name)
 
 
 _held = threading.local()
@@ -119,13 +119,13 @@ class NewFiles:
 
 def read_all(storage: Storage, path: str) -> bytes:
     """Return the content of a small file. It is read until end of file, in growing steps."""
-    found, step = bytearray(), 64 * 1024
+    data, step = bytearray(), 64 * 1024
     while True:
         buffer = memoryview(bytearray(step))
-        count = storage.read(path, len(found), buffer)
-        found += buffer[:count]
+        count = storage.read(path, len(data), buffer)
+        data += buffer[:count]
         if count < step:
-            return bytes(found)
+            return bytes(data)
         step = min(step * 4, 64 * 1024 * 1024)
 
 
@@ -134,15 +134,15 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
 
     Memory is allocated as the bytes arrive, because the length may come from a damaged file.
     """
-    found, step = bytearray(), 64 * 1024
-    while len(found) < length:
-        buffer = memoryview(bytearray(min(step, length - len(found))))
-        count = storage.read(path, start + len(found), buffer)
-        found += buffer[:count]
+    data, step = bytearray(), 64 * 1024
+    while len(data) < length:
+        buffer = memoryview(bytearray(min(step, length - len(data))))
+        count = storage.read(path, start + len(data), buffer)
+        data += buffer[:count]
         if count < len(buffer):
             break
         step = min(step * 4, 64 * 1024 * 1024)
-    return found
+    return data
 
 
 def check_path(path: str) -> str:

@@ -74,9 +74,9 @@ class RemoteStorage:
         target = self._at(path)
         flat = as_bytes(into)
         with self._telling(path):
-            found = self._filesystem.cat_file(target, start=start, end=start + len(flat))
-            flat[: len(found)] = found
-        return len(found)
+            data = self._filesystem.cat_file(target, start=start, end=start + len(flat))
+            flat[: len(data)] = data
+        return len(data)
 
     def list(self, path: str = "") -> dict[str, int | None]:
         """See `Storage`."""
@@ -87,8 +87,8 @@ class RemoteStorage:
                 entries = self._filesystem.ls(folder, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-        names = {each["name"].rstrip("/").rpartition("/")[2]: each for each in entries if each["name"] != folder}
-        return {name: None if each["type"] == "directory" else each["size"] for name, each in names.items()}
+        names = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"] != folder}
+        return {name: None if entry["type"] == "directory" else entry["size"] for name, entry in names.items()}
 
     def move(self, source: str, target: str) -> None:
         """See `Storage`. Copies, then removes the source; an existing target is kept under `ASIDE` meanwhile.
@@ -96,14 +96,14 @@ class RemoteStorage:
         At any point of the sequence either the old or the new folder is complete with its seals, under its name or
         aside.
         """
-        there = self.list(target)
+        existing = self.list(target)
         if not self._is_folder(source):
             with self._telling(source):
                 self._filesystem.copy(self._at(source), self._at(target))
             self.remove(source)
             return
         aside = check_path(target) + ASIDE
-        if there.keys() & set(SEALS):
+        if existing.keys() & set(SEALS):
             self.remove(aside)
             self._copy_folder(target, aside)
         self.remove(target)  # without a seal: an incomplete folder, whose complete copy may be aside

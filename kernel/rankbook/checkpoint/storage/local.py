@@ -109,11 +109,11 @@ class LocalStorage:
         with naming_file(self.root):
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                held = _lock(descriptor, self.root, timeout)
+                acquired = _lock(descriptor, self.root, timeout)
                 try:
                     yield
                 finally:
-                    if held:  # closing is not enough: a child forked meanwhile shares the descriptor and the lock
+                    if acquired:  # closing is not enough: a child forked meanwhile shares the descriptor and the lock
                         fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
                 os.close(descriptor)
@@ -140,7 +140,7 @@ class LocalStorage:
     def list(self, path: str = "") -> dict[str, int | None]:
         """See `Storage`."""
         folder = self._at(path)
-        found: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = {}
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -148,10 +148,10 @@ class LocalStorage:
                         kind = entry.stat()
                     except FileNotFoundError:  # removed meanwhile, or a dangling link
                         continue
-                    found[entry.name] = None if stat.S_ISDIR(kind.st_mode) else kind.st_size
+                    sizes[entry.name] = None if stat.S_ISDIR(kind.st_mode) else kind.st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return found
+        return sizes
 
     def move(self, source: str, target: str) -> None:
         """See `Storage`. Atomic by rename or exchange; without exchange, in steps by way of `ASIDE`."""
@@ -207,9 +207,9 @@ class LocalStorage:
         while not folder.is_dir():
             missing.append(folder)
             folder = folder.parent
-        for each in reversed(missing):
-            each.mkdir(exist_ok=True)  # another rank may make it at the same time
-            _sync_folder(each.parent)
+        for directory in reversed(missing):
+            directory.mkdir(exist_ok=True)  # another rank may make it at the same time
+            _sync_folder(directory.parent)
 
 
 class _Flusher:
@@ -270,15 +270,15 @@ def _write_all(descriptor: int, parts: Iterable[Buffer], wrote: Callable[[int], 
 
 def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
-    held = 0
+    nbytes = 0
     for part in parts:
         if view := as_bytes(part):
             batch.append(view)
-            held += len(view)
-        if held >= _MOST_BYTES or len(batch) == _MOST_PARTS:
+            nbytes += len(view)
+        if nbytes >= _MOST_BYTES or len(batch) == _MOST_PARTS:
             del part, view  # keep no reference to a part while it is written
             yield batch
-            batch, held = [], 0
+            batch, nbytes = [], 0
     yield batch
 
 

@@ -43,14 +43,14 @@ class WriterIdentity(ProcessIdentity):
 
 def claim_lock(storage: Storage, path: str) -> WriterIdentity:
     """Write the file `path`, which claims the step for this process until `release_lock`."""
-    own = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
-    _under_way[f"{storage}/{path}"] = own.token
+    identity = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
+    _under_way[f"{storage}/{path}"] = identity.token
     try:
-        storage.write(path, [json.dumps(asdict(own)).encode()])
+        storage.write(path, [json.dumps(asdict(identity)).encode()])
     except BaseException:
         _under_way.pop(f"{storage}/{path}", None)
         raise
-    return own
+    return identity
 
 
 def release_lock(storage: Storage, path: str) -> None:

@@ -79,8 +79,8 @@ def partial_name(step: int) -> str:
 
 def parse_step(name: str) -> int | None:
     """Return the step with this folder name; None for any other name."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def finished_steps(storage: Storage) -> list[int]:
@@ -133,13 +133,13 @@ def named_by_latest(storage: Storage) -> int | None:
         if error.errno != errno.EINVAL:
             raise
         raise CheckpointingException(f"{storage}/{LATEST}: the file is damaged: {error.strerror}") from error
-    found = _LINE.fullmatch(line.decode("ascii", errors="replace"))
-    if found is None or int(found[3], 16) != zlib.crc32(found[1].encode()):
+    match = _LINE.fullmatch(line.decode("ascii", errors="replace"))
+    if match is None or int(match[3], 16) != zlib.crc32(match[1].encode()):
         raise CheckpointingException(
             f"{storage}/{LATEST}: the file is damaged: {line[:60]!r}; {_what_there_is(storage)}; load one by its "
             "number, or remove the file, and the highest finished step counts"
         )
-    return int(found[2])
+    return int(match[2])
 
 
 def read_latest(storage: Storage) -> int | None:
@@ -204,10 +204,10 @@ def claim_step(storage: Storage, partial: str, what: str) -> None:
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {owner}")
         storage.remove(partial + OWNER)  # claim of a dead owner
         try:
-            own = lock.claim_lock(NewFiles(storage), partial + OWNER)
+            claim = lock.claim_lock(NewFiles(storage), partial + OWNER)
         except FileExistsError:
-            own = None
-        if own is None or lock.lock_owner(storage, partial + OWNER) != own:  # replaced meanwhile
+            claim = None
+        if claim is None or lock.lock_owner(storage, partial + OWNER) != claim:  # replaced meanwhile
             by = writer_of(storage, partial) or "another process"
             raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {by}")
         try:
@@ -215,7 +215,7 @@ def claim_step(storage: Storage, partial: str, what: str) -> None:
         except BaseException:
             lock.release_lock(storage, partial + OWNER)
             raise
-        _tokens[f"{storage}/{partial}"] = own.token
+        _tokens[f"{storage}/{partial}"] = claim.token
 
 
 _tokens: dict[str, str] = {}  # tokens of this process's claims, by partial folder
@@ -390,8 +390,8 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
         except CheckpointingException:  # leave a damaged `latest` unchanged
             latest = None
         if latest == step:
-            others = [each for each in finished_steps(storage) if each != step]
-            if next_best := [each for each in others if each < step] or others[:1]:
+            others = [other for other in finished_steps(storage) if other != step]
+            if next_best := [other for other in others if other < step] or others[:1]:
                 write_latest(storage, next_best[-1])
             else:
                 storage.remove(LATEST)
@@ -420,11 +420,11 @@ def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:
 
 def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
     steps, rests = finished_steps(storage), list_partials(storage)
-    there = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
-    there += f"; not finished: {', '.join(rests)}" if rests else ""
+    summary = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
+    summary += f"; not finished: {', '.join(rests)}" if rests else ""
     if wanted is not None and (name := step_name(wanted)) in rests:
-        there += f"; {name}/{MANIFEST} is missing"
-    return there
+        summary += f"; {name}/{MANIFEST} is missing"
+    return summary
 
 
 @dataclass(frozen=True)

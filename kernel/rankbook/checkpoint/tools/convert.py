@@ -65,11 +65,11 @@ def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np
     stored = manifest.tensors[key]
     item = ITEM_BYTES[stored.dtype]
     whole = np.empty((*stored.shape, item), dtype=np.uint8)
-    held = sum(math.prod(chunk.shape) for chunk in stored.chunks)
-    if held != math.prod(stored.shape):
+    covered = sum(math.prod(chunk.shape) for chunk in stored.chunks)
+    if covered != math.prod(stored.shape):
         raise CheckpointingException(
             f"{storage}/{path}: {key} of shape {stored.shape} has {math.prod(stored.shape)} elements, and its "
-            f"{len(stored.chunks)} chunks {held}"
+            f"{len(stored.chunks)} chunks {covered}"
         )
     for chunk in stored.chunks:
         data = _read_chunk(storage, path, manifest, key, chunk)
@@ -109,16 +109,16 @@ def to_safetensors(
     path = steps.locate(source, step)
     manifest = read_manifest_at(source, path)
     sizes_match(manifest, source.list(path), f"{source}/{path}" if path else str(source))
-    if misfits := [f"{key}: {what}" for key, what in describe_unsound(manifest, manifest.tensors)]:
+    if misfits := [f"{key}: {misfit}" for key, misfit in describe_unsound(manifest, manifest.tensors)]:
         raise CheckpointingException(f"{source}/{path}: " + "\n  ".join(misfits[:MOST_SAID]))
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
     for name, keys in zip(names, shares, strict=True):
-        held = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
-        beginning = safetensors.encode_header(held, {"format": "pt"})
+        entries = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
+        beginning = safetensors.encode_header(entries, {"format": "pt"})
         goal.write(name, _file_parts(beginning, source, path, manifest, keys))
     weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
-    total = sum(safetensors.nbytes_of(each.dtype, each.shape) for each in manifest.tensors.values())
+    total = sum(safetensors.nbytes_of(tensor.dtype, tensor.shape) for tensor in manifest.tensors.values())
     goal.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
     left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == "common.pt")]
     return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
@@ -134,14 +134,14 @@ def _file_parts(
 
 def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
     shares: list[list[str]] = [[]]
-    held = 0
+    nbytes = 0
     for key, tensor in manifest.tensors.items():
         size = safetensors.nbytes_of(tensor.dtype, tensor.shape)
-        if shares[-1] and held + size > most_bytes:
+        if shares[-1] and nbytes + size > most_bytes:
             shares.append([])
-            held = 0
+            nbytes = 0
         shares[-1].append(key)
-        held += size
+        nbytes += size
     return shares
 
 
@@ -164,9 +164,9 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     given = os.fspath(source)
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
     tensors = safetensors.read_tensors(storage_of(parent or "."), name)
-    held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
+    local_tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
     place, telling = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
-    writer = Writer(0, LocalState(held, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
+    writer = Writer(0, LocalState(local_tensors, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
     # one rank's save without collectives, see `saving.run_save`
     try:
         (task,) = writer.plan([writer.declare(whole=True)])

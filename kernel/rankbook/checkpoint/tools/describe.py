@@ -53,13 +53,13 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     storage = storage_of(folder)
     path = steps.locate(storage, step)
     manifest = _manifest(storage, path)
-    who = f"Rankbook {manifest.rankbook} with torch {manifest.torch}".replace("  ", " ").strip()
+    writer = f"Rankbook {manifest.rankbook} with torch {manifest.torch}".replace("  ", " ").strip()
     lines = [f"{storage}/{path}" if path else str(storage)]
     if manifest.foreign:
         lines.append("written by another program, without a manifest")
     else:
         when = "" if manifest.step is None else f"step {manifest.step}, "
-        lines.append(f"{when}saved {manifest.created} by {plural(manifest.world_size, 'rank')} ({who})")
+        lines.append(f"{when}saved {manifest.created} by {plural(manifest.world_size, 'rank')} ({writer})")
     if manifest.metadata:
         lines += ["", *(escape_unprintable(f"{name}: {value}") for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
@@ -68,8 +68,8 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     if manifest.objects:
         objects = [("OBJECT", "SIZE", "RANK")]
         objects += [
-            (escape_unprintable(key), format_bytes(each.length), _ranks([each.rank]))
-            for key, each in manifest.objects.items()
+            (escape_unprintable(key), format_bytes(stored.length), _ranks([stored.rank]))
+            for key, stored in manifest.objects.items()
         ]
         lines += ["", _table(objects)]
     files = [("FILE", "SIZE", "RANK")]
@@ -108,8 +108,8 @@ def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Format the known ranks; a manifest has -1 for an unknown one."""
-    known = [rank for rank in ranks if rank >= 0]
-    return format_ranks(known) if known else ""
+    known_ranks = [rank for rank in ranks if rank >= 0]
+    return format_ranks(known_ranks) if known_ranks else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -102,29 +102,31 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
             )
             return _report(storage, path, damages, names, 0)
         adopted = _adopted(storage, path, damages)
-        known = {each.key for each in damages}  # their missing chunks must not be reported again as gaps
-        keys = [key for key in adopted.tensors if key not in known]
-        damages += [Damage(prefix + METADATA, key, (), what) for key, what in describe_unsound(adopted, keys)]
+        damaged = {damage.key for damage in damages}  # their missing chunks must not be reported again as gaps
+        keys = [key for key in adopted.tensors if key not in damaged]
+        damages += [Damage(prefix + METADATA, key, (), reason) for key, reason in describe_unsound(adopted, keys)]
         checked = _Verified(storage, path, adopted)
         damages += checked.foreign_damages()
         return _report(storage, path, damages, names, checked.nbytes)
     try:
         manifest = decode(read_all(storage, prefix + MANIFEST), f"{prefix}{MANIFEST}")
     except (CheckpointingException, OSError) as error:
-        what = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
-        return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), what)], names, 0)
+        reason = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
+        return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), reason)], names, 0)
     expected = steps.parse_step(path.removesuffix(".old"))
     if path and manifest.step != expected:
-        what = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
-        damages.append(Damage(prefix + MANIFEST, "", (), what))
+        reason = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
+        damages.append(Damage(prefix + MANIFEST, "", (), reason))
     wrong = list(find_problems(manifest))
-    damages += [Damage(prefix + MANIFEST, each.key, _ranks([each.rank]), each.what) for each in wrong]
-    if any(not each.key for each in wrong):  # defects in the list of files, to which all other entries refer
+    damages += [Damage(prefix + MANIFEST, problem.key, _ranks([problem.rank]), problem.what) for problem in wrong]
+    if any(not problem.key for problem in wrong):  # defects in the list of files, to which all other entries refer
         return _report(storage, path, damages, names, names[MANIFEST] or 0)
-    for each in wrong:
-        manifest.tensors.pop(each.key, None)
-        manifest.objects.pop(each.key, None)
-    damages += [Damage(prefix + MANIFEST, key, (), what) for key, what in describe_unsound(manifest, manifest.tensors)]
+    for problem in wrong:
+        manifest.tensors.pop(problem.key, None)
+        manifest.objects.pop(problem.key, None)
+    damages += [
+        Damage(prefix + MANIFEST, key, (), reason) for key, reason in describe_unsound(manifest, manifest.tensors)
+    ]
     checked = _Verified(storage, path, manifest)
     damages += checked.damages(whole=not wrong)
     return _report(storage, path, damages, names, checked.nbytes + (names[MANIFEST] or 0))
@@ -137,11 +139,11 @@ def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[i
     """
     piece = piece_bytes(chunk)
     flat = as_bytes(buffer)
-    found = {
+    crcs = {
         number: crc32(flat[(number - first) * piece : (number - first + 1) * piece])
         for number in range(first, min(last, len(chunk.pieces)))
     }
-    return tuple(number for number, crc in found.items() if crc != chunk.pieces[number])
+    return tuple(number for number, crc in crcs.items() if crc != chunk.pieces[number])
 
 
 def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable[int], folder: str = "") -> Damage:
@@ -149,8 +151,8 @@ def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable
     piece = piece_bytes(chunk)
     spans = [(chunk.data + n * piece, chunk.data + min((n + 1) * piece, chunk.nbytes)) for n in sorted(numbers)]
     file = manifest.files[chunk.file].name
-    what = f"{_chunk(chunk)}: {_spans(spans)} do not match their checksum"
-    return Damage(f"{folder}/{file}" if folder else file, key, _ranks([chunk.rank]), what)
+    reason = f"{_chunk(chunk)}: {_spans(spans)} do not match their checksum"
+    return Damage(f"{folder}/{file}" if folder else file, key, _ranks([chunk.rank]), reason)
 
 
 def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
@@ -169,8 +171,8 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
         if step is not None and step not in steps.finished_steps(storage) and steps.step_name(step) not in names:
             damages.append(Damage(steps.LATEST, "", (), f"it names step {step}, which is not there"))
             step = None
-        elif step is None and not damages and (there := steps.finished_steps(storage)):
-            damages.append(Damage(steps.LATEST, "", (), f"is missing; the highest step counts, {there[-1]}"))
+        elif step is None and not damages and (finished := steps.finished_steps(storage)):
+            damages.append(Damage(steps.LATEST, "", (), f"is missing; the highest step counts, {finished[-1]}"))
         if step is None:
             step = max(steps.finished_steps(storage), default=None)
         if step is None:
@@ -182,15 +184,15 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
 
 def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
     prefix = f"{path}/" if path else ""
-    told: list[Damage] = []
+    reports: list[Damage] = []
     manifest: Manifest | None = None
     try:
         manifest = manifest_from_dcp(
-            storage, path, lambda file, key, rank, what: told.append(_damage(prefix + file, key, rank, what))
+            storage, path, lambda file, key, rank, what: reports.append(_damage(prefix + file, key, rank, what))
         )
     except (CheckpointingException, OSError) as error:
-        told.append(Damage(prefix + METADATA, "", (), str(error).removeprefix(f"{storage}/{prefix}{METADATA}: ")))
-    damages += told
+        reports.append(Damage(prefix + METADATA, "", (), str(error).removeprefix(f"{storage}/{prefix}{METADATA}: ")))
+    damages += reports
     return manifest or Manifest(format=0, step=None, world_size=0, tensors={}, objects={}, files=())
 
 
@@ -219,18 +221,18 @@ class _Verified:
 
     def damages(self, *, whole: bool = True) -> list[Damage]:
         """Return all damage. Without `whole`, invalid entries were removed from the manifest: ignore gaps."""
-        found = list(self._files(whole=whole))
+        file_damages = list(self._files(whole=whole))
         checks = [check for check in self._checks() if self._present(check.blob.file)]
-        return found + self._run(checks)
+        return file_damages + self._run(checks)
 
     def foreign_damages(self) -> list[Damage]:
-        found: list[Damage] = []
+        damages: list[Damage] = []
         checks: list[Check] = []
         for blob in self._foreign_blobs():
             try:
                 _, members = open_zip(self._storage, self._prefix + blob.file, blob.start, blob.length)
             except (zipfile.BadZipFile, OSError) as error:
-                found.append(self._of(blob, f"the blob at byte {blob.start} is no whole zip of torch.save: {error}"))
+                damages.append(self._of(blob, f"the blob at byte {blob.start} is no whole zip of torch.save: {error}"))
                 continue
             if not without_checksums(members):
                 checks += [
@@ -241,18 +243,18 @@ class _Verified:
                 try:
                     json.loads(read_all(self._storage, self._prefix + name))
                 except (ValueError, RecursionError, OSError) as error:
-                    found.append(Damage(self._prefix + name, "", (), f"it is no JSON: {error}"))
-        return found + self._run(checks)
+                    damages.append(Damage(self._prefix + name, "", (), f"it is no JSON: {error}"))
+        return damages + self._run(checks)
 
     def _files(self, *, whole: bool) -> Iterator[Damage]:
-        there = {name for name, size in self._names.items() if size is not None}
+        present = {name for name, size in self._names.items() if size is not None}
         for number, file in enumerate(self._manifest.files):
             blobs = self._by_file.get(file.name, [])
-            held = sorted({blob.key for blob in blobs})
+            keys = sorted({blob.key for blob in blobs})
             ranks = _ranks([blob.rank for blob in blobs] or [file.rank])
-            if file.name not in there:
-                more = f", and {len(held) - MOST_KEYS} more" if len(held) > MOST_KEYS else ""
-                holds = f"; it holds {', '.join(held[:MOST_KEYS])}{more}" if held else ""
+            if file.name not in present:
+                more = f", and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
+                holds = f"; it holds {', '.join(keys[:MOST_KEYS])}{more}" if keys else ""
                 yield Damage(self._prefix + file.name, "", ranks, f"the file is missing{holds}")
             elif (size := self._names[file.name]) != file.size:
                 yield Damage(self._prefix + file.name, "", ranks, f"it has {size} bytes instead of {file.size}")
@@ -266,12 +268,12 @@ class _Verified:
         file, at = self._manifest.files[number], 0
         for blob in sorted(self._by_file.get(file.name, []), key=lambda blob: blob.start):
             if blob.start != at:
-                what = f"the manifest places it at byte {blob.start}, and the one before it ends at byte {at}"
-                yield self._of(blob, what)
+                reason = f"the manifest places it at byte {blob.start}, and the one before it ends at byte {at}"
+                yield self._of(blob, reason)
             at = blob.start + blob.length
         if at != file.size:
-            what = f"the manifest gives it {file.size} bytes, and the last blob ends at byte {at}"
-            yield Damage(self._prefix + file.name, "", _ranks([file.rank]), what)
+            reason = f"the manifest gives it {file.size} bytes, and the last blob ends at byte {at}"
+            yield Damage(self._prefix + file.name, "", _ranks([file.rank]), reason)
 
     def _blobs(self) -> Iterator[Blob]:
         for key, tensor in self._manifest.tensors.items():
@@ -331,8 +333,8 @@ def _failed(blob: Blob, whys: Iterable[tuple[Check, str]]) -> str:
     reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for check, why in whys:
         reasons.setdefault((check.part, why), []).extend((at, at + length) for at, length in check.spans if length)
-    told = [f"{f'{part}, ' if part else ''}{_spans(sorted(spans))} {why}" for (part, why), spans in reasons.items()]
-    return f"{blob.label}: {'; '.join(told)}" if blob.label else "; ".join(told)
+    messages = [f"{f'{part}, ' if part else ''}{_spans(sorted(spans))} {why}" for (part, why), spans in reasons.items()]
+    return f"{blob.label}: {'; '.join(messages)}" if blob.label else "; ".join(messages)
 
 
 def _spans(spans: Sequence[tuple[int, int]]) -> str:
@@ -409,16 +411,16 @@ def run_checks(
 
     `prefix` is prepended to the file names.
     """
-    kept = threading.local()
+    local = threading.local()
 
     def run(window: list[Check]) -> list[tuple[Check, str]]:
-        if not hasattr(kept, "buffer"):
-            kept.buffer = bytearray(largest)
+        if not hasattr(local, "buffer"):
+            local.buffer = bytearray(largest)
         path = prefix + window[0].blob.file
         try:
-            with memoryview(kept.buffer) as buffer:
+            with memoryview(local.buffer) as buffer:
                 if window[0].end - window[0].begin > WINDOW:
-                    return [found for check in window for found in _in_steps(storage, path, check, buffer)]
+                    return [result for check in window for result in _in_steps(storage, path, check, buffer)]
                 return list(_in_one_read(storage, path, window, buffer))
         except OSError as error:
             return [(check, f"cannot be read: {error.strerror or error}") for check in window]
@@ -427,7 +429,7 @@ def run_checks(
     extents = (max(check.end for check in window) - window[0].begin for window in windows)
     largest = min(max(extents, default=0), WINDOW)
     with ThreadPoolExecutor(max_workers=threads or min(4, os.cpu_count() or 1)) as pool:
-        return [found for each in pool.map(run, windows) for found in each]
+        return [result for results in pool.map(run, windows) for result in results]
 
 
 def _windows(checks: Sequence[Check]) -> Iterator[list[Check]]:
@@ -465,10 +467,10 @@ def _in_steps(storage: Storage, path: str, check: Check, buffer: memoryview) -> 
     crc = 0
     for start, length in check.spans:
         for at in range(start, start + length, len(buffer)):
-            wanted = min(len(buffer), start + length - at)
-            if storage.read(path, at, buffer[:wanted]) < wanted:
+            size = min(len(buffer), start + length - at)
+            if storage.read(path, at, buffer[:size]) < size:
                 yield check, MISSING
                 return
-            crc = crc32(buffer[:wanted], crc)
+            crc = crc32(buffer[:size], crc)
     if crc != check.crc:
         yield check, CHANGED

@@ -75,18 +75,18 @@ class CompletionHandler:
         if isinstance(question, GetInspection):
             return self._inspect(question)
         text = question.text[: question.cursor]
-        begun, found = self._candidates(question, text[-MOST_TEXT:])
+        begun, candidates = self._candidates(question, text[-MOST_TEXT:])
         matches = [
             Completion(name, _type_of(value))
-            for name, value in sorted(found.items(), key=lambda item: (item[0].startswith("_"), item[0].lower()))
+            for name, value in sorted(candidates.items(), key=lambda item: (item[0].startswith("_"), item[0].lower()))
             if name.startswith(begun) and (begun.startswith("_") or not name.startswith("_"))
         ]
         return CompletionsReply(question.token, len(text) - len(begun), tuple(matches[:MOST]))
 
     def _inspect(self, question: GetInspection) -> InspectionReply:
         name = name_at(question.text, question.cursor)
-        found = safe_introspection.resolve_expression(parse(name), self._work.namespace()) if name else None
-        text = "" if found is None else describe_object(name, found, self._rank, source=question.source)
+        target = safe_introspection.resolve_expression(parse(name), self._work.namespace()) if name else None
+        text = "" if target is None else describe_object(name, target, self._rank, source=question.source)
         return InspectionReply(question.token, text)
 
     def _candidates(self, question: GetCompletions, text: str) -> tuple[str, Mapping[str, Any]]:
@@ -97,20 +97,20 @@ class CompletionHandler:
         if question.variables:
             hidden = self._work.hidden()
             return begun, {name: value for name, value in namespace.items() if name not in hidden}
-        place = cursor_context(text)
-        if place.comment:
+        context = cursor_context(text)
+        if context.comment:
             return begun, {}
-        if place.quote is not None:
-            return self._keys(text, place, namespace)
+        if context.quote is not None:
+            return self._keys(text, context, namespace)
         if (importing := import_at(text)) is not None:
             package, name, written = importing
             return written, self._importable(package, modules_only=name is None)
         if before.rstrip().endswith("."):
-            found = safe_introspection.resolve_expression(
+            target = safe_introspection.resolve_expression(
                 parse(expression_before(before.rstrip().removesuffix("."))), namespace
             )
-            return begun, {} if found is None else safe_introspection.list_members(found)
-        return begun, {**self._globals(text, namespace), **_parameters(before, place, namespace)}
+            return begun, {} if target is None else safe_introspection.list_members(target)
+        return begun, {**self._globals(text, namespace), **_parameters(before, context, namespace)}
 
     def _keys(
         self, text: str, place: CursorContext, namespace: Mapping[str, Any]
@@ -121,28 +121,28 @@ class CompletionHandler:
         opened = place.brackets[-1] if place.brackets else -1
         if opened < 0 or text[opened] != "[" or text[opened + 1 : place.quote].strip():
             return "", {}
-        found = safe_introspection.resolve_expression(parse(expression_before(text[:opened])), namespace)
+        mapping = safe_introspection.resolve_expression(parse(expression_before(text[:opened])), namespace)
         begun = text[place.quote + 1 :]
         keys = [
-            each
-            for each in safe_introspection.keys_of(found)
-            if each.isprintable() and quote not in each and "\\" not in each
+            key
+            for key in safe_introspection.keys_of(mapping)
+            if key.isprintable() and quote not in key and "\\" not in key
         ]
         return begun, dict.fromkeys(keys)
 
     def _importable(self, package: str, *, modules_only: bool) -> dict[str, Any]:
         if not package:
             if not self._modules:
-                found = {each.name for each in pkgutil.iter_modules()} | set(sys.builtin_module_names)
-                self._modules = tuple(sorted(found))
+                names = {info.name for info in pkgutil.iter_modules()} | set(sys.builtin_module_names)
+                self._modules = tuple(sorted(names))
             return dict.fromkeys(self._modules, sys)
         module = sys.modules.get(package)
         if module is None:
             return {}
-        there = safe_introspection.instance_attribute(module)
-        path = there.get("__path__")
-        below = {each.name for each in pkgutil.iter_modules(path)} if is_a(path, list) else set()
-        return {**({} if modules_only else there), **dict.fromkeys(below, sys)}
+        attributes = safe_introspection.instance_attribute(module)
+        path = attributes.get("__path__")
+        below = {info.name for info in pkgutil.iter_modules(path)} if is_a(path, list) else set()
+        return {**({} if modules_only else attributes), **dict.fromkeys(below, sys)}
 
     def _globals(self, text: str, namespace: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -332,17 +332,17 @@ def import_at(text: str) -> tuple[str, str | None, str] | None:
     `from torch.nn import Li` gives ("torch.nn", "", "Li"), `import torch.o` gives ("torch", None, "o").
     """
     line = text.rsplit("\n", 1)[-1]
-    if found := _FROM.match(line):
-        return found[1], "", found[2]
-    if found := (_IMPORT.match(line) or _FROM_WHERE.match(line)):
-        package, _, begun = found[1].rpartition(".")
+    if match := _FROM.match(line):
+        return match[1], "", match[2]
+    if match := (_IMPORT.match(line) or _FROM_WHERE.match(line)):
+        package, _, begun = match[1].rpartition(".")
         return package, None, begun
     return None
 
 
 def assigned_names(text: str) -> set[str]:
     """Return the names that the cell assigns, whether it has run or not."""
-    return {found[1] or found[2] for found in _MADE.finditer(text)} - set(KEYWORDS)
+    return {match[1] or match[2] for match in _MADE.finditer(text)} - set(KEYWORDS)
 
 
 def name_at(text: str, cursor: int) -> str:
@@ -351,10 +351,10 @@ def name_at(text: str, cursor: int) -> str:
     while end < len(text) and (text[end].isalnum() or text[end] == "_"):
         end += 1
     before = text[max(0, end - MOST_TEXT) : end]
-    place = cursor_context(before)
-    if place.quote is None and not place.comment and (word_before(before) or before.endswith("]")):
+    context = cursor_context(before)
+    if context.quote is None and not context.comment and (word_before(before) or before.endswith("]")):
         return expression_before(before)
-    for opened in reversed(place.brackets):
+    for opened in reversed(context.brackets):
         if before[opened] == "(" and (called := expression_before(before[:opened])):
             return called
     return ""

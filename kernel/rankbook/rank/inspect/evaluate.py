@@ -56,7 +56,7 @@ class Evaluator:
     def answer(self, question: GetValue) -> ValueReply:
         """Evaluate the expression, for at most `question.seconds`."""
         cell = self._work.running
-        self._given_up = [each for each in self._given_up if not each.ended.is_set()]
+        self._given_up = [peek for peek in self._given_up if not peek.ended.is_set()]
         if len(self._given_up) >= _MOST_GIVEN_UP:
             trouble = f"{len(self._given_up)} peeks that were given up have not ended yet"
             return ValueReply(question.token, "", trouble, cell)
@@ -155,8 +155,8 @@ def tell_error(error: BaseException, names: Mapping[str, object]) -> str:
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names that an expression looks up, including its comprehensions and lambdas."""
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*(names_in(each) for each in inner))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*(names_in(constant) for constant in inner))
 
 
 def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, object]:
@@ -164,19 +164,19 @@ def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, obj
 
     An inner function takes precedence. Other variables of the frames are neither read nor kept.
     """
-    wanted, found = set(names), dict[str, object]()
+    remaining, values = set(names), dict[str, object]()
     frame: types.FrameType | None = sys._current_frames().get(ident or threading.main_thread().ident or 0)
-    while frame is not None and wanted:
+    while frame is not None and remaining:
         code = frame.f_code
-        has = wanted.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
+        has = remaining.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
         if has and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
-            there = frame.f_locals
-            taken = {name: there[name] for name in has if name in there}
-            found |= taken
-            wanted -= taken.keys()
-            _let_go(frame, there)
+            variables = frame.f_locals
+            taken = {name: variables[name] for name in has if name in variables}
+            values |= taken
+            remaining -= taken.keys()
+            _let_go(frame, variables)
         frame = frame.f_back
-    return found
+    return values
 
 
 def _let_go(frame: types.FrameType, snapshot: Any) -> None:  # noqa: ANN401 - a dict, or from 3.13 on a view

@@ -46,19 +46,21 @@ class DiscoveredObjects:
 
 def discover_objects(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
     """Return the objects that `namespace` leads to. A submodule of a discovered model is not listed on its own."""
-    found = DiscoveredObjects()
+    objects = DiscoveredObjects()
     for name, value in _walk(namespace, breath):
-        _sort(found, name, value)
+        _sort(objects, name, value)
     for name, value in _prepared():
-        _sort(found, name, value)
-    trees = {name: list(tensor_introspection.modules_of(each, breath)) for name, each in _once(found.models)}
-    inner = {id(each) for tree in trees.values() for _, each in tree[1:]}
-    found.models = {name: each for name, each in _once(found.models) if id(each) not in inner}
-    found.trees = {name: trees[name] for name in found.models}
-    wrapped = {id(instance_dict(each).get("optimizer")) for each in found.optimizers.values()}
-    found.optimizers = {name: each for name, each in _once(found.optimizers) if id(each) not in wrapped}
-    found.loaders = dict(_once(found.loaders))
-    return found
+        _sort(objects, name, value)
+    trees = {name: list(tensor_introspection.modules_of(model, breath)) for name, model in _once(objects.models)}
+    inner = {id(module) for tree in trees.values() for _, module in tree[1:]}
+    objects.models = {name: model for name, model in _once(objects.models) if id(model) not in inner}
+    objects.trees = {name: trees[name] for name in objects.models}
+    wrapped = {id(instance_dict(optimizer).get("optimizer")) for optimizer in objects.optimizers.values()}
+    objects.optimizers = {
+        name: optimizer for name, optimizer in _once(objects.optimizers) if id(optimizer) not in wrapped
+    }
+    objects.loaders = dict(_once(objects.loaders))
+    return objects
 
 
 def _sort(found: DiscoveredObjects, name: str, value: object) -> None:
@@ -82,34 +84,34 @@ def _walk(namespace: Mapping[str, object], breath: GilYield) -> Iterator[tuple[s
     """Search breadth-first, so that the shortest name of an object comes first."""
     queue = deque((name, value, 0) for name, value in namespace.items())
     seen: set[int] = set()
-    kept: list[object] = []  # keeps the objects alive, so that no id is reused
-    left = _MOST
-    while queue and left:
+    objects: list[object] = []  # keeps the objects alive, so that no id is reused
+    remaining = _MOST
+    while queue and remaining:
         name, value, depth = queue.popleft()
-        left -= 1
+        remaining -= 1
         breath()
         if is_a(value, torch.nn.Module) or is_a(value, torch.optim.Optimizer) or is_a(value, DataLoader):
             yield name, value
         elif depth < _DEEPEST and id(value) not in seen and not issubclass(type(value), _OPAQUE):
             seen.add(id(value))
-            kept.append(value)
-            queue.extend((below, each, depth + 1) for below, each in _below(name, value))
+            objects.append(value)
+            queue.extend((below, child, depth + 1) for below, child in _below(name, value))
 
 
 def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
     if is_a(value, dict):
         yield from (
-            (f"{name}[{key!r}]", each)
-            for key, each in tensor_introspection.items(value)[:_MOST_ITEMS]
+            (f"{name}[{key!r}]", item)
+            for key, item in tensor_introspection.items(value)[:_MOST_ITEMS]
             if type(key) is str
         )
     elif is_a(value, list) or is_a(value, tuple):
         first: list[object] = list(islice((list if is_a(value, list) else tuple).__iter__(value), _MOST_ITEMS))  # type: ignore[arg-type]
-        yield from ((f"{name}[{index}]", each) for index, each in enumerate(first))
+        yield from ((f"{name}[{index}]", item) for index, item in enumerate(first))
     elif type(value).__module__ not in sys.stdlib_module_names:
         yield from (
-            (f"{name}.{key}", each)
-            for key, each in tensor_introspection.items(instance_dict(value))
+            (f"{name}.{key}", item)
+            for key, item in tensor_introspection.items(instance_dict(value))
             if type(key) is str
         )
 
@@ -142,23 +144,25 @@ class MeasuredObjects:
 
 def measure_objects(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
     """Describe every object, and count the bytes on `device` (`cpu`, `cuda:0`). A shared tensor counts once."""
-    seen: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     sizes: Counter[str] = Counter()
 
     def count(kind: str, tensor: torch.Tensor) -> None:
-        if id(tensor) not in seen and tensor_introspection.device_of(tensor) == device:
-            seen[id(tensor)] = tensor
+        if id(tensor) not in tensors and tensor_introspection.device_of(tensor) == device:
+            tensors[id(tensor)] = tensor
             sizes[kind] += tensor_introspection.nbytes(tensor)
 
     holdings = []
     for name, model in found.models.items():
         tree = found.trees[name]
-        held = [each for each in tensor_introspection.tensors_of_modules(tree, breath) if each.kind == "parameter"]
-        for part in held:
+        parameters = [
+            entry for entry in tensor_introspection.tensors_of_modules(tree, breath) if entry.kind == "parameter"
+        ]
+        for part in parameters:
             breath()
             count("parameters", part.tensor)
-        holdings.append(_tell_model(name, model, held, [each for _, each in tree]))
-    trainable = tuple(weakref.ref(tensor) for tensor in seen.values() if tensor.requires_grad)
+        holdings.append(_tell_model(name, model, parameters, [module for _, module in tree]))
+    trainable = tuple(weakref.ref(tensor) for tensor in tensors.values() if tensor.requires_grad)
     for name, optimizer in found.optimizers.items():
         state = tensor_introspection.tensors_of_optimizer(optimizer, {}, breath)
         for part in state:
@@ -171,23 +175,23 @@ def measure_objects(found: DiscoveredObjects, device: str, breath: GilYield) -> 
         sizes["parameters"],
         sizes["optimizer"],
         trainable,
-        tuple(weakref.ref(each) for each in found.optimizers.values()),
+        tuple(weakref.ref(counter) for counter in found.optimizers.values()),
     )
 
 
 def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]) -> Holding:
-    tensors = [each.tensor for each in held]
-    kinds = {type(each).__name__ for each in modules}
+    tensors = [parameter.tensor for parameter in held]
+    kinds = {type(module).__name__ for module in modules}
     ddp = tensor_introspection.loaded_class("torch.nn.parallel", "DistributedDataParallel")
     wrapper = ""
-    if ddp is not None and any(is_a(each, ddp) for each in modules):
+    if ddp is not None and any(is_a(module, ddp) for module in modules):
         wrapper = "DDP"
     elif any(map(tensor_introspection.is_fsdp, modules)):
         wrapper = "FSDP2"
     elif any(map(tensor_introspection.is_dtensor, tensors)):
         wrapper = "tp"
     details = ["compiled"] if "OptimizedModule" in kinds else []
-    layouts = Counter(_placements(each) for each in tensors if tensor_introspection.is_dtensor(each))
+    layouts = Counter(_placements(tensor) for tensor in tensors if tensor_introspection.is_dtensor(tensor))
     details += [f"{layout}: {count}" for layout, count in layouts.items()]
     return Holding(
         kind="model",
@@ -204,7 +208,7 @@ def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modu
 
 def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[NamedTensor]) -> Holding:
     parameters = tensor_introspection.parameters_of_optimizer(optimizer)
-    tensors = [each.tensor for each in state]
+    tensors = [entry.tensor for entry in state]
     return Holding(
         kind="optimizer",
         name=name,
@@ -236,7 +240,7 @@ def _placements(tensor: torch.Tensor) -> str:
 
 def _class_name(model: torch.nn.Module) -> str:
     """Return the name of the user's class instead of the subclass that `fully_shard` creates."""
-    names = [each.__name__ for each in type(model).__mro__ if not each.__module__.startswith("torch.distributed.fsdp")]
+    names = [base.__name__ for base in type(model).__mro__ if not base.__module__.startswith("torch.distributed.fsdp")]
     return (
         names[0]
         if not tensor_introspection.is_fsdp(model) or len(names) < 2 or not names[0].startswith("FSDP")

@@ -70,10 +70,10 @@ def _callable(value: object) -> bool:
 
 
 def _value(name: str, value: object) -> dict[str, str]:
-    told = format_info(name, value, GilYield())
-    shape = "" if told.shape is None else str(list(told.shape))
-    size = "" if told.bytes is None else f"{told.bytes:,} bytes"
-    return {"Value": told.preview, "Shape": shape, "Dtype": told.dtype, "Device": told.device, "Size": size}
+    variable = format_info(name, value, GilYield())
+    shape = "" if variable.shape is None else str(list(variable.shape))
+    size = "" if variable.bytes is None else f"{variable.bytes:,} bytes"
+    return {"Value": variable.preview, "Shape": shape, "Dtype": variable.dtype, "Device": variable.device, "Size": size}
 
 
 class _Shown:
@@ -107,7 +107,7 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - any callable
             return ""
     except (ValueError, TypeError):  # a C function without a signature
         return ""
-    parameters = [_tamed(each) for each in signature.parameters.values()][1 if bound else 0 :]
+    parameters = [_tamed(parameter) for parameter in signature.parameters.values()][1 if bound else 0 :]
     returns = (
         _stated(signature.return_annotation) if not safe_introspection.is_class(value) else inspect.Signature.empty
     )
@@ -116,19 +116,19 @@ def _signature(name: str, value: Any) -> str:  # noqa: ANN401 - any callable
     except ValueError:
         return ""
     if len(name) + len(text) > _LINE:
-        text = "(\n" + "".join(f"    {each},\n" for each in parameters) + ")"
+        text = "(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + ")"
     return name + text
 
 
 def _maker(kind: type) -> object:
     for name in ("__init__", "__new__"):
         try:
-            found = safe_introspection.class_attribute(kind, name)
+            method = safe_introspection.class_attribute(kind, name)
         except KeyError:
             continue
-        found = found.__func__ if type(found) is staticmethod else found
-        if type(found) is types.FunctionType:
-            return found
+        method = method.__func__ if type(method) is staticmethod else method
+        if type(method) is types.FunctionType:
+            return method
     return None
 
 
@@ -159,23 +159,23 @@ def _stated(annotation: Any) -> Any:  # noqa: ANN401 - any annotation
 
 
 def _docstring(value: object) -> str:
-    found: object = None
+    docstring: object = None
     if safe_introspection.is_class(value):
-        found = next((each for each in _docs_of(value) if type(each) is str), None)
+        docstring = next((doc for doc in _docs_of(value) if type(doc) is str), None)
     elif _callable(value) or is_a(value, types.ModuleType):
-        found = value.__doc__
+        docstring = value.__doc__
     else:
-        found = safe_introspection.instance_attribute(value).get("__doc__") or next(
-            (each for each in _docs_of(type(value)) if type(each) is str), None
+        docstring = safe_introspection.instance_attribute(value).get("__doc__") or next(
+            (doc for doc in _docs_of(type(value)) if type(doc) is str), None
         )
-    return inspect.cleandoc(found) if type(found) is str else ""
+    return inspect.cleandoc(docstring) if type(docstring) is str else ""
 
 
 def _docs_of(kind: type) -> list[object]:
     return [
-        safe_introspection.class_dict(each).get("__doc__")
-        for each in safe_introspection.mro(kind)
-        if each is not object
+        safe_introspection.class_dict(base).get("__doc__")
+        for base in safe_introspection.mro(kind)
+        if base is not object
     ]
 
 
@@ -199,9 +199,9 @@ def _is_strange(code: object) -> bool:
     kinds: list[type] = (
         []
         if not safe_introspection.is_class(code)
-        else [each for each in safe_introspection.mro(type(code)) if each is not type]
+        else [kind for kind in safe_introspection.mro(type(code)) if kind is not type]
     )
-    return any("__getattribute__" in safe_introspection.class_dict(each) for each in kinds if each is not object)
+    return any("__getattribute__" in safe_introspection.class_dict(kind) for kind in kinds if kind is not object)
 
 
 def _file(value: object) -> str:
@@ -227,7 +227,9 @@ def _source(value: object) -> str:
 
 def _source_in_cell(kind: type) -> str:
     """Return the source of a class defined in a cell, found through the cell of its methods."""
-    codes = [each.__code__ for each in safe_introspection.class_dict(kind).values() if type(each) is types.FunctionType]
+    codes = [
+        method.__code__ for method in safe_introspection.class_dict(kind).values() if type(method) is types.FunctionType
+    ]
     for code in codes:
         lines = linecache.getlines(code.co_filename)
         try:
@@ -236,7 +238,7 @@ def _source_in_cell(kind: type) -> str:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if first <= code.co_firstlineno <= (node.end_lineno or first):
                     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
     return ""
@@ -251,15 +253,15 @@ _SIZED = (dict, list, tuple, set, frozenset)
 
 def list_variables(namespace: Mapping[str, object], hidden: Collection[str], breath: GilYield) -> tuple[Variable, ...]:
     """Return the variables that cells have defined, in order of definition; at most `MOST`."""
-    found: list[Variable] = []
+    variables: list[Variable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in hidden or issubclass(type(value), _NO_DATA):
             continue
-        if len(found) == MOST:
+        if len(variables) == MOST:
             break
         breath()
-        found.append(format_info(name, value, breath))
-    return tuple(found)
+        variables.append(format_info(name, value, breath))
+    return tuple(variables)
 
 
 def format_info(name: str, value: object, breath: GilYield) -> Variable:
@@ -284,7 +286,7 @@ def format_info(name: str, value: object, breath: GilYield) -> Variable:
     if is_a(value, torch.optim.Optimizer):
         assert isinstance(value, torch.optim.Optimizer)
         return _tell_tensors(
-            name, kind, [each.tensor for each in tensor_introspection.tensors_of_optimizer(value, {}, breath)]
+            name, kind, [state.tensor for state in tensor_introspection.tensors_of_optimizer(value, {}, breath)]
         )
     return Variable(name, kind, None, "", "", None, preview_value(value))
 
@@ -311,7 +313,7 @@ def preview_value(value: object) -> str:
             return f"{value.bit_length()} bits"
         text = repr(value)
         return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
-    base = next((each for each in _SIZED if is_a(value, each)), None)
+    base = next((kind for kind in _SIZED if is_a(value, kind)), None)
     if base is None:
         return ""
     return plural(base.__len__(value), "item")  # type: ignore[arg-type]

@@ -41,12 +41,12 @@ _SMALL = 1_000_000
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if memory ran out in this error, its causes or the members of its group."""
-    for each in _causes(error):
-        if issubclass(type(each), (torch.OutOfMemoryError, MemoryError)):
+    for cause in _causes(error):
+        if issubclass(type(cause), (torch.OutOfMemoryError, MemoryError)):
             return True
-        if issubclass(type(each), RuntimeError):
-            words = value_of(each)
-            if _ON_CPU.search(words) or _ON_CUDA.search(words):
+        if issubclass(type(cause), RuntimeError):
+            message = value_of(cause)
+            if _ON_CPU.search(message) or _ON_CUDA.search(message):
                 return True
     return False
 
@@ -78,13 +78,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
-        each = waiting.pop()
-        if all(each is not other for other in seen):
-            seen.append(each)
-            yield each
-            cause = cause_of(each)
+        exception = waiting.pop()
+        if all(exception is not other for other in seen):
+            seen.append(exception)
+            yield exception
+            cause = cause_of(exception)
             waiting += [] if cause is None else [cause]
-            waiting += members_of(each)
+            waiting += members_of(exception)
 
 
 # Description
@@ -92,15 +92,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _describe(shell: InteractiveShell, error: BaseException) -> str:
     device = _device_of(error)
-    found = find_holdings(_names(shell, error), device=device)
-    head = _describe_cpu() if device == "cpu" else _describe_cuda(torch.device(device), found)
-    return "\n".join([head, *describe_holdings(found)])
+    report = find_holdings(_names(shell, error), device=device)
+    head = _describe_cpu() if device == "cpu" else _describe_cuda(torch.device(device), report)
+    return "\n".join([head, *describe_holdings(report)])
 
 
 def _device_of(error: BaseException) -> str:
     """Return the device that is out of memory; torch names the GPU in its message."""
     on_cuda = [
-        each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError) or _ON_CUDA.search(str(each))
+        cause for cause in _causes(error) if isinstance(cause, torch.OutOfMemoryError) or _ON_CUDA.search(str(cause))
     ]
     if not on_cuda or not torch.cuda.is_initialized():
         return "cpu"
@@ -112,8 +112,8 @@ def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object
     """Return the user's variables, followed by the local variables of user functions in the traceback."""
     hidden = shell.user_ns_hidden
     names = {name: value for name, value in shell.user_ns.items() if hidden.get(name, hidden) is not value}
-    for each in _causes(error):
-        for frame, _ in traceback.walk_tb(traceback_of(each)):
+    for cause in _causes(error):
+        for frame, _ in traceback.walk_tb(traceback_of(cause)):
             code = frame.f_code
             if frame.f_locals is not shell.user_ns and code.co_name != "<module>" and is_users(code.co_filename):
                 names |= {f"{code.co_name}(): {name}": value for name, value in frame.f_locals.items()}
@@ -122,14 +122,14 @@ def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object
 
 def _describe_cpu() -> str:
     machine = psutil.virtual_memory()
-    own, free, total = map(format_bytes, (psutil.Process().memory_info().rss, machine.available, machine.total))
-    return f"memory of cpu: this process has {own}; {free} of {total} are free"
+    resident, free, total = map(format_bytes, (psutil.Process().memory_info().rss, machine.available, machine.total))
+    return f"memory of cpu: this process has {resident}; {free} of {total} are free"
 
 
 def _describe_cuda(device: torch.device, found: MemoryReport) -> str:
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    words = (
+    text = (
         f"memory of {device}: {format_bytes(free)} of {format_bytes(total)} are free; "
         f"this rank's tensors have {format_bytes(allocated)}, "
         f"{format_bytes(reserved - allocated)} are reserved and not used, "
@@ -137,24 +137,24 @@ def _describe_cuda(device: torch.device, found: MemoryReport) -> str:
     )
     nameless = allocated - found.size
     if nameless > max(_SMALL, allocated // 100):
-        words += f"\n{format_bytes(nameless)} have no name: what autograd keeps for backward(), temporary results"
-    return words
+        text += f"\n{format_bytes(nameless)} have no name: what autograd keeps for backward(), temporary results"
+    return text
 
 
 def describe_holdings(found: MemoryReport) -> list[str]:
     """Return the lines of a table of the largest storages, and the total per variable."""
-    large = [each for each in found.holdings if each.size >= _SMALL]
-    rows = [_row(each) for each in large[:_MOST_ROWS]]
+    large = [holding for holding in found.holdings if holding.size >= _SMALL]
+    rows = [_row(holding) for holding in large[:_MOST_ROWS]]
     if not rows:
         return ["  no variable leads to a tensor of 1 MB or more"]
     rest = found.holdings[_MOST_ROWS:]
     if rest:
-        rows.append((format_bytes(sum(each.size for each in rest)), f"in {len(rest)} more", "", "", ""))
+        rows.append((format_bytes(sum(holding.size for holding in rest)), f"in {len(rest)} more", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  " + "  ".join([row[0].rjust(widths[0]), *map(str.ljust, row[1:], widths[1:])]).rstrip() for row in rows]
     totals: dict[str, int] = {}
-    for each in found.holdings:
-        totals[each.variable] = totals.get(each.variable, 0) + each.size
+    for holding in found.holdings:
+        totals[holding.variable] = totals.get(holding.variable, 0) + holding.size
     order = sorted(totals, key=lambda name: -totals[name])[:_MOST_VARIABLES]
     if len(found.holdings) > len(totals):
         lines.append(f"  by variable: {', '.join(f'{name} {format_bytes(totals[name])}' for name in order)}")
@@ -172,9 +172,9 @@ def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
 
 def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     """Release the frames of the error and all that they hold. A debugger finds nothing afterwards."""
-    for each in _all_of(error):
-        traceback.clear_frames(traceback_of(each))
-        BaseException.with_traceback(each, None)
+    for exception in _all_of(error):
+        traceback.clear_frames(traceback_of(exception))
+        BaseException.with_traceback(exception, None)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -190,14 +190,14 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
 
 def _all_of(error: BaseException) -> list[BaseException]:
     """Return the error and all exceptions that it references: causes, contexts and members of groups."""
-    found: list[BaseException] = []
+    exceptions: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
-        each = waiting.pop()
-        if each is not None and all(each is not other for other in found):
-            found.append(each)
-            waiting += [cause_of(each), context_of(each), *members_of(each)]
-    return found
+        exception = waiting.pop()
+        if exception is not None and all(exception is not other for other in exceptions):
+            exceptions.append(exception)
+            waiting += [cause_of(exception), context_of(exception), *members_of(exception)]
+    return exceptions
 
 
 DEEPEST = 12
@@ -223,8 +223,8 @@ class MemoryHolding:
     @property
     def variable(self) -> str:
         """Return the variable at the beginning of the name, preceded by the function for a local variable."""
-        found = _VARIABLE.match(self.name)
-        return found[0] if found else self.name
+        match = _VARIABLE.match(self.name)
+        return match[0] if match else self.name
 
 
 @dataclass
@@ -237,7 +237,7 @@ class MemoryReport:
     @property
     def size(self) -> int:
         """Return the bytes of all storages."""
-        return sum(each.size for each in self.holdings)
+        return sum(holding.size for holding in self.holdings)
 
 
 def find_holdings(
@@ -268,8 +268,8 @@ class _Search:
         for name, optimizer in self._optimizers:  # last: by then its parameters have names, which label its states
             self._enqueue(self._optimizer_parts(name, optimizer), 1)
             self._work()
-        holdings = [each for each in self._storages.values() if device in (None, each.device)]
-        return MemoryReport(sorted(holdings, key=lambda each: -each.size), self._complete)
+        holdings = [holding for holding in self._storages.values() if device in (None, holding.device)]
+        return MemoryReport(sorted(holdings, key=lambda holding: -holding.size), self._complete)
 
     def _enqueue(self, parts: Any, depth: int) -> None:  # noqa: ANN401 - pairs of a name and anything
         for name, value in parts:
@@ -306,7 +306,7 @@ class _Search:
             yield from ((f"{name}{{…}}", item) for item in self._first(_iterator(kind)(value)))
         if issubclass(kind, torch.nn.Module):
             yield from _module_parts(name, value)
-        yield from ((f"{name}.{each}", item) for each, item in _attributes(value))
+        yield from ((f"{name}.{attribute}", item) for attribute, item in _attributes(value))
 
     def _first(self, items: Iterable[Any]) -> list[Any]:
         first = list(islice(items, _MOST_ITEMS + 1))  # in one step: another thread may change the container
@@ -318,8 +318,8 @@ class _Search:
         self._names[id(tensor)] = name
         flatten = getattr(type(tensor), "__tensor_flatten__", None)
         if flatten is not None:  # a DTensor or another wrapper of the tensors that own the memory
-            for each in flatten(tensor)[0]:
-                yield name if each == "_local_tensor" else f"{name}.{each}", getattr(tensor, each)
+            for attribute in flatten(tensor)[0]:
+                yield name if attribute == "_local_tensor" else f"{name}.{attribute}", getattr(tensor, attribute)
         elif tensor.layout is torch.strided:
             self._add_tensor(name, tensor)
         else:
@@ -351,7 +351,7 @@ class _Search:
         for number, (parameter, state) in enumerate(dict.items(optimizer.state)):
             yield f"{name}.state[{self._names.get(id(parameter), number)}]", state
         yield f"{name}.param_groups", optimizer.param_groups
-        yield from ((f"{name}.{each}", item) for each, item in _attributes(optimizer) if each != "state")
+        yield from ((f"{name}.{attribute}", item) for attribute, item in _attributes(optimizer) if attribute != "state")
 
 
 def _iterator(kind: type) -> Any:  # noqa: ANN401 - a method of a container
@@ -372,21 +372,21 @@ def _key(key: object) -> str:
 
 def _module_parts(name: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     for kind in ("_parameters", "_buffers"):
-        yield from ((f"{name}.{each}", item) for each, item in _own(module, kind).items())
+        yield from ((f"{name}.{key}", item) for key, item in _own(module, kind).items())
     numbered = issubclass(type(module), (torch.nn.Sequential, torch.nn.ModuleList))
     keyed = issubclass(type(module), torch.nn.ModuleDict)
-    for each, item in _own(module, "_modules").items():
-        yield f"{name}[{each}]" if numbered else f"{name}[{each!r}]" if keyed else f"{name}.{each}", item
+    for key, item in _own(module, "_modules").items():
+        yield f"{name}[{key}]" if numbered else f"{name}[{key!r}]" if keyed else f"{name}.{key}", item
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes in the instance's dict and slots. `_module_parts` yields the parts of a module."""
     try:
-        own = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        own = {}
-    if issubclass(type(own), dict):
-        yield from ((str(each), item) for each, item in list(dict.items(own)) if each not in _OF_MODULES)
+        attributes = {}
+    if issubclass(type(attributes), dict):
+        yield from ((str(key), item) for key, item in list(dict.items(attributes)) if key not in _OF_MODULES)
     for kind in type(value).__mro__:
         for slot, descriptor in list(vars(kind).items()):
             if type(descriptor) is _MEMBER:
@@ -397,8 +397,8 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _own(module: torch.nn.Module, name: str) -> dict[str, object]:
-    found = object.__getattribute__(module, "__dict__").get(name)
-    return found if issubclass(type(found), dict) else {}
+    parts = object.__getattribute__(module, "__dict__").get(name)
+    return parts if issubclass(type(parts), dict) else {}
 
 
 def _sparse_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -176,9 +176,9 @@ class StatusHandler:
 
     def _saves(self) -> tuple[CheckpointSave, ...]:
         """Return the running saves and the last completed ones; for a checkpoint saved twice, the later save."""
-        running = [each for each in telemetry.snapshot("checkpoint ") if isinstance(each, CheckpointSave)]
-        again = {(each.folder, each.name) for each in running}
-        return (*running, *(each for each in self._ended if (each.folder, each.name) not in again))
+        running = [save for save in telemetry.snapshot("checkpoint ") if isinstance(save, CheckpointSave)]
+        again = {(save.folder, save.name) for save in running}
+        return (*running, *(save for save in self._ended if (save.folder, save.name) not in again))
 
     def _sample(self, *, memory: bool) -> RankSample:
         waits_for, waited = self._work.waits()
@@ -196,20 +196,22 @@ class StatusHandler:
         )
 
     def _steps(self) -> int | None:
-        counted = [each.steps for each in telemetry.snapshot("training") if isinstance(each, telemetry.TrainingStep)]
+        counted = [step.steps for step in telemetry.snapshot("training") if isinstance(step, telemetry.TrainingStep)]
         if counted and counted[0]:
             return counted[0]
-        found = [] if self._inventory is None else [each() for each in self._inventory.counters]
-        steps = [tensor_introspection.steps_of_optimizer(each) for each in found if each is not None]
-        return max((each for each in steps if each is not None), default=None)
+        optimizers = [] if self._inventory is None else [reference() for reference in self._inventory.counters]
+        steps = [
+            tensor_introspection.steps_of_optimizer(optimizer) for optimizer in optimizers if optimizer is not None
+        ]
+        return max((count for count in steps if count is not None), default=None)
 
     def _search(self) -> None:
         began = time.thread_time()
         breath = GilYield()
         if not self._device_name:
             self._device_name = device_name(self._device)
-        found = object_discovery.discover_objects(self._work.namespace(), breath)
-        inventory = object_discovery.measure_objects(found, str(self._device), breath)
+        objects = object_discovery.discover_objects(self._work.namespace(), breath)
+        inventory = object_discovery.measure_objects(objects, str(self._device), breath)
         self._gradients.request(inventory.trainable, timeout=_COUNT_TIMEOUT)
         if self._inventory is None or inventory.holdings != self._holdings:
             self._version += 1
@@ -222,9 +224,9 @@ class StatusHandler:
         self._due = 0.0  # measure at once, with the new objects
 
     def _measure(self) -> None:
-        found = self._inventory
-        assert found is not None
-        self._memory = measure_memory(self._device, found.parameters, self._gradients.bytes, found.optimizer)
+        inventory = self._inventory
+        assert inventory is not None
+        self._memory = measure_memory(self._device, inventory.parameters, self._gradients.bytes, inventory.optimizer)
         self._utilised = self._utilisation.now()  # a call into the driver, which may be slow
         self._due = time.monotonic() + _SOONEST
 
@@ -238,8 +240,8 @@ class StatusHandler:
         def listener(struct: Struct) -> None:
             if isinstance(struct, CheckpointSave) and struct.phase in {"done", "failed"}:
                 with self._ending:
-                    others = [each for each in self._ended if (each.folder, each.name) != (struct.folder, struct.name)]
-                    self._ended = tuple([*others, struct][-_LAST_SAVES:])
+                    saves = [save for save in self._ended if (save.folder, save.name) != (struct.folder, struct.name)]
+                    self._ended = tuple([*saves, struct][-_LAST_SAVES:])
             if before is not None:
                 before(struct)
 
@@ -248,12 +250,12 @@ class StatusHandler:
     # Details
 
     def _detail(self) -> RankDetail:
-        frames = [each for each in self._work.frames() if each.file.startswith("Cell In[") or is_users(each.file)]
+        frames = [frame for frame in self._work.frames() if frame.file.startswith("Cell In[") or is_users(frame.file)]
         stack = tuple(
-            f"{each.file}, line {each.line}"
-            + (f", in {each.function}" if each.function != "<module>" else "")
-            + (f": {each.source}" if each.source else "")
-            for each in frames
+            f"{frame.file}, line {frame.line}"
+            + (f", in {frame.function}" if frame.function != "<module>" else "")
+            + (f": {frame.source}" if frame.source else "")
+            for frame in frames
         )
         variables = list_variables(self._work.namespace(), self._work.hidden(), GilYield())
         return RankDetail(self._rank, stack, (), variables)
@@ -354,10 +356,10 @@ def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | Get
 def _failed(what: str, question: Look | Hint | GetValue, error: BaseException) -> Answer:
     """Return the answer that reports `error`. Called in the `except` block of `error`."""
     try:
-        told = f"{error}\n{traceback.format_exc()}"
+        message = f"{error}\n{traceback.format_exc()}"
     except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
-        told = name_of(error)
-    return QueryFailed(question.token, f"a {what} at the rank failed: {told}")
+        message = name_of(error)
+    return QueryFailed(question.token, f"a {what} at the rank failed: {message}")
 
 
 LONGEST = 1.5
@@ -385,14 +387,14 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
                     f"{LONGEST} s"
                 )
             values = piece.to(torch.float64) if tensor.device.type == "cpu" else piece.to(torch.float32)
-            kept = values[values.isfinite()] if tensor.is_floating_point() else values
-            if tensor.is_floating_point() and kept.numel() < values.numel():
+            finite_values = values[values.isfinite()] if tensor.is_floating_point() else values
+            if tensor.is_floating_point() and finite_values.numel() < values.numel():
                 nans += int(values.isnan().sum())
                 infinities += int(values.isinf().sum())
-            if kept.numel():
-                low, high = min(low, float(kept.min())), max(high, float(kept.max()))
-                total += float(kept.sum(dtype=torch.float64))
-                finite += kept.numel()
+            if finite_values.numel():
+                low, high = min(low, float(finite_values.min())), max(high, float(finite_values.max()))
+                total += float(finite_values.sum(dtype=torch.float64))
+                finite += finite_values.numel()
             read += piece.numel()
     if not finite:
         return Statistic(rank, None, None, None, nans, infinities)
@@ -426,13 +428,13 @@ def measure_memory(device: torch.device, parameters: int, gradients: int, optimi
         resident = psutil.Process().memory_info()
         free, shared = psutil.virtual_memory().available, getattr(resident, "shared", 0)
         total = free + resident.rss
-    held = parameters + gradients + optimizer
+    tensor_bytes = parameters + gradients + optimizer
     return MemoryUse(
-        total=max(total, free + held),  # pages that were never written occupy no memory yet
+        total=max(total, free + tensor_bytes),  # pages that were never written occupy no memory yet
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        other=max(0, total - free - held),
+        other=max(0, total - free - tensor_bytes),
         free=free,
         shared=shared,
     )
@@ -445,10 +447,10 @@ def device_name(device: torch.device) -> str:
     if sys.platform != "linux":
         return ""
     try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    return match[1] if match else ""
 
 
 class GradientCounter:

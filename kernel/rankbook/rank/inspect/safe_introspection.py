@@ -70,10 +70,10 @@ def class_dict(kind: type) -> Mapping[str, Any]:
 
 def class_attribute(kind: type, name: str) -> Any:  # noqa: ANN401 - any class attribute
     """Return a class attribute unbound, from the class or its bases. Raises KeyError."""
-    for each in mro(kind):
-        there = class_dict(each)
-        if name in there:
-            return there[name]
+    for base in mro(kind):
+        attributes = class_dict(base)
+        if name in attributes:
+            return attributes[name]
     raise KeyError(name)
 
 
@@ -81,11 +81,13 @@ def instance_attribute(value: object) -> dict[str, Any]:
     """Return the instance's own attributes, including the parts of a module."""
     if is_a(value, types.ModuleType):
         return dict.copy(types.ModuleType.__getattribute__(value, "__dict__"))
-    found: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.instance_dict(value)))
+    attributes: dict[str, Any] = dict(tensor_introspection.items(tensor_introspection.instance_dict(value)))
     if is_a(value, torch.nn.Module):
-        for each in _MODULE_PARTS:
-            found.update((name, part) for name, part in tensor_introspection.items(found.get(each)) if is_a(name, str))
-    return found
+        for kind in _MODULE_PARTS:
+            attributes.update(
+                (name, part) for name, part in tensor_introspection.items(attributes.get(kind)) if is_a(name, str)
+            )
+    return attributes
 
 
 def data_frame_columns(value: object) -> list[str]:
@@ -94,21 +96,21 @@ def data_frame_columns(value: object) -> list[str]:
     if kind is None or not is_a(value, kind):
         return []
     axes = getattr(tensor_introspection.instance_dict(value).get("_mgr"), "axes", None)
-    return [each for each in axes[0] if type(each) is str] if axes else []
+    return [column for column in axes[0] if type(column) is str] if axes else []
 
 
 def list_members(found: KnownValue | KnownType) -> dict[str, Any]:
     """Return the names that can follow the dot, with the stored values."""
     value = found.value if isinstance(found, KnownValue) else None
-    there: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     kind = found.kind if isinstance(found, KnownType) else type(value)
     of = value if is_class(value) else kind
-    for each in reversed(mro(of)):
-        there.update(class_dict(each))
+    for base in reversed(mro(of)):
+        members.update(class_dict(base))
     if isinstance(found, KnownValue) and not is_class(value):
-        there.update(instance_attribute(value))
-        there.update((each, None) for each in data_frame_columns(value) if each.isidentifier())
-    return {name: each for name, each in there.items() if type(name) is str}
+        members.update(instance_attribute(value))
+        members.update((column, None) for column in data_frame_columns(value) if column.isidentifier())
+    return {name: member for name, member in members.items() if type(name) is str}
 
 
 def keys_of(found: Found) -> list[str]:
@@ -167,14 +169,14 @@ def _attribute(of: Found, name: str) -> Found:
         return None
     value = of.value
     if is_a(value, types.ModuleType):
-        there = instance_attribute(value)
-        below = sys.modules.get(f"{there.get('__name__')}.{name}")
-        return KnownValue(there[name]) if name in there else None if below is None else KnownValue(below)
+        members = instance_attribute(value)
+        below = sys.modules.get(f"{members.get('__name__')}.{name}")
+        return KnownValue(members[name]) if name in members else None if below is None else KnownValue(below)
     try:
         stored = class_attribute(value if is_class(value) else type(value), name)
     except KeyError:
-        own = instance_attribute(value)
-        return KnownValue(own[name]) if name in own else None
+        attributes = instance_attribute(value)
+        return KnownValue(attributes[name]) if name in attributes else None
     if is_class(value):
         return KnownValue(_plain(stored))
     return _bound(value, name, stored)
@@ -184,8 +186,8 @@ def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - an
     # The order of object.__getattribute__: data descriptors, the instance's own attributes, then the class attribute,
     # bound if it is a function. Only descriptors implemented in C are called.
     kind = type(value)
-    if (known := _class_of_property(kind, name, stored)) is not None:
-        return known
+    if (known_type := _class_of_property(kind, name, stored)) is not None:
+        return known_type
     if is_a(stored, types.MemberDescriptorType):  # a slot
         try:
             return KnownValue(stored.__get__(value, kind))
@@ -193,9 +195,9 @@ def _bound(value: object, name: str, stored: Any) -> Found:  # noqa: ANN401 - an
             return None
     if is_a(stored, types.GetSetDescriptorType):
         return KnownValue(stored.__get__(value, kind)) if kind is numpy.ndarray else None
-    own = instance_attribute(value)
-    if name in own:
-        return KnownValue(own[name])
+    attributes = instance_attribute(value)
+    if name in attributes:
+        return KnownValue(attributes[name])
     if type(stored) is types.FunctionType:
         return KnownValue(types.MethodType(stored, value))
     if type(stored) is classmethod:
@@ -218,7 +220,7 @@ def _computes(stored: object) -> bool:
     """Return True if accessing the attribute would run code."""
     if type(stored) in {types.FunctionType, staticmethod, classmethod} or is_a(stored, _BUILTIN):  # type: ignore[arg-type]
         return False
-    return not is_class(stored) and any("__get__" in class_dict(each) for each in mro(type(stored)))
+    return not is_class(stored) and any("__get__" in class_dict(base) for base in mro(type(stored)))
 
 
 def _plain(stored: Any) -> Any:  # noqa: ANN401 - any class attribute
@@ -270,8 +272,8 @@ def _annotated(function: object) -> KnownType | None:
         return None
     stated = function.__annotations__.get("return")
     if type(stated) is str:
-        found = resolve_expression(_parse(stated), function.__globals__)
-        stated = found.value if isinstance(found, KnownValue) else None
+        annotation = resolve_expression(_parse(stated), function.__globals__)
+        stated = annotation.value if isinstance(annotation, KnownValue) else None
     return KnownType(stated) if is_class(stated) else None
 
 

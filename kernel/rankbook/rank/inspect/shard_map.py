@@ -35,15 +35,15 @@ def resolve_variable(namespace: Mapping[str, object], name: str, breath: GilYiel
     first, *rest = name.split(".")
     if first in namespace:
         value = namespace[first]
-        for each in rest:
+        for part in rest:
             inside = {**instance_dict(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
             inside.update(instance_dict(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
-            if each not in inside:
-                raise BadRequest(f"{first!r} on this rank has no {each!r}")
-            value = inside[each]
+            if part not in inside:
+                raise BadRequest(f"{first!r} on this rank has no {part!r}")
+            value = inside[part]
         return value
-    found = object_discovery.discover_objects(namespace, breath)
-    for kind in (found.models, found.optimizers):
+    objects = object_discovery.discover_objects(namespace, breath)
+    for kind in (objects.models, objects.optimizers):
         if name in kind:
             return kind[name]
     raise BadRequest(f"there is no variable {name!r} on this rank")
@@ -55,16 +55,16 @@ def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> 
     if is_a(value, torch.nn.Module):
         tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
         return "model", [
-            KeyedTensor(each.name, each.tensor) for each in tensor_introspection.tensors_of_modules(tree, breath)
+            KeyedTensor(entry.name, entry.tensor) for entry in tensor_introspection.tensors_of_modules(tree, breath)
         ]
     if is_a(value, torch.optim.Optimizer):
         names = {
-            id(each.tensor): each.name
+            id(entry.tensor): entry.name
             for tree in object_discovery.discover_objects(namespace, breath).trees.values()
-            for each in tensor_introspection.tensors_of_modules(tree, breath)
+            for entry in tensor_introspection.tensors_of_modules(tree, breath)
         }
-        found = tensor_introspection.tensors_of_optimizer(value, names, breath)  # type: ignore[arg-type]
-        return "optimizer", [KeyedTensor(each.name, each.tensor) for each in found]
+        states = tensor_introspection.tensors_of_optimizer(value, names, breath)  # type: ignore[arg-type]
+        return "optimizer", [KeyedTensor(state.name, state.tensor) for state in states]
     if is_a(value, torch.Tensor):
         return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [KeyedTensor(name, value)]
     if _is_shard(value):
@@ -90,20 +90,20 @@ def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[
     elif _is_shard(value):
         yield KeyedTensor(str(instance_dict(value).get("key", ".".join(path))), value)
     elif is_a(value, dict):
-        for key, each in tensor_introspection.items(value):
+        for key, item in tensor_introspection.items(value):
             if type(key) in {str, int}:
-                yield from _leaves(each, (*path, str(key)), breath)
+                yield from _leaves(item, (*path, str(key)), breath)
     elif type(value) in {list, tuple}:
-        for index, each in enumerate(tuple(value)):  # type: ignore[arg-type]
-            yield from _leaves(each, (*path, str(index)), breath)
+        for index, item in enumerate(tuple(value)):  # type: ignore[arg-type]
+            yield from _leaves(item, (*path, str(index)), breath)
 
 
 def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: GilYield) -> torch.Tensor:
     """Return the local shard of one tensor of a variable. Raises `BadRequest`."""
-    _, found = tensors_of(namespace, name, breath)
-    for each in found:
-        if each.key == key:
-            value = instance_dict(each.value).get("data") if _is_shard(each.value) else each.value
+    _, tensors = tensors_of(namespace, name, breath)
+    for tensor in tensors:
+        if tensor.key == key:
+            value = instance_dict(tensor.value).get("data") if _is_shard(tensor.value) else tensor.value
             if value is None:
                 raise BadRequest(f"{key!r} of {name!r} has no data on this rank")
             return tensor_introspection.local_shard(value)
@@ -141,15 +141,15 @@ class _Grids:
 
     def _cut(self, shape: tuple[int, ...], mesh: Any, placements: Any) -> Iterator[Box]:  # noqa: ANN401 - torch's
         """Yield the box of every rank in the mesh. Raises `BadRequest` for a placement without a box."""
-        sizes = tuple(int(each) for each in mesh.mesh.shape)
+        sizes = tuple(int(extent) for extent in mesh.mesh.shape)
         for number, rank in enumerate(mesh.mesh.flatten().tolist()):
             if not self.others and rank != self.rank:
                 continue
             coordinate: list[int] = []
-            left = number
+            remainder = number
             for size in reversed(sizes):
-                coordinate.insert(0, left % size)
-                left //= size
+                coordinate.insert(0, remainder % size)
+                remainder //= size
             yield _box(int(rank), shape, list(zip(placements, sizes, coordinate, strict=True)))
 
 
@@ -177,19 +177,19 @@ def shard_reply(
     token: int, namespace: Mapping[str, object], name: str, rank: int, breath: GilYield, *, others: bool
 ) -> ShardsReply:
     """Return the answer. Raises `BadRequest` if the variable does not exist or has no tensors."""
-    kind, found = tensors_of(namespace, name, breath)
-    grids, told, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
-    for each in found[:_MOST]:
+    kind, tensors = tensors_of(namespace, name, breath)
+    grids, rank_tensors, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
+    for tensor in tensors[:_MOST]:
         breath()
         try:
-            told.append(_tell(each, grids))
+            rank_tensors.append(_tell(tensor, grids))
         except BadRequest as error:
-            trouble.append(f"{each.key}: {error}")
-    if len(found) > _MOST:
-        trouble.append(f"{len(found) - _MOST} of {len(found)} tensors are left out")
-    if not found:
+            trouble.append(f"{tensor.key}: {error}")
+    if len(tensors) > _MOST:
+        trouble.append(f"{len(tensors) - _MOST} of {len(tensors)} tensors are left out")
+    if not tensors:
         trouble.append("it holds no tensors yet")
-    return ShardsReply(token, kind, tuple(told), tuple(grids.grids), "; ".join(trouble[:5]))
+    return ShardsReply(token, kind, tuple(rank_tensors), tuple(grids.grids), "; ".join(trouble[:5]))
 
 
 def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:

@@ -51,10 +51,10 @@ def is_a(value: object, kind: type) -> bool:
 def instance_dict(value: object) -> dict[str, Any]:
     """Return the instance's `__dict__` without running properties."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return found if is_a(found, dict) else {}
+    return attributes if is_a(attributes, dict) else {}
 
 
 def items(mapping: object) -> list[tuple[Any, Any]]:
@@ -71,8 +71,8 @@ def items(mapping: object) -> list[tuple[Any, Any]]:
 
 def loaded_class(module: str, name: str) -> type | None:
     """Return a class if its module has been imported, else None: then no instance of it exists."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found if is_a(found, type) else None
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if is_a(kind, type) else None
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -93,9 +93,9 @@ def spec_of(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - torch's, which is pr
 
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the local shard."""
-    here = local_shard(tensor)
+    shard = local_shard(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        return here.numel() * here.element_size()
+        return shard.numel() * shard.element_size()
 
 
 def numel(tensor: torch.Tensor) -> int:
@@ -113,7 +113,7 @@ def dtype_of(tensor: torch.Tensor) -> str:
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the global tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(int(each) for each in tensor.shape)
+        return tuple(int(size) for size in tensor.shape)
 
 
 def device_of(tensor: torch.Tensor) -> str:
@@ -126,9 +126,9 @@ def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the child modules. The name of a module inside a wrapper is empty."""
     transparent = _wrapped_name(module)
     return [
-        ("" if name == transparent else str(name), each)
-        for name, each in items(instance_dict(module).get("_modules"))
-        if each is not None and is_a(each, torch.nn.Module)
+        ("" if name == transparent else str(name), child)
+        for name, child in items(instance_dict(module).get("_modules"))
+        if child is not None and is_a(child, torch.nn.Module)
     ]
 
 
@@ -148,7 +148,7 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the user's model inside the wrappers of DDP and torch.compile."""
-    while _wrapped_name(module) is not None and (inside := [each for name, each in children(module) if not name]):
+    while _wrapped_name(module) is not None and (inside := [child for name, child in children(module) if not name]):
         module = inside[0]
     return module
 
@@ -161,25 +161,25 @@ def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, 
         prefix, module = waiting.pop()
         yield prefix, module
         breath()
-        below = [(f"{prefix}{name}." if name else prefix, each) for name, each in children(module)]
-        for name, each in reversed(below):
-            if id(each) not in seen:
-                seen.add(id(each))
-                waiting.append((name, each))
+        below = [(f"{prefix}{name}." if name else prefix, child) for name, child in children(module)]
+        for name, child in reversed(below):
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append((name, child))
 
 
 def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
     """Return the parameters and buffers without duplicates. For FSDP2 these are the shards, even while unsharded."""
-    found: dict[int, NamedTensor] = {}
-    kept = _kept_by_fsdp([module for _, module in modules])
+    tensors: dict[int, NamedTensor] = {}
+    shards = _kept_by_fsdp([module for _, module in modules])
     for prefix, module in modules:
         breath()
         for kind in ("parameter", "buffer"):
             for name, tensor in items(instance_dict(module).get(f"_{kind}s")):
-                there = kept.get((id(module), name), tensor)
-                if there is not None and is_a(there, torch.Tensor):
-                    found.setdefault(id(there), NamedTensor(f"{prefix}{name}", there, kind))
-    return list(found.values())
+                shard = shards.get((id(module), name), tensor)
+                if shard is not None and is_a(shard, torch.Tensor):
+                    tensors.setdefault(id(shard), NamedTensor(f"{prefix}{name}", shard, kind))
+    return list(tensors.values())
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -196,13 +196,13 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
     state_of = getattr(
         sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "_get_module_fsdp_state", None
     )
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    shards: dict[tuple[int, str], torch.Tensor] = {}
     if state_of is None:
-        return found
+        return shards
     for module in modules:
         state = instance_dict(state_of(module)) if is_fsdp(module) else {}
         groups = state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])  # one, before torch 2.12
-        for parameter in [each for group in groups for each in instance_dict(group).get("fsdp_params", ())]:
+        for parameter in [fsdp_param for group in groups for fsdp_param in instance_dict(group).get("fsdp_params", ())]:
             info = instance_dict(instance_dict(parameter).get("_module_info"))
             shard = instance_dict(parameter).get("sharded_param")
             places = [
@@ -210,8 +210,8 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
                 *zip(info.get("shared_modules", ()), info.get("shared_param_names", ()), strict=False),
             ]
             if shard is not None:
-                found.update({(id(each), str(name)): shard for each, name in places})
-    return found
+                shards.update({(id(owner), str(name)): shard for owner, name in places})
+    return shards
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -227,23 +227,25 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups without duplicates."""
     groups = instance_dict(bare_optimizer(optimizer)).get("param_groups", ())
-    found = {id(each): each for group in tuple(groups) for each in tuple(dict.get(group, "params", ()))}
-    return [each for each in found.values() if is_a(each, torch.Tensor)]
+    parameters = {
+        id(parameter): parameter for group in tuple(groups) for parameter in tuple(dict.get(group, "params", ()))
+    }
+    return [parameter for parameter in parameters.values() if is_a(parameter, torch.Tensor)]
 
 
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: GilYield
 ) -> list[NamedTensor]:
     """Return the state tensors without duplicates. `names` maps ids of parameters to names."""
-    found: dict[int, NamedTensor] = {}
-    numbers = {id(each): number for number, each in enumerate(parameters_of_optimizer(optimizer))}
+    tensors: dict[int, NamedTensor] = {}
+    numbers = {id(tensor): number for number, tensor in enumerate(parameters_of_optimizer(optimizer))}
     for parameter, state in items(instance_dict(bare_optimizer(optimizer)).get("state")):
         breath()
         of = names.get(id(parameter), numbers.get(id(parameter), "?"))
         for name, value in items(state):
             if is_a(value, torch.Tensor):
-                found.setdefault(id(value), NamedTensor(f"state.{of}.{name}", value, "state"))
-    return list(found.values())
+                tensors.setdefault(id(value), NamedTensor(f"state.{of}.{name}", value, "state"))
+    return list(tensors.values())
 
 
 def steps_of_optimizer(optimizer: torch.optim.Optimizer) -> int | None:

@@ -46,14 +46,14 @@ class RankComm(BaseComm):
             if msg_type == "comm_open" and _office.opening is not None:
                 _office.opening(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
-            said = CommFromRank(
+            message = CommFromRank(
                 kind,
                 text_of(self.comm_id),
                 text_of(self.target_name),
                 json.dumps(data or {}),
                 json.dumps(metadata or {}),
             )
-            _office.link.send(said, [memoryview(each).cast("B") for each in buffers or ()])
+            _office.link.send(message, [memoryview(buffer).cast("B") for buffer in buffers or ()])
 
     def __del__(self) -> None:
         """Send no message: the garbage collector may run in the middle of another message."""
@@ -78,13 +78,13 @@ class _CommRegistry:
             if end is None:
                 continue
             content = {"comm_id": message.comm, "data": json.loads(message.content)}
-            told = {"content": content, "metadata": json.loads(message.metadata), "buffers": list(frames)}
+            msg = {"content": content, "metadata": json.loads(message.metadata), "buffers": list(frames)}
             try:
                 if message.kind == "close":
                     self.manager.unregister_comm(end)
-                    end.handle_close(told)
+                    end.handle_close(msg)
                 else:
-                    end.handle_msg(told)
+                    end.handle_msg(msg)
             except BaseException as error:  # noqa: BLE001 - user code; printed to the rank's stderr
                 with contextlib.suppress(BaseException):  # sys.stderr may be a user's object
                     traceback.print_exception(error, file=sys.stderr)

@@ -122,15 +122,15 @@ class OutputCapture:
 
     def diverted(self) -> Redirect | None:
         """Return the current redirect of this thread, or None."""
-        here = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
-        return here[-1] if here and not self.forked else None
+        redirects = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
+        return redirects[-1] if redirects and not self.forked else None
 
     def end_diversion(self) -> None:
         """End the innermost redirect of this thread."""
         if threading.get_ident() != self._main:
-            here = self.elsewhere[threading.get_ident()]
-            here.pop()
-            if not here:
+            redirects = self.elsewhere[threading.get_ident()]
+            redirects.pop()
+            if not redirects:
                 del self.elsewhere[threading.get_ident()]
             return
         self.flush()
@@ -198,8 +198,8 @@ class OutputCapture:
         return more
 
     def _read(self, descriptor: int, name: StreamName, most: int) -> bytes:
-        kept = self._words.take(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
-        return os_utils.read_available(descriptor, most=most) if kept is None else kept
+        data = self._words.take(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
+        return os_utils.read_available(descriptor, most=most) if data is None else data
 
     def drain_at_pace(self) -> float:
         """Send as much as the rate limit allows. Return the seconds to wait for more, or 0 if the pipes are empty."""
@@ -388,8 +388,8 @@ class TurnTakingStream(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Write `text`, after sending the earlier text of the other stream."""
-        if self._capture.elsewhere and (places := self._capture.elsewhere.get(threading.get_ident())):
-            places[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
+        if self._capture.elsewhere and (redirects := self._capture.elsewhere.get(threading.get_ident())):
+            redirects[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
             return len(text)
         last = TurnTakingStream._last
         if last is not self:

@@ -175,14 +175,14 @@ class OutputWidgetHook:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         waiting: list[OutputWidgetTarget] = []
         while True:
-            pause = max(0.0, min(each.due for each in waiting) - time.monotonic()) if waiting else None
+            pause = max(0.0, min(target.due for target in waiting) - time.monotonic()) if waiting else None
             try:
                 waiting.append(self._queue.get(timeout=pause))
             except queue.Empty:
-                due = [each for each in waiting if each.due <= time.monotonic()]
-                waiting = [each for each in waiting if each not in due]
-                for each in due:
-                    _flush_and_tell(each)
+                due = [target for target in waiting if target.due <= time.monotonic()]
+                waiting = [target for target in waiting if target not in due]
+                for target in due:
+                    _flush_and_tell(target)
 
 
 def _flush_and_tell(target: OutputWidgetTarget) -> None:
@@ -267,7 +267,7 @@ class OutputWidgetModel:
                     continue
                 case Updated(display_id=name):
                     old, new = self._ids[name], _bundle(event)
-                    now = [new if each is old else each for each in now]
+                    now = [new if output is old else output for output in now]
                     self._ids[name] = new
                     continue
             if self._clearing or isinstance(event, Cleared):
@@ -312,26 +312,27 @@ def _line(line: str) -> str:
 
 
 def _within_bounds(outputs: list[Output]) -> list[Output]:
-    over = sum(len(each["text"]) for each in outputs if "text" in each) - MOST_TEXT
+    over = sum(len(output["text"]) for output in outputs if "text" in output) - MOST_TEXT
     if over <= 0:
         return outputs
     kept: list[Output] = []
-    for each in outputs:
-        if over > 0 and "text" in each:
-            text = each["text"]
+    for output in outputs:
+        if over > 0 and "text" in output:
+            text = output["text"]
             over -= len(text)
             if over >= 0:
                 continue
             text, over = text[len(text) + over :], 0
-            kept.append({**each, "text": CUT + text[text.find("\n") + 1 :]})
+            kept.append({**output, "text": CUT + text[text.find("\n") + 1 :]})
         else:
-            kept.append(each)
+            kept.append(output)
     return kept
 
 
 def size_of(outputs: Iterable[Output]) -> int:
     """Return the approximate number of characters in a message with these outputs."""
     return sum(
-        len(each.get("text", "")) + sum(len(value) for value in each.get("data", {}).values() if isinstance(value, str))
-        for each in outputs
+        len(output.get("text", ""))
+        + sum(len(value) for value in output.get("data", {}).values() if isinstance(value, str))
+        for output in outputs
     )

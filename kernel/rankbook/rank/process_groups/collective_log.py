@@ -148,20 +148,20 @@ class CollectiveCall:
     def __str__(self) -> str:
         """Return a description such as `all_reduce #41 (float32[4, 4])`."""
         number = f" #{self.number}" if self.number else ""
-        what = self.describe_data()
-        return f"{self.op}{number}" + (f" ({what})" if what else "")
+        data = self.describe_data()
+        return f"{self.op}{number}" + (f" ({data})" if data else "")
 
     def describe_data(self) -> str:
         """Return the dtype and shape of the data, and the root or peer rank."""
-        words = []
+        parts = []
         if self.data is not None:
             dtype, shape, more = self.data
-            words.append(f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" and {more} more" if more else ""))
+            parts.append(f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" and {more} more" if more else ""))
         if self.root is not None:
-            words.append(f"root {self.root}")
+            parts.append(f"root {self.root}")
         if self.peer is not None:
-            words.append(f"{'to' if self.op == 'send' else 'from'} rank {self.peer}")
-        return " ".join(words)
+            parts.append(f"{'to' if self.op == 'send' else 'from'} rank {self.peer}")
+        return " ".join(parts)
 
 
 class CollectiveLog:
@@ -252,13 +252,13 @@ class CollectiveLog:
     def report(self) -> GroupReport:
         """Return the state that the notebook compares between ranks."""
         now = time.monotonic()
-        pending = tuple(self._tell(each, now) for each in self.pending())
+        pending = tuple(self._tell(call, now) for call in self.pending())
         return GroupReport(
             name=self.name,
             ranks=self.ranks,
             count=self.count,
             pending=pending,
-            recent=tuple(self._tell(each, now) for each in self._recent.copy() if each.number),
+            recent=tuple(self._tell(call, now) for call in self._recent.copy() if call.number),
             broken=self.broken,
         )
 

@@ -68,7 +68,7 @@ def make_gloo(
         if not attempt.made or listeners.strangers():
             openly.set(_DISTRUSTED, "")
     openly.set(f"ended-{rank}", "")
-    wait(openly, [f"ended-{other}" for other in range(size)])
+    wait(openly, [f"ended-{peer}" for peer in range(size)])
     if not openly.check([_DISTRUSTED]):
         made = attempt.made[0]
         made._set_default_timeout(timeout)
@@ -238,13 +238,13 @@ Opened = dict[int, tuple[int, int]]
 
 def tcp_sockets() -> Opened:
     """Return all TCP sockets that are open now."""
-    found: Opened = {}
+    sockets: Opened = {}
     for entry in Path("/dev/fd").iterdir():
         descriptor = int(entry.name)
         identity = _identity(descriptor)
         if identity is not None and _is_tcp(descriptor):
-            found[descriptor] = identity
-    return found
+            sockets[descriptor] = identity
+    return sockets
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ def track_new_sockets() -> Iterator[Opened]:
     try:
         yield opened
     finally:
-        opened.update((file, who) for file, who in tcp_sockets().items() if before.get(file) != who)
+        opened.update((file, identity) for file, identity in tcp_sockets().items() if before.get(file) != identity)
 
 
 @contextlib.contextmanager

@@ -146,29 +146,29 @@ class GroupManager:
 
         A group is kept if all of its members have it. A fresh process has none and counts as having all.
         """
-        for name in [name for name, each in self._members.items() if each.group not in c10d._world.pg_map]:
+        for name in [name for name, member in self._members.items() if member.group not in c10d._world.pg_map]:
             del self._members[name]
         # `fresh` marks a process without a default group: at the start of the cluster, or in place of a dead rank.
-        own = {
+        own_report = {
             "count": c10d._world.group_count,
             "fresh": not dist.is_initialized(),
-            "groups": {name: each.describe() for name, each in self._foreground().items()},
+            "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
         store = self._store("agreement")
-        store.set(str(self.rank), json.dumps(own))
+        store.set(str(self.rank), json.dumps(own_report))
         everyone = [str(rank) for rank in range(self._world_size)]
         self._await(store, everyone)
-        told = [json.loads(store.get(each)) for each in everyone]
-        found: dict[str, dict[str, Any]] = {}
-        for each in told:
-            for name, group in each["groups"].items():
-                if all(told[rank]["fresh"] or name in told[rank]["groups"] for rank in group["ranks"]):
-                    found.setdefault(name, group)
-        return found, max(each["count"] for each in told)
+        reports = [json.loads(store.get(key)) for key in everyone]
+        groups: dict[str, dict[str, Any]] = {}
+        for report in reports:
+            for name, group in report["groups"].items():
+                if all(reports[rank]["fresh"] or name in reports[rank]["groups"] for rank in group["ranks"]):
+                    groups.setdefault(name, group)
+        return groups, max(report["count"] for report in reports)
 
     def _foreground(self) -> dict[str, _Member]:
         """Return the groups that cells use, by name."""
-        return {name: each for name, each in self._members.copy().items() if not each.group.background}
+        return {name: member for name, member in self._members.copy().items() if not member.group.background}
 
     def _make_as_peers(self, groups: dict[str, dict[str, Any]]) -> None:
         """Create the groups that the peers have with this rank, which has replaced a dead one."""
@@ -184,7 +184,7 @@ class GroupManager:
                     c10d.GroupName(name),
                     timeout=timedelta(seconds=group["timeout"]),
                 )
-                c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+                c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
 
     def leave(self) -> None:
         """Destroy all process groups."""
@@ -227,30 +227,30 @@ class GroupManager:
         if not thread.startswith(gloo.GLOO):  # a thread of torch, which executes collectives
             return FutureWork.any_forsaken
         members = self._members.copy().values()
-        if not all(each.group.waits_in_steps for each in members):
+        if not all(member.group.waits_in_steps for member in members):
             return False
-        for each in members:
-            if next(each.group.ledger.pending(), None) is not None:  # threads of idle groups have nothing to read
-                each.group.sink(
+        for member in members:
+            if next(member.group.ledger.pending(), None) is not None:  # threads of idle groups have nothing to read
+                member.group.sink(
                     "the tensors that the ranks gave to a collective differ in size or type; it was broken off"
                 )
         return True
 
     def report(self) -> tuple[GroupReport, ...]:
         """Return the collective logs of all groups in the foreground. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
+        ledgers = [self._forming, *(member.group.ledger for member in self._foreground().values())]
         return tuple(ledger.report() for ledger in ledgers)
 
     def waits_for(self) -> CollectiveCall | None:
         """Return the oldest collective that has not completed, or None. Any thread."""
-        ledgers = [self._forming, *(each.group.ledger for each in self._foreground().values())]
-        pending = [each for ledger in ledgers for each in ledger.pending()]
-        return min(pending, key=lambda each: each.began, default=None)
+        ledgers = [self._forming, *(member.group.ledger for member in self._foreground().values())]
+        pending = [call for ledger in ledgers for call in ledger.pending()]
+        return min(pending, key=lambda call: call.began, default=None)
 
     @property
     def launched(self) -> int:
         """Return the number of operations that this rank has launched so far."""
-        return self._forming.total + sum(each.group.ledger.total for each in self._foreground().values())
+        return self._forming.total + sum(member.group.ledger.total for member in self._foreground().values())
 
     def translate(self, error: BaseException) -> BaseException:
         """Return `CollectiveAborted` for an error that C++ code raised because of an abort, as in DDP's backward pass.
@@ -353,8 +353,8 @@ class GroupManager:
         self._await(store, [f"here-{rank}" for rank in range(len(ranks))])
         with track_new_sockets() as sockets:
             group = self._patiently(functools.partial(self._make_inner, store, name, ranks, member))
-        backends = {id(each): each for each in (group._get_backend(torch.device(d)) for d in member.backends)}
-        aborts = [each.abort for each in backends.values() if each.name() == "nccl"]
+        backends = {id(backend): backend for backend in (group._get_backend(torch.device(d)) for d in member.backends)}
+        aborts = [backend.abort for backend in backends.values() if backend.name() == "nccl"]
         return BackendGroup(group, sockets, aborts)
 
     def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
@@ -431,8 +431,8 @@ def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any)
     if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
         yield from original(url, **options)
         return
-    told = dict(parse_qsl(urlsplit(url).query))
-    rank, world_size = (int(told.get(name.lower(), os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
+    query = dict(parse_qsl(urlsplit(url).query))
+    rank, world_size = (int(query.get(name.lower(), os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
     yield dist.PrefixStore("env", member.store), rank, world_size
 
 

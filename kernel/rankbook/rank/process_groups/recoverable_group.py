@@ -209,7 +209,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self.explain(cause)
         self._note_broken()
         self._inner.abort()
-        promised = [each.work for each in self.ledger.pending() if isinstance(each.work, FutureWork)]
+        promised = [call.work for call in self.ledger.pending() if isinstance(call.work, FutureWork)]
         if promised and self.waits_in_steps:
             timer = threading.Timer(ENDS_WITHIN, self._forsake, (self._inner, promised))
             timer.daemon = True
@@ -217,8 +217,8 @@ class RecoverableProcessGroup(dist.ProcessGroup):
 
     def _forsake(self, inner: BackendGroup, promised: list[FutureWork]) -> None:
         """Complete the futures that C++ still waits for with an empty tensor, on which DDP's reducer raises."""
-        for each in promised:
-            if each.forsake([torch.empty(0)]):
+        for work in promised:
+            if work.forsake([torch.empty(0)]):
                 self._forsaken = True
                 inner.leave_behind()
 

@@ -94,7 +94,7 @@ class FolderStore(dist.Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """See `torch.distributed.Store`: an empty `expected` also matches a key that is not set."""
-        old, new = (each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired))
+        old, new = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
         result = new
 
         def change(before: bytes | None) -> bytes | None:
@@ -188,11 +188,11 @@ class FolderStore(dist.Store):
 
 def _open_private(folder: Path) -> int:
     """Open a folder and create it and its parent if missing. Raise `PermissionError` if other users may enter it."""
-    for each in (folder.parent, folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-        status = each.lstat()
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(f"{each} is open to other users: expected a folder of this user with mode 0700")
+            raise PermissionError(f"{path} is open to other users: expected a folder of this user with mode 0700")
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 

@@ -59,14 +59,14 @@ def gather(tensor: _T) -> _T:
     state = PartialState()
     _prepare(state, "gather", tensor, describe)
     if not state.use_distributed:
-        return _map(lambda each: each if each.ndim else each[None], tensor)
-    given = [each for _, each in leaves(tensor)]
-    sent = [_sendable(each.detach() if each.ndim else each.detach()[None]).contiguous() for each in given]
+        return _map(lambda leaf: leaf if leaf.ndim else leaf[None], tensor)
+    given = [leaf for _, leaf in leaves(tensor)]
+    sent = [_sendable(leaf.detach() if leaf.ndim else leaf.detach()[None]).contiguous() for leaf in given]
     gathered: dict[int, torch.Tensor] = {}
-    for parcel in parcels(sent, [each.device for each in sent]):
+    for parcel in parcels(sent, [leaf.device for leaf in sent]):
         together = [sent[index] for index in parcel]
         gathered.update(zip(parcel, _gather(state, together), strict=True))
-    results = iter([gathered[index].to(each.device) for index, each in enumerate(given)])
+    results = iter([gathered[index].to(leaf.device) for index, leaf in enumerate(given)])
     return _map(lambda _: next(results), tensor)
 
 
@@ -93,10 +93,10 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
         f"reduction={reduction!r} is not there; use one of {', '.join(map(repr, REDUCTIONS))}" if unknown else None
     )
     _prepare(state, f"reduce({reduction!r})", tensor, describe, failure)
-    given = [each for _, each in leaves(tensor)]
-    summed = [_as_summed(each) for each in given]
+    given = [leaf for _, leaf in leaves(tensor)]
+    summed = [_as_summed(leaf) for leaf in given]
     if state.use_distributed:
-        for parcel in parcels(summed, [(each.device, each.dtype) for each in summed]):
+        for parcel in parcels(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
             if len(parcel) == 1:
                 dist.all_reduce(summed[parcel[0]], op=_OPS[reduction])
                 continue
@@ -105,7 +105,7 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
             together = [summed[index] for index in parcel]
             for index, piece in zip(parcel, split_like(flat, together), strict=True):
                 summed[index] = piece
-    results = iter([_finish(state, *each, reduction, scale) for each in zip(given, summed, strict=True)])
+    results = iter([_finish(state, *pair, reduction, scale) for pair in zip(given, summed, strict=True)])
     return _map(lambda _: next(results), tensor)
 
 
@@ -136,13 +136,13 @@ def broadcast(tensor: _T, from_process: int = 0) -> _T:
     state = PartialState()
     _prepare(state, f"broadcast(from {from_process})", tensor, describe, _no_such_rank(state, from_process))
     if state.use_distributed:
-        _map(lambda each: _broadcast(each, from_process), tensor)
+        _map(lambda leaf: _broadcast(leaf, from_process), tensor)
     return tensor
 
 
 def _broadcast(tensor: torch.Tensor, source: int) -> torch.Tensor:
-    own = tensor.detach()
-    rows = own if own.ndim else own[None]
+    detached = tensor.detach()
+    rows = detached if detached.ndim else detached[None]
     sent = _sendable(rows).contiguous()
     dist.broadcast(_as_sent(sent), src=source)
     if sent.data_ptr() != rows.data_ptr():  # `sent` is a copy: not contiguous, or on another device
@@ -158,14 +158,14 @@ def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_fir
     """
     state = PartialState()
     _prepare(state, f"pad_across_processes(dim={dim})", tensor, lambda data: str(map_leaves(_kind, data)))
-    padded = [each for _, each in leaves(tensor) if -each.ndim <= dim < each.ndim]
+    padded = [leaf for _, leaf in leaves(tensor) if -leaf.ndim <= dim < leaf.ndim]
     if not state.use_distributed or not padded:
         return tensor
-    sizes = torch.tensor([each.shape[dim] for each in padded], device=consistency.control_device())
+    sizes = torch.tensor([leaf.shape[dim] for leaf in padded], device=consistency.control_device())
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    wanted = iter(sizes.tolist())
+    longest = iter(sizes.tolist())
     return _map(
-        lambda each: _pad(each, dim, next(wanted), pad_index, pad_first) if -each.ndim <= dim < each.ndim else each,
+        lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first) if -leaf.ndim <= dim < leaf.ndim else leaf,
         tensor,
     )
 
@@ -175,11 +175,11 @@ def _kind(leaf: object) -> str:
 
 
 def _pad(tensor: torch.Tensor, dim: int, size: int, value: float, first: bool) -> torch.Tensor:
-    own = tensor.shape[dim]
-    if own == size:
+    length = tensor.shape[dim]
+    if length == size:
         return tensor
     shape = list(tensor.shape)
-    shape[dim] = size - own
+    shape[dim] = size - length
     padding = tensor.new_full(shape, value)
     return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
 
@@ -194,20 +194,20 @@ def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the established n
     if not state.use_distributed:
         return object
     items: list[Any] = []
-    for rank, each in enumerate(_exchange(state, object)):
-        if not hasattr(each, "__iter__"):
-            raise BadRequest(f"gather_object joins lists; rank {rank} has a {type(each).__name__}. Give it [object]")
-        items.extend(each)
+    for rank, objects in enumerate(_exchange(state, object)):
+        if not hasattr(objects, "__iter__"):
+            raise BadRequest(f"gather_object joins lists; rank {rank} has a {type(objects).__name__}. Give it [object]")
+        items.extend(objects)
     return items
 
 
 def _exchange(state: PartialState, value: object) -> list[Any]:
     rows: list[Any] = [None] * state.num_processes
     dist.all_gather_object(rows, _pickled(value))
-    failed = [f"rank {rank}: {each}" for rank, each in enumerate(rows) if isinstance(each, str)]
+    failed = [f"rank {rank}: {row}" for rank, row in enumerate(rows) if isinstance(row, str)]
     if failed:
         raise TransferError(f"gather_object: {'; '.join(failed)}")
-    return [pickle.loads(each) for each in rows]
+    return [pickle.loads(row) for row in rows]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -221,12 +221,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         raise BadRequest(f"broadcast_object_list: {failure}")
     if not state.use_distributed:
         return object_list
-    told: list[Any] = [_pickled(object_list) if state.process_index == from_process else None]
-    dist.broadcast_object_list(told, src=from_process)
-    if isinstance(told[0], str):
-        raise TransferError(f"broadcast_object_list: rank {from_process}: {told[0]}")
+    message: list[Any] = [_pickled(object_list) if state.process_index == from_process else None]
+    dist.broadcast_object_list(message, src=from_process)
+    if isinstance(message[0], str):
+        raise TransferError(f"broadcast_object_list: rank {from_process}: {message[0]}")
     if state.process_index != from_process:
-        object_list[:] = pickle.loads(told[0])
+        object_list[:] = pickle.loads(message[0])
     return object_list
 
 
@@ -241,7 +241,7 @@ def _pickled(value: object) -> bytes | str:
 def _prepare(state: PartialState, what: str, data: Any, words: Any, failure: str | None = None) -> None:  # noqa: ANN401 - anything
     """Check the arguments of a collective, and raise an error on every rank if they are invalid or differ."""
     if failure is None:
-        wrong = [f"{path or 'it'} is a {type(each).__name__}" for path, each in leaves(data) if not _is_tensor(each)]
+        wrong = [f"{path or 'it'} is a {type(leaf).__name__}" for path, leaf in leaves(data) if not _is_tensor(leaf)]
         if wrong:
             failure = f"takes tensors in lists, tuples, mappings and dataclasses; {', '.join(wrong[:3])}"
     if state.use_distributed and (state.debug or (state.checks and consistency.is_cheap())):
@@ -273,7 +273,11 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on a device for which the group has a backend."""
     group = dist.group.WORLD
-    if group is None or not group._device_types or tensor.device.type in {each.type for each in group._device_types}:
+    if (
+        group is None
+        or not group._device_types
+        or tensor.device.type in {device.type for device in group._device_types}
+    ):
         return tensor
     return tensor.to(consistency.control_device())
 
@@ -301,7 +305,7 @@ def parcels(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[
 
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of contiguous tensors, concatenated: uint8[sum of their bytes]."""
-    return torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def rows_from_bytes(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -309,18 +313,18 @@ def rows_from_bytes(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> lis
 
     Every tensor has the rows of all ranks in rank order.
     """
-    found, start = [], 0
-    for each in like:
-        piece = gathered[:, start : start + each.nbytes].flatten().clone()  # the copy is aligned for its dtype
-        found.append(piece.view(each.dtype).view(gathered.shape[0] * each.shape[0], *each.shape[1:]))
-        start += each.nbytes
-    return found
+    pieces, start = [], 0
+    for tensor in like:
+        piece = gathered[:, start : start + tensor.nbytes].flatten().clone()  # the copy is aligned for its dtype
+        pieces.append(piece.view(tensor.dtype).view(gathered.shape[0] * tensor.shape[0], *tensor.shape[1:]))
+        start += tensor.nbytes
+    return pieces
 
 
 def split_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Split a 1-d tensor into copies with the shapes of `like`."""
-    pieces = flat.split([each.numel() for each in like])
-    return [piece.clone().view(each.shape) for piece, each in zip(pieces, like, strict=True)]
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.clone().view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of the type of `gathered`
@@ -336,12 +340,12 @@ def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of
     if isinstance(gathered, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(gathered)):
         return [gathered[row] for row in _rows(len(gathered), share)]
     if isinstance(gathered, torch.Tensor):
-        wanted = _rows(gathered.shape[0], share)
-        if wanted == list(range(len(wanted))):
-            return gathered[: len(wanted)]
-        return gathered[torch.tensor(wanted, dtype=torch.long, device=gathered.device)]
+        rows = _rows(gathered.shape[0], share)
+        if rows == list(range(len(rows))):
+            return gathered[: len(rows)]
+        return gathered[torch.tensor(rows, dtype=torch.long, device=gathered.device)]
     if is_container(gathered):
-        return rebuild(gathered, {key: trim(each, share) for key, each in children(gathered)})
+        return rebuild(gathered, {key: trim(child, share) for key, child in children(gathered)})
     return gathered
 
 

@@ -47,16 +47,16 @@ def raise_if_any_failed(failure: str | None, level: int = 0) -> int:
     if worst < _LEVELS:
         return worst
     culprit = world_size - 1 - (worst - _LEVELS)
-    told: list[Any] = [failure]
-    dist.broadcast_object_list(told, src=culprit, device=control_device())
-    raise PeerFailed(f"rank {culprit} {told[0]}", culprit)
+    message: list[Any] = [failure]
+    dist.broadcast_object_list(message, src=culprit, device=control_device())
+    raise PeerFailed(f"rank {culprit} {message[0]}", culprit)
 
 
 def all_min(number: int) -> int:
     """Return the smallest `number` of all ranks. A collective."""
-    found = torch.tensor([number], device=control_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return int(found.item())
+    smallest = torch.tensor([number], device=control_device())
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest.item())
 
 
 def announce_failure(error: Exception) -> None:
@@ -88,13 +88,13 @@ def check_same(what: str, description: str, failure: str | None = None) -> None:
         return
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (what, description, failure))
-    failed = [f"rank {rank}: {each[2]}" for rank, each in enumerate(rows) if each[2] is not None]
+    failed = [f"rank {rank}: {row[2]}" for rank, row in enumerate(rows) if row[2] is not None]
     if failed:
-        culprits_call = next(each[0] for each in rows if each[2] is not None)
+        culprits_call = next(row[0] for row in rows if row[2] is not None)
         raise BadRequest(f"{culprits_call}: {'; '.join(failed)}")
-    if len({each[0] for each in rows}) > 1:
+    if len({row[0] for row in rows}) > 1:
         raise BadRequest(
             "the ranks call different operations: " + "; ".join(f"rank {r}: {e[0]}" for r, e in enumerate(rows))
         )
-    lines = "".join(f"\n  rank {rank}: {each[1]}" for rank, each in enumerate(rows))
+    lines = "".join(f"\n  rank {rank}: {row[1]}" for rank, row in enumerate(rows))
     raise BadRequest(f"{what}: the ranks bring different data:{lines}")

@@ -46,8 +46,8 @@ class CollectiveMethods(AcceleratorSettings):
         have left the loop; only the other ranks get its samples. Data that are not tensors are gathered as objects;
         `use_gather_object` sends tensors this way too.
         """
-        found = [each for _, each in leaves(input_data)]
-        as_objects = use_gather_object or not found or not all(isinstance(each, torch.Tensor) for each in found)
+        values = [leaf for _, leaf in leaves(input_data)]
+        as_objects = use_gather_object or not values or not all(isinstance(leaf, torch.Tensor) for leaf in values)
         if as_objects:
             return self._for_metrics_as_objects(input_data)
         return self._for_metrics(input_data)
@@ -56,7 +56,7 @@ class CollectiveMethods(AcceleratorSettings):
         share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
         if share is None:
             return self._without_replicas(collectives.gather(data))
-        data = map_leaves(lambda each: each if each.ndim else each[None], data)
+        data = map_leaves(lambda leaf: leaf if leaf.ndim else leaf[None], data)
         if len(share.ranks) < len(share.real):
             return self._from_those_with_a_batch(data, share)
         # The ranks' parts of this batch may differ in length, so pad before gathering and trim afterwards.
@@ -70,7 +70,7 @@ class CollectiveMethods(AcceleratorSettings):
             return self._from_those_with_a_batch(data, share)
         everyone = collectives.gather_object([data])
         longest = max(map(len, everyone))
-        rows = [row for each in everyone for row in (*each, *[None] * (longest - len(each)))]
+        rows = [row for objects in everyone for row in (*objects, *[None] * (longest - len(objects)))]
         return trim(self._without_replicas(rows), share)
 
     def _from_those_with_a_batch(self, data: Any, share: RoundPadding) -> Any:  # noqa: ANN401 - nested
@@ -80,20 +80,20 @@ class CollectiveMethods(AcceleratorSettings):
         every rank sends to its peers in turn.
         """
         replicas = self.num_processes // self.setup.data_parallel_size
-        own = self.process_index % replicas
-        peers = {part: part * replicas + own for part in share.ranks}
+        replica = self.process_index % replicas
+        peers = {part: part * replicas + replica for part in share.ranks}
         parts = []
         for part, rank in peers.items():
-            box = [map_leaves(lambda each: each.detach().cpu() if isinstance(each, torch.Tensor) else each, data)]
+            box = [map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, data)]
             if rank == self.process_index:
-                for other in peers.values():
-                    if other != rank:
-                        dist.send_object_list(box, dst=other)
+                for peer in peers.values():
+                    if peer != rank:
+                        dist.send_object_list(box, dst=peer)
             else:
                 dist.recv_object_list(box, src=rank)
             rows = share.real[part]
             parts.append(box[0] if rows == WHOLE else _first_rows(box[0], rows))
-        if isinstance(data, list) and not any(isinstance(each, torch.Tensor) for _, each in leaves(data)):
+        if isinstance(data, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(data)):
             return [row for part in parts for row in part]
         return send_to_device(concatenate(parts), self.device)
 
@@ -104,8 +104,8 @@ class CollectiveMethods(AcceleratorSettings):
             return gathered
         if isinstance(gathered, list):
             rows = len(gathered) // ranks
-            return [each for part in range(parts) for each in gathered[part * (ranks // parts) * rows :][:rows]]
-        return map_leaves(lambda each: each.unflatten(0, (parts, ranks // parts, -1))[:, 0].flatten(0, 1), gathered)
+            return [row for part in range(parts) for row in gathered[part * (ranks // parts) * rows :][:rows]]
+        return map_leaves(lambda tensor: tensor.unflatten(0, (parts, ranks // parts, -1))[:, 0].flatten(0, 1), gathered)
 
     # Execution on selected ranks
 
@@ -181,6 +181,6 @@ class CollectiveMethods(AcceleratorSettings):
 
 
 def _first_rows(data: Any, rows: int) -> Any:  # noqa: ANN401 - nested, or a list of objects
-    if isinstance(data, list) and not any(isinstance(each, torch.Tensor) for _, each in leaves(data)):
+    if isinstance(data, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(data)):
         return data[:rows]
-    return map_leaves(lambda each: each[:rows] if isinstance(each, torch.Tensor) else each, data)
+    return map_leaves(lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf, data)

@@ -88,7 +88,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:  # noqa: ANN40
     """Return the same containers with `function` applied to all leaves."""
     if not is_container(data):
         return function(data)
-    return rebuild(data, {key: map_leaves(function, each) for key, each in children(data)})
+    return rebuild(data, {key: map_leaves(function, child) for key, child in children(data)})
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
@@ -96,9 +96,9 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN
     if not is_container(data):
         yield path, data
         return
-    for key, each in children(data):
+    for key, child in children(data):
         step = f"[{key!r}]" if isinstance(data, Mapping | list | tuple) else f".{key}"
-        yield from leaves(each, path + step)
+        yield from leaves(child, path + step)
 
 
 def recursively_apply(
@@ -149,10 +149,10 @@ def _send(data: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     kind = type(data)
     if kind is dict:  # most batches are dicts, and a loader calls this for every batch: test for them first
         return {
-            key: each if key in skipped else _send(each, device, non_blocking, skipped) for key, each in data.items()
+            key: child if key in skipped else _send(child, device, non_blocking, skipped) for key, child in data.items()
         }
     if kind is list or kind is tuple:
-        return kind([_send(each, device, non_blocking, skipped) for each in data])
+        return kind([_send(child, device, non_blocking, skipped) for child in data])
     has_to = callable(getattr(data, "to", None)) and not isinstance(data, type)
     if has_to and not (skipped and isinstance(data, Mapping)):
         return _call_to(data, device, non_blocking)
@@ -162,8 +162,8 @@ def _send(data: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     return rebuild(
         data,
         {
-            key: each if by_name and key in skipped else _send(each, device, non_blocking, skipped)
-            for key, each in children(data)
+            key: child if by_name and key in skipped else _send(child, device, non_blocking, skipped)
+            for key, child in children(data)
         },
     )
 
@@ -183,7 +183,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:  # noqa: ANN401 - of 
     first = data[0]
     if is_container(first):
         return rebuild(
-            first, {key: concatenate([_child(each, key) for each in data], dim) for key, _ in children(first)}
+            first, {key: concatenate([_child(part, key) for part in data], dim) for key, _ in children(first)}
         )
     if not isinstance(first, torch.Tensor):
         raise BadRequest(f"only tensors can be concatenated, not {type(first).__name__}")
@@ -220,7 +220,7 @@ def convert_to_fp32(tensor: _T) -> _T:
     """Return the same containers with half precision tensors converted to float32."""
     half = (torch.float16, torch.bfloat16)
     result: _T = recursively_apply(
-        lambda each: each.float(), tensor, test_type=lambda each: is_tensor(each) and each.dtype in half
+        lambda leaf: leaf.float(), tensor, test_type=lambda leaf: is_tensor(leaf) and leaf.dtype in half
     )
     return result
 
@@ -232,8 +232,8 @@ def describe(data: Any) -> str:  # noqa: ANN401 - anything
     if not is_container(data):
         return type(data).__name__
     if isinstance(data, list):
-        return f"[{', '.join(describe(each) for each in data)}]"
+        return f"[{', '.join(describe(child) for child in data)}]"
     if isinstance(data, Mapping):
-        return f"{{{', '.join(f'{key!r}: {describe(each)}' for key, each in data.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {describe(child)}' for key, child in data.items())}}}"
     name = "" if type(data) is tuple else type(data).__name__
-    return f"{name}({', '.join(describe(each) for _, each in children(data))})"
+    return f"{name}({', '.join(describe(child) for _, child in children(data))})"

@@ -135,17 +135,17 @@ class MapBatchSampler:
         run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
         world_size, offset = self._numbered or (self.shard.num_processes, 0)
         alone = len(self.ranks) == 1
-        for each in self.shuffle.draw(self.shard.rounds(self.current.skip), self.current):
+        for round_ in self.shuffle.draw(self.shard.rounds(self.current.skip), self.current):
             for rank in self.ranks:
-                items = each.parts[rank]
+                items = round_.parts[rank]
                 if items is None and alone:
                     return
-                share, last = each.share, each.last[rank]
+                share, last = round_.share, round_.last[rank]
                 if self._numbered:
                     assert items is not None  # samples were distributed already: exactly one rank reads here
                     share = share_of_dealt(self.shard.sampler, len(items)) if last else None
-                number = each.number * world_size + rank + offset
-                yield BatchRequest(run, seed, epoch, each.number, rank, number, items, share, last)
+                number = round_.number * world_size + rank + offset
+                yield BatchRequest(run, seed, epoch, round_.number, rank, number, items, share, last)
 
     def __len__(self) -> int:
         return len(self.shard)

@@ -84,7 +84,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if rank:
             self._inbound = self._inbound or RecvChannel(self._group)
             return self._receive(self._inbound)
-        self._lanes = self._lanes or {other: SendChannel(other, self._group) for other in range(1, len(deal))}
+        self._lanes = self._lanes or {receiver: SendChannel(receiver, self._group) for receiver in range(1, len(deal))}
         return self._send(self._lanes, deal)
 
     def _deal(self) -> tuple[int, tuple[int, ...]]:
@@ -100,8 +100,8 @@ class DataLoaderDispatcher(PreparedLoader):
         lane.begin()
         while True:
             arrived, failure, ended = lane.receive()
-            for each in arrived:
-                yield each.batch, each.share, each.last
+            for fetched in arrived:
+                yield fetched.batch, fetched.share, fetched.last
             if failure is not None:
                 failure.throw()
             if ended:
@@ -128,10 +128,10 @@ class DataLoaderDispatcher(PreparedLoader):
             if following is not None:
                 for rank, lane in lanes.items():
                     lane.load(following.parcels[rank])
-            for each in posted:
-                each.wait()
-            for own in current.own:
-                yield own.batch, own.share, own.last
+            for request in posted:
+                request.wait()
+            for fetched in current.own:
+                yield fetched.batch, fetched.share, fetched.last
             if current.error is not None:
                 raise current.error
             current = following
@@ -150,12 +150,12 @@ class _Failure:
 
     def throw(self) -> None:
         """Raise the original exception, or a `PeerFailed` that describes it if it cannot be pickled."""
-        told = PeerFailed(f"rank 0 raised {self.text} while it read a batch for all ranks", 0)
+        cause = PeerFailed(f"rank 0 raised {self.text} while it read a batch for all ranks", 0)
         if self.pickled is None:
-            raise told
+            raise cause
         error: Exception = pickle.loads(self.pickled)
         error.add_note("Raised on rank 0, while it read a batch for all ranks")
-        raise error from told
+        raise error from cause
 
 
 class _Bundle:
@@ -168,7 +168,7 @@ class _Bundle:
     def __init__(
         self, rounds: list[list[FetchedBatch]], deal: tuple[int, ...], error: Exception | None, ended: bool
     ) -> None:
-        self.own = [each[deal[0]] for each in rounds if not each[deal[0]].absent]
+        self.own = [round_[deal[0]] for round_ in rounds if not round_[deal[0]].absent]
         self.error = error
         self.ended = ended or error is not None
         failure = None if error is None else _Failure(error)
@@ -178,7 +178,7 @@ class _Bundle:
             if part in packed:
                 self.parcels[rank] = packed[part].again()
                 continue
-            batches = [each[part] for each in rounds if not each[part].absent]
+            batches = [round_[part] for round_ in rounds if not round_[part].absent]
             self.parcels[rank] = packed[part] = pack((batches, failure, self.ended))
 
 
@@ -195,8 +195,8 @@ class _Reading:
         self._parts = parts
         self._deal = deal
         self._lanes = lanes
-        here = type(parts.inner) is DataLoader and not parts.inner.num_workers and slice_fn is None
-        self._collate = placing(parts.fetch) if here else None
+        in_process = type(parts.inner) is DataLoader and not parts.inner.num_workers and slice_fn is None
+        self._collate = placing(parts.fetch) if in_process else None
         self._rooms = {deal[rank]: lane.room for rank, lane in lanes.items() if deal.count(deal[rank]) == 1}
         self._slice_fn = slice_fn
         self._batches = iterate_local(parts)
@@ -224,7 +224,7 @@ class _Reading:
                 break
         bundle = self._packed(rounds, error)
         if rounds:
-            size = max(each.nbytes for each in bundle.parcels.values())
+            size = max(parcel.nbytes for parcel in bundle.parcels.values())
             self._rounds = min(_MOST_ROUNDS, max(1, _MOST_BYTES * len(rounds) // size))
         return bundle
 
@@ -236,11 +236,11 @@ class _Reading:
             if len(rounds) < 2:
                 return _Bundle([], self._deal, raised, True)
         good: list[list[FetchedBatch]] = []
-        for each in rounds:
-            alone = self._packed([each], None)
+        for round_ in rounds:
+            alone = self._packed([round_], None)
             if alone.error is not None:
                 return _Bundle(good, self._deal, alone.error, True)
-            good.append(each)
+            good.append(round_)
         return _Bundle(good, self._deal, error, self._ended)
 
     def _read(self) -> list[FetchedBatch]:
@@ -261,7 +261,7 @@ class _Reading:
         if self._parts.custom_iter:
             return self._filled(arrived)
         arrived += [NOTHING] * (ranks - len(arrived))
-        self._ended = self._ended or all(each.absent for each in arrived)
+        self._ended = self._ended or all(fetched.absent for fetched in arrived)
         return arrived
 
     def _filled(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
@@ -276,27 +276,29 @@ class _Reading:
         missing = ranks - len(arrived)
         last = missing > 0 or arrived[-1].last
         if not missing:
-            return [each._replace(last=last) for each in arrived]
+            return [fetched._replace(last=last) for fetched in arrived]
         even = self._parts.tickets.shard.even_batches
         present = tuple(range(ranks if even else len(arrived)))
         share = RoundPadding((WHOLE,) * len(arrived) + (0,) * missing, WHOLE, present)
         fill = self._first if even else [NOTHING]
         repeated = [fill[number % len(fill)] for number in range(missing)]
-        return [each if each.absent else each._replace(share=share, last=True) for each in (*arrived, *repeated)]
+        return [
+            fetched if fetched.absent else fetched._replace(share=share, last=True) for fetched in (*arrived, *repeated)
+        ]
 
     def _cut(self, arrived: list[FetchedBatch]) -> list[FetchedBatch]:
         """Replace the batches by what `slice_fn` cuts out of all of them, concatenated."""
         assert self._slice_fn is not None
-        present = [each for each in arrived if not each.absent]
+        present = [fetched for fetched in arrived if not fetched.absent]
         if not present:
             return arrived
-        whole, at, cut = concatenate([each.batch for each in present]), 0, []
-        for rank, each in enumerate(present):
-            end = at + find_batch_size(each.batch)
+        whole, at, cut = concatenate([fetched.batch for fetched in present]), 0, []
+        for rank, fetched in enumerate(present):
+            end = at + find_batch_size(fetched.batch)
             batch = self._slice_fn(
                 copy.copy(whole), slice(at, end), process_index=rank, num_processes=self._parts.num_processes
             )
-            cut.append(each._replace(batch=batch))
+            cut.append(fetched._replace(batch=batch))
             at = end
         return cut + arrived[len(present) :]
 
@@ -347,7 +349,7 @@ class SendChannel:
         The first large frame creates the memory and offers it to the receiver. It is used once the receiver has opened
         it, and given up if the receiver does not open it within some frames (for example from another container).
         """
-        needed = sum(each.numel() for each in parcel.large)
+        needed = sum(buffer.numel() for buffer in parcel.large)
         if not needed or not self._shares_host or needed > MOST_BYTES:
             return
         if self._slots is None or needed > self._slots.capacity:
@@ -418,7 +420,7 @@ class Collate:
     def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ANN401
         first = tensors[0]
         size = first.nbytes * len(tensors)
-        if size >= LARGE and self.room is not None and all(_is_like(each, first) for each in tensors):
+        if size >= LARGE and self.room is not None and all(_is_like(tensor, first) for tensor in tensors):
             memory = self.room(size)
             if memory is not None:
                 out = memory.view(first.dtype).view(len(tensors), *first.shape)

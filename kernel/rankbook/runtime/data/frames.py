@@ -52,7 +52,7 @@ class BatchFrame:
     @property
     def nbytes(self) -> int:
         """Bytes of the frame and the large buffers."""
-        return self.frame.numel() + sum(each.numel() for each in self.large)
+        return self.frame.numel() + sum(buffer.numel() for buffer in self.large)
 
     def again(self) -> BatchFrame:
         """Return a copy for another receiver. The copy has its own header and shares the large buffers."""
@@ -75,7 +75,7 @@ class BatchFrame:
             sent = [send(self.frame[:capacity])]
             if length > capacity:
                 sent.append(send(self.frame[capacity:]))
-        sent += [send(each) for each in self.large]
+        sent += [send(buffer) for buffer in self.large]
         return sent, next_capacity(length)
 
 
@@ -95,11 +95,11 @@ class _FramePickler(pickle.Pickler):
             return NotImplemented
         if thing.is_quantized or thing.is_conj() or thing.is_neg() or thing.device.type == "meta":
             return NotImplemented
-        here = thing.cpu().contiguous()
-        if not here.numel():
-            return _no_values, (here.dtype, tuple(here.shape))
-        flat = here if here.dtype in _KNOWN_TO_NUMPY else here.reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(flat.numpy().data), here.dtype, tuple(here.shape))
+        tensor = thing.cpu().contiguous()
+        if not tensor.numel():
+            return _no_values, (tensor.dtype, tuple(tensor.shape))
+        flat = tensor if tensor.dtype in _KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(flat.numpy().data), tensor.dtype, tuple(tensor.shape))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 - a buffer
@@ -114,20 +114,20 @@ def pack(thing: Any) -> BatchFrame:  # noqa: ANN401 - anything that can be pickl
     """Pack any picklable object into a frame. Raises what pickling raises."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    _FramePickler(stream, protocol=5, buffer_callback=lambda each: buffers.append(each.raw())).dump(thing)
+    _FramePickler(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())).dump(thing)
     body = stream.getbuffer()
     at = _START + 8 * len(buffers) + len(body)
     places: list[tuple[int, memoryview]] = []
     large: list[torch.Tensor] = []
     sizes = []
-    for each in buffers:
-        sizes.append(each.nbytes)
-        if each.nbytes >= LARGE:
-            large.append(_as_tensor(each))
+    for view in buffers:
+        sizes.append(view.nbytes)
+        if view.nbytes >= LARGE:
+            large.append(_as_tensor(view))
             continue
         at = -(-at // _ALIGNED) * _ALIGNED
-        places.append((at, each))
-        at += each.nbytes
+        places.append((at, view))
+        at += view.nbytes
     frame = torch.empty(at, dtype=torch.uint8)
     memory = frame.numpy().data
     _HEADER.pack_into(memory, 0, at, len(body), len(buffers))
@@ -135,8 +135,8 @@ def pack(thing: Any) -> BatchFrame:  # noqa: ANN401 - anything that can be pickl
     struct.pack_into(f"<{len(sizes)}Q", memory, _START, *sizes)
     start = _START + 8 * len(sizes)
     memory[start : start + len(body)] = body
-    for place, each in places:
-        memory[place : place + each.nbytes] = each
+    for place, view in places:
+        memory[place : place + view.nbytes] = view
     return BatchFrame(frame, large)
 
 
@@ -171,9 +171,9 @@ class FrameReader:
         large: list[torch.Tensor] = []
         for size in sizes:
             if size >= LARGE:
-                own = self.lent.take(size)
-                buffers.append(own.data)
-                large.append(torch.from_numpy(own))
+                array = self.lent.take(size)
+                buffers.append(array.data)
+                large.append(torch.from_numpy(array))
                 continue
             at = -(-at // _ALIGNED) * _ALIGNED
             buffers.append(memory[at : at + size])
@@ -182,14 +182,14 @@ class FrameReader:
         return pickle.loads(memory[start : start + body], buffers=buffers), next_capacity(length)
 
     def _fill(self, large: list[torch.Tensor], memory: Any, receive: Callable[[torch.Tensor], Any]) -> None:  # noqa: ANN401
-        slot, *told = _SHARED.unpack_from(memory, _HEADER.size)
+        slot, *fields = _SHARED.unpack_from(memory, _HEADER.size)
         if slot >= 0:
             assert self.opened is not None, "rank 0 fills no memory before it is opened"
             self.opened.empty(slot, large)
         else:
-            for each in large:
-                receive(each)
-        offer = SlotOffer(*told)
+            for buffer in large:
+                receive(buffer)
+        offer = SlotOffer(*fields)
         if offer != NO_OFFER:
             try:
                 self.opened = OpenedSlot(offer)
@@ -212,7 +212,7 @@ class BufferPool:
 
         Its memory returns to the pool once no tensor, array or view of it is left.
         """
-        fitting = [(each.nbytes, at) for at, each in enumerate(self._free) if size <= each.nbytes <= 2 * size]
+        fitting = [(array.nbytes, at) for at, array in enumerate(self._free) if size <= array.nbytes <= 2 * size]
         if fitting:
             piece = self._free.pop(min(fitting)[1])
         else:

@@ -74,19 +74,19 @@ class LoaderParts:
         inner = copy.copy(self.inner)  # the iterator and its workers belong to this process
         inner.__dict__["_iterator"] = None
         inner.__dict__.pop("_get_iterator", None)
-        here = _process()
-        on_own = here is not None and self.device == here.device
+        process = _process()
+        on_own = process is not None and self.device == process.device
         return {"fields": {**self.__dict__, "inner": inner}, "on_own_device": on_own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
-        here = _process()
-        if here is None:
+        process = _process()
+        if process is None:
             return
         if state["on_own_device"]:
-            self.device = here.device
-        if self.deal is not None and len(self.deal) == here.num_processes:
-            self.process_index = self.deal[here.process_index]
+            self.device = process.device
+        if self.deal is not None and len(self.deal) == process.num_processes:
+            self.process_index = self.deal[process.process_index]
             self.tickets.move_to(self.process_index)
 
 
@@ -273,9 +273,11 @@ class PreparedLoader(DataLoader[Any]):
 
 def _agreed(seed: int, epoch: int, skip: int) -> tuple[int, int, int]:
     """Return rank 0's values. A collective."""
-    told = torch.tensor([seed >> 32, seed & _LOW, epoch, skip], dtype=torch.int64, device=consistency.control_device())
-    dist.broadcast(told, src=0)
-    high, low, epoch, skip = told.tolist()
+    agreed = torch.tensor(
+        [seed >> 32, seed & _LOW, epoch, skip], dtype=torch.int64, device=consistency.control_device()
+    )
+    dist.broadcast(agreed, src=0)
+    high, low, epoch, skip = agreed.tolist()
     return high << 32 | low, epoch, skip
 
 
@@ -291,14 +293,14 @@ def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None
         return
     inner = parts.inner
     pinned = inner.pin_memory and torch.accelerator.is_available()
-    here = type(inner) is DataLoader and not inner.num_workers and not pinned
-    for each in _read_here(parts) if here else iter(inner):
-        if type(each) is not FetchedBatch:
-            yield each, None, False
+    in_process = type(inner) is DataLoader and not inner.num_workers and not pinned
+    for fetched in _read_here(parts) if in_process else iter(inner):
+        if type(fetched) is not FetchedBatch:
+            yield fetched, None, False
             continue
-        if each.absent and len(parts.tickets.ranks) == 1:
+        if fetched.absent and len(parts.tickets.ranks) == 1:
             return
-        yield each if each.absent else each.batch, each.share, each.last
+        yield fetched if fetched.absent else fetched.batch, fetched.share, fetched.last
 
 
 def _read_here(parts: LoaderParts) -> Iterator[Any]:
@@ -323,12 +325,12 @@ class BatchUnwrapper:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401 - a batch
-        each = next(self._iterator)
-        self.arrived = each if type(each) is FetchedBatch else None
+        fetched = next(self._iterator)
+        self.arrived = fetched if type(fetched) is FetchedBatch else None
         if self.arrived is not None and self.arrived.absent:
             raise StopIteration
         self.count += 1
-        return each if self.arrived is None else self.arrived.batch
+        return fetched if self.arrived is None else self.arrived.batch
 
     def _reset(self, loader: Any) -> None:  # noqa: ANN401 - called by torch for persistent workers
         self.count, self.arrived = 0, None

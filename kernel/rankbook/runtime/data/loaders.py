@@ -164,7 +164,7 @@ def data_parallel_layout(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a Devi
     parts = torch.zeros_like(layout)
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name not in {"tp", "cp"}:
-            shape = [-1 if each == axis else 1 for each in range(layout.dim())]
+            shape = [-1 if dimension == axis else 1 for dimension in range(layout.dim())]
             parts = parts * mesh.size(axis) + torch.arange(mesh.size(axis)).view(shape)
     return tuple(parts.flatten()[layout.flatten().argsort()].tolist())
 
@@ -188,7 +188,7 @@ def build_loader_parts(
     data_seed: int | None = None,
 ) -> LoaderParts:
     """Return the parts of the prepared loader for `source`. With `every_rank`, this process reads for all ranks."""
-    wanted = tuple(range(ranks)) if every_rank else (rank,)
+    served_ranks = tuple(range(ranks)) if every_rank else (rank,)
     even_batches = even_batches and ranks > 1  # even_batches has no effect on a single rank
     single = source.batch_sampler is None
     tickets: MapBatchSampler | IterableBatchSampler
@@ -199,14 +199,14 @@ def build_loader_parts(
         stream = IterableDatasetShard(
             source.dataset, size, bool(source.drop_last), ranks, rank, split_batches and not single, even_batches
         )
-        tickets, rows = IterableBatchSampler(stream, wanted), 0 if single else stream.rows
+        tickets, rows = IterableBatchSampler(stream, served_ranks), 0 if single else stream.rows
         keeps_state = stateful and not every_rank
         fetch = (StatefulIterable if keeps_state else IterableReader)(source.dataset, stream, source.collate_fn, single)
     else:
         shuffle = Shuffle(SingleItemSampler(source.sampler) if single else source.batch_sampler, seedable)
         generator = shuffle.own
         shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
-        tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, wanted, numbered)
+        tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, served_ranks, numbered)
         rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
         keeps_state = stateful and not every_rank and is_stateful(source.dataset)
         fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single)

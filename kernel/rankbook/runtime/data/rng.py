@@ -95,8 +95,12 @@ class BatchRng:
     def _search(self) -> None:
         self._searches += 1
         skip = {id(generator) for generator in self._skip}
-        found = [(name, _generator(held)) for name, held in find_generators(*self._roots) if id(held) not in skip]
-        self._generators = [*_GLOBAL, *[(name, generator) for name, generator in found if generator is not None]]
+        matches = [
+            (name, _generator(candidate))
+            for name, candidate in find_generators(*self._roots)
+            if id(candidate) not in skip
+        ]
+        self._generators = [*_GLOBAL, *[(name, generator) for name, generator in matches if generator is not None]]
 
     def __reduce__(self) -> tuple[Any, ...]:  # the generators found belong to this process
         return functools.partial(BatchRng, skip=self._skip), self._roots
@@ -250,10 +254,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     global _remembered
     _remembered = seed
-    own = stream_seed(seed, PartialState().process_index, "set_seed") >> 193 if device_specific else seed
-    random.seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002 - the global state has to be set
-    torch.manual_seed(own)
+    rank_seed = stream_seed(seed, PartialState().process_index, "set_seed") >> 193 if device_specific else seed
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % 2**32)  # noqa: NPY002 - the global state has to be set
+    torch.manual_seed(rank_seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -271,7 +275,7 @@ def run_seed() -> int:
 
 def check_rng_types(rng_types: Iterable[str] | None) -> list[str]:
     """Return `rng_types` as a list of names. Raises `BadRequest` for a name that is not in `RNG_TYPES`."""
-    names = [str(getattr(each, "value", each)) for each in rng_types or ()]
+    names = [str(getattr(rng_type, "value", rng_type)) for rng_type in rng_types or ()]
     for name in names:
         if name not in RNG_TYPES:
             raise BadRequest(f"rng type {name!r} is not known; use one of {', '.join(map(repr, RNG_TYPES))}")
@@ -288,9 +292,9 @@ def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator 
         raise BadRequest("rng type 'generator' asks for a generator: synchronize_rng_states(['generator'], generator)")
     if not PartialState().use_distributed or not names:
         return
-    told: list[Any] = [{name: _state(name, generator) for name in names} if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told, src=0, device=consistency.control_device())
-    for name, state in told[0].items():
+    message: list[Any] = [{name: _state(name, generator) for name in names} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0, device=consistency.control_device())
+    for name, state in message[0].items():
         _set_state(name, state, generator)
 
 

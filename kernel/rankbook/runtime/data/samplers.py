@@ -147,8 +147,8 @@ class BatchSamplerShard(BatchSampler):
         set_epoch_recursive(self.batch_sampler, epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for each in self.rounds():
-            part = each.parts[self.process_index]
+        for round_ in self.rounds():
+            part = round_.parts[self.process_index]
             if part is not None:
                 yield part  # type: ignore[misc]
 
@@ -260,8 +260,8 @@ def _runs(indices: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
 
 def set_epoch_recursive(sampler: Any, epoch: int) -> None:  # noqa: ANN401 - any sampler
     """Call `set_epoch` on a sampler and on the samplers that it wraps, if they have one."""
-    for each in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
-        if callable(set_epoch := getattr(each, "set_epoch", None)):
+    for layer in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
+        if callable(set_epoch := getattr(layer, "set_epoch", None)):
             set_epoch(epoch)
 
 
@@ -360,9 +360,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         `stream` starts with round `first`; `initial` are the samples of round 0, used to fill up the last round.
         """
         total = self.rows * self.num_processes
-        each = map(next, repeat(stream))  # `islice` would call `iter` again on a stream that is its own dataset
+        samples = map(next, repeat(stream))  # `islice` would call `iter` again on a stream that is its own dataset
         for number in count(first):
-            chunk = list(islice(each, total))
+            chunk = list(islice(samples, total))
             if not chunk:
                 return
             initial = initial or chunk
@@ -376,9 +376,9 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        for each in self.rounds(iter(self.dataset)):
-            if each.number % workers == turn:
-                yield from each.parts[self.process_index] or ()
+        for round_ in self.rounds(iter(self.dataset)):
+            if round_.number % workers == turn:
+                yield from round_.parts[self.process_index] or ()
 
     def __len__(self) -> int:
         """Return the number of this rank's samples. Raises TypeError if the dataset has no length."""

@@ -133,31 +133,33 @@ class SlotRing:
         Returns None if they do not fit, or no slot is free.
         """
         reserved, self._reserved = self._reserved, None
-        places, end = _places([each.numel() for each in buffers])
+        offsets, end = _places([buffer.numel() for buffer in buffers])
         if end > self.capacity:
             return None
         if reserved is not None:
             at = self._memory.data_ptr() + _HEAD + reserved * self.capacity
-            if [each.data_ptr() - at for each in buffers] == places:
+            if [buffer.data_ptr() - at for buffer in buffers] == offsets:
                 self._filled[reserved] += 1
                 return reserved
-        free = [each for each in self._free() if each != reserved]
+        free = [slot for slot in self._free() if slot != reserved]
         if not free:
             return None
         at = _HEAD + free[0] * self.capacity
-        for each, place in zip(buffers, places, strict=True):
-            self._memory[at + place : at + place + each.numel()].copy_(each)
+        for buffer, offset in zip(buffers, offsets, strict=True):
+            self._memory[at + offset : at + offset + buffer.numel()].copy_(buffer)
         self._filled[free[0]] += 1
         return free[0]
 
     def outside(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return `buffers` for sending as messages, with copies of those that lie in the shared memory."""
         start, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.numel()
-        return [each.clone() if start <= each.data_ptr() < end else each for each in buffers]
+        return [buffer.clone() if start <= buffer.data_ptr() < end else buffer for buffer in buffers]
 
     def _free(self) -> list[int]:
         return [
-            at for at, (ours, theirs) in enumerate(zip(self._filled, self._emptied(), strict=True)) if ours == theirs
+            at
+            for at, (filled, emptied) in enumerate(zip(self._filled, self._emptied(), strict=True))
+            if filled == emptied
         ]
 
     def _emptied(self) -> list[int]:
@@ -180,8 +182,8 @@ class OpenedSlot:
     def empty(self, slot: int, into: Sequence[torch.Tensor]) -> None:
         """Copy the content of `slot` to uint8 tensors `into`, and free the slot."""
         at = _HEAD + slot * self._capacity
-        for each, place in zip(into, _places([each.numel() for each in into])[0], strict=True):
-            each.copy_(self._memory[at + place : at + place + each.numel()])
+        for buffer, offset in zip(into, _places([buffer.numel() for buffer in into])[0], strict=True):
+            buffer.copy_(self._memory[at + offset : at + offset + buffer.numel()])
         place = _EMPTIED + slot * _NUMBER.size
         (count,) = _NUMBER.unpack(os.pread(self._descriptor, _NUMBER.size, place))
         os.pwrite(self._descriptor, _NUMBER.pack(count + 1), place)  # a system call, so the copies above are complete
@@ -189,11 +191,11 @@ class OpenedSlot:
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the offset of every buffer in a slot, and the end of the last one."""
-    places, end = [], 0
+    offsets, end = [], 0
     for size in sizes:
-        places.append(_aligned(end))
-        end = places[-1] + size
-    return places, end
+        offsets.append(_aligned(end))
+        end = offsets[-1] + size
+    return offsets, end
 
 
 def _aligned(at: int) -> int:

@@ -62,7 +62,7 @@ class StatefulIterable(IterableReader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the round of the latest request."""
-        state = next((each for number, each in self._states if number == self._at), None)
+        state = next((recorded for number, recorded in self._states if number == self._at), None)
         return {_ROUND: -1} if state is None else {_ROUND: self._at, "state": state, "start": self._start}
 
     def load_state_dict(self, state: object) -> None:
@@ -72,23 +72,23 @@ class StatefulIterable(IterableReader):
         self._states = ()
         if self._fresh is None:
             self._fresh = self._state_before()
-        told, shard = self.resume, self._shard
-        if told is None or told["run"] != ticket.run:
+        resume, shard = self.resume, self._shard
+        if resume is None or resume["run"] != ticket.run:
             self._start = self._begin_anew(self._fresh)
             self._stream = self._open(ticket)
             self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream)))
             return
-        self._start, first = told["start"], told["first"]
+        self._start, first = resume["start"], resume["first"]
         filled_up = shard.even_batches and not shard.drop_last
-        initial = self._first_samples(ticket, told["start"]) if filled_up else []
-        self._stream = self._open_at(ticket, told["state"])
+        initial = self._first_samples(ticket, resume["start"]) if filled_up else []
+        self._stream = self._open_at(ticket, resume["state"])
         self._at = first - 1
         self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
 
     def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        for each in super()._each(ticket, rounds, first):
-            self._states = (*self._states[-1:], (each[0], self._state()))
-            yield each
+        for dealt in super()._each(ticket, rounds, first):
+            self._states = (*self._states[-1:], (dealt[0], self._state()))
+            yield dealt
 
     def _begin_anew(self, fresh: dict[str, Any]) -> dict[str, Any]:
         """Return the state at the start of a pass for which no state was loaded.
@@ -178,14 +178,14 @@ def capture_state(
         return position.reader
     reading = not position.finished and position.wanted_epoch is None and inner._iterator is not None
     if isinstance(fetch, StatefulIterable):
-        told = _told_by_streams(inner.state_dict()) if reading else []
-        found = [each for each in told if each[_ROUND] == position.delivered - 1 and each["state"]]
-        return copy.deepcopy(found[0]) if found else None
-    said = {"place": list(place), "workers": inner.num_workers}
+        states = _told_by_streams(inner.state_dict()) if reading else []
+        matches = [entry for entry in states if entry[_ROUND] == position.delivered - 1 and entry["state"]]
+        return copy.deepcopy(matches[0]) if matches else None
+    header = {"place": list(place), "workers": inner.num_workers}
     if reading:
         state = copy.deepcopy(inner.state_dict())
-        return {**said, "delivered": position.delivered, "skip": skip, "state": state}
-    return None if inner.num_workers else {**said, "dataset": copy.deepcopy(fetch.state_dict())}
+        return {**header, "delivered": position.delivered, "skip": skip, "state": state}
+    return None if inner.num_workers else {**header, "dataset": copy.deepcopy(fetch.state_dict())}
 
 
 def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of any version
@@ -194,7 +194,7 @@ def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torc
         return []
     if _ROUND in state:
         return [state] if "state" in state else []
-    return [found for each in state.values() for found in _told_by_streams(each)]
+    return [stream_state for child in state.values() for stream_state in _told_by_streams(child)]
 
 
 def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
@@ -203,20 +203,20 @@ def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: Read
     `skip` is the number of rounds that all ranks leave out at the start, as rank 0 determined. The result is smaller if
     the restored state accounts for some of these rounds.
     """
-    told, stream = position.reader or {}, isinstance(fetch, StatefulIterable)
-    if stream != (_ROUND in told):
+    saved, stream = position.reader or {}, isinstance(fetch, StatefulIterable)
+    if stream != (_ROUND in saved):
         _warn("it is that of another kind of dataset", stream)
         return skip
     if stream:
         if skip != position.resume:
             _warn(f"it is that after {position.resume} rounds, and rank 0 continues after {skip}", stream)
             return skip
-        fetch.resume = {**told, "first": skip, "run": position.run + 1}
+        fetch.resume = {**saved, "first": skip, "run": position.run + 1}
         inner.__dict__["_iterator"] = None  # persistent workers do not have this state
         return skip
     now = {"place": list(place), "workers": inner.num_workers}
-    then = {name: told[name] for name in now}
-    if now != then or told.get("delivered", skip) != skip:
+    then = {name: saved[name] for name in now}
+    if now != then or saved.get("delivered", skip) != skip:
         (rank, ranks), (rank_now, ranks_now) = then["place"], now["place"]
         _warn(
             f"it is that of rank {rank} of {ranks} with {then['workers']} workers, and this is rank {rank_now} of "
@@ -224,11 +224,11 @@ def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: Read
             stream,
         )
         return skip
-    if "dataset" in told:
-        fetch.load_state_dict(copy.deepcopy(told["dataset"]))
+    if "dataset" in saved:
+        fetch.load_state_dict(copy.deepcopy(saved["dataset"]))
         return skip
-    inner.load_state_dict(copy.deepcopy(told["state"]))
-    return int(told["skip"])
+    inner.load_state_dict(copy.deepcopy(saved["state"]))
+    return int(saved["skip"])
 
 
 def _warn(why: str, stream: bool) -> None:

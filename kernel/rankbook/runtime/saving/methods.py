@@ -94,12 +94,14 @@ class SavingMethods(AcceleratorSettings):
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # noqa: ANN401 - anything with the two methods
         """Include `objects` in `save_state` and `load_state`, by their `state_dict` and `load_state_dict` methods."""
-        lacking = [each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
+        lacking = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if lacking:
-            names = ", ".join(type(each).__name__ for each in lacking)
+            names = ", ".join(type(item).__name__ for item in lacking)
             raise BadRequest(f"to be saved an object needs state_dict and load_state_dict, which {names} has not")
         # Register an object once: the user may run the cell again.
-        self._custom_objects += [each for each in objects if not any(each is known for known in self._custom_objects)]
+        self._custom_objects += [
+            item for item in objects if not any(item is registered for registered in self._custom_objects)
+        ]
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
@@ -152,17 +154,17 @@ class SavingMethods(AcceleratorSettings):
             consistency.check_same("save_state", f"the folder {folder}")
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
-        found = self._parts(self._models)
+        parts = self._parts(self._models)
         with self._told_to_all("save_state"):
-            before = {name: each.state_dict() for name, each in found.models.items()}
+            before = {name: model.state_dict() for name, model in parts.models.items()}
             states: list[Any] = list(before.values())
             for hook in tuple(self._save_hooks.values()):
                 hook(self._models, states, folder)
         # A hook may have removed states that it has saved itself, or replaced them.
-        names = {id(each): name for name, each in before.items()}
-        kept = {names.get(id(each), name): each for name, each in zip(before, states, strict=False)}
+        names = {id(state): name for name, state in before.items()}
+        remaining = {names.get(id(state), name): state for name, state in zip(before, states, strict=False)}
         limit = partial(training_state.keep_latest, self.project_configuration, Path(folder))
-        done = checkpoints.write_state(found, kept, folder, told=self._told_to_all, async_=async_, after=limit)
+        done = checkpoints.write_state(parts, remaining, folder, told=self._told_to_all, async_=async_, after=limit)
         if output_dir is None:
             self.project_configuration.iteration += 1
         return folder if isinstance(done, Saved) else done
@@ -206,11 +208,11 @@ class SavingMethods(AcceleratorSettings):
 
         others = {
             "scheduler": self._schedulers,
-            "loader": [each for each in self._dataloaders if hasattr(each, "state_dict")],
+            "loader": [loader for loader in self._dataloaders if hasattr(loader, "state_dict")],
             "custom_checkpoint": self._custom_objects,
             "scaler": [self.scaler] if self.scaler is not None else [],
         }
-        raw = [self.unwrap_model(each) for each in models]
+        raw = [self.unwrap_model(model) for model in models]
         return checkpoints.training_parts(raw, self._optimizers, others, self.process_index, self.num_processes)
 
     def _folder_to_write(self, given: str | os.PathLike[str] | None) -> str:
@@ -246,9 +248,9 @@ class SavingMethods(AcceleratorSettings):
                 raise failure
             return
         # Every rank reaches this collective, failed or not, so no rank waits for one that has raised.
-        told = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+        failures = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
         if failure is not None:
             raise failure
-        first = next((rank for rank, each in enumerate(told) if each is not None), None)
+        first = next((rank for rank, message in enumerate(failures) if message is not None), None)
         if first is not None:
-            raise BadRequest(f"{what} failed on rank {first}: {told[first]}")
+            raise BadRequest(f"{what} failed on rank {first}: {failures[first]}")

@@ -33,10 +33,10 @@ _DRAFT = ".writing"
 
 def size_of(given: int | str) -> int:
     """Return the number of bytes in "10GB", "200MiB" or a number. Raises `BadRequest` for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(given).strip().upper())
-    if found is None or found[2] not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(given).strip().upper())
+    if match is None or match[2] not in _UNITS or not float(match[1]):
         raise BadRequest(f'max_shard_size={given!r}: a number of bytes, or such as "200MB" or "10GB"')
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -78,28 +78,28 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise BadRequest(f"save_model writes tensors, which {', '.join(others)} is not; save_state stores all of it")
     seen: set[int] = set()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         owner = owners.get(name, id(value))
         if owner not in seen:
             seen.add(owner)
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def shards(state: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
     """Group the tensors into files of at most `most` bytes; a larger tensor has a file of its own."""
-    found: list[list[str]] = [[]]
-    held = 0
+    groups: list[list[str]] = [[]]
+    total = 0
     for name, value in state.items():
         size = value.numel() * value.element_size()
-        if found[-1] and held + size > most:
-            found.append([])
-            held = 0
-        found[-1].append(name)
-        held += size
+        if groups[-1] and total + size > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
     # Sort by element size, descending: so every tensor starts at a multiple of its element size.
-    return [sorted(names, key=lambda name: -state[name].element_size()) for names in found]
+    return [sorted(names, key=lambda name: -state[name].element_size()) for names in groups]
 
 
 def write_model(
@@ -134,7 +134,7 @@ def write_model(
 
 def write_file(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
     """Write a dict of full tensors as one safetensors file. Raises `BadRequest` for other objects, and OSError."""
-    if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise BadRequest("safe_serialization=True writes a dict of tensors, and nothing else")
     ((*names,),) = shards(state, sys.maxsize)
     storage.write(name + _DRAFT, _safe(_head(state, names), _wholes(state, names)))
@@ -169,8 +169,8 @@ def _wholes(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator
 
 
 def _head(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> bytes:
-    held = {name: (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape)) for name in names}
-    return safetensors.encode_header(held, {"format": "pt"})
+    entries = {name: (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape)) for name in names}
+    return safetensors.encode_header(entries, {"format": "pt"})
 
 
 def _safe(head: bytes, wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:

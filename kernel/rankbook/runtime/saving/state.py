@@ -70,12 +70,12 @@ def training_parts(
     world_size: int,
 ) -> TrainingParts:
     """Name the objects ("model", "model_1" and so on) and return them. `others` are lists by kind."""
-    objects = {name: each for kind, things in others.items() for name, each in _named(kind, things).items()}
+    objects = {name: item for kind, items in others.items() for name, item in _named(kind, items).items()}
     return TrainingParts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
 
 
 def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
-    return {f"{kind}_{number}" if number else kind: each for number, each in enumerate(things)}
+    return {f"{kind}_{number}" if number else kind: item for number, item in enumerate(things)}
 
 
 @dataclass
@@ -93,12 +93,12 @@ class Folder(CheckpointLocation):
 
 
 def _carry_over(folder: Path, draft: Path) -> None:
-    for each in folder.iterdir() if folder.is_dir() else ():
-        if _OWN_FILE.fullmatch(each.name) is None:
-            if each.is_dir() and not each.is_symlink():
-                shutil.copytree(each, draft / each.name, symlinks=True, copy_function=_linked)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _OWN_FILE.fullmatch(path.name) is None:
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, draft / path.name, symlinks=True, copy_function=_linked)
             else:
-                _linked(each, draft / each.name)
+                _linked(path, draft / path.name)
 
 
 def _linked(source: str | Path, target: str | Path) -> None:
@@ -131,20 +131,20 @@ def write_state(
 ) -> Saved | SaveHandle:
     """Save all objects, with `states` for the models, replacing the content of the folder. A collective."""
     with told("save_state"):
-        objects = {name: each.state_dict() for name, each in found.objects.items()}
+        objects = {name: item.state_dict() for name, item in found.objects.items()}
         random = training_state.random_state()
     state = {
         **sharded_state_dicts(found.models, found.optimizers, states=states),
-        "objects": {name: ShardedObject(name, each, (1,), (0,), found.rank) for name, each in objects.items()},
+        "objects": {name: ShardedObject(name, value, (1,), (0,), found.rank) for name, value in objects.items()},
         "readers": {
-            name: ShardedObject(name, each, (found.world_size,), (found.rank,)) for name, each in _readers(objects)
+            name: ShardedObject(name, value, (found.world_size,), (found.rank,)) for name, value in _readers(objects)
         },
         _RANDOM: ShardedObject(_RANDOM, random, (found.world_size,), (found.rank,)),
     }
     above, name = split_folder(folder)
     place = Folder(storage_of(above), above, name=name, after=after)
-    kept = [each for each in found.names if each in states or each not in found.models]
-    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": kept}}, async_=async_)
+    parts = [part for part in found.names if part in states or part not in found.models]
+    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": parts}}, async_=async_)
 
 
 def read_state(
@@ -159,38 +159,38 @@ def read_state(
         manifest = load_metadata(folder)
         _check(found, manifest, folder)
     objects = load(_objects(found, manifest), folder, allow=allow)
-    wanted = sharded_state_dicts(found.models, found.optimizers)
+    requested = sharded_state_dicts(found.models, found.optimizers)
     with told("load_state"):
-        wanted = _stored(wanted, manifest, folder, strict=strict)
-    prepared = prepare_load(wanted, folder, allow=allow)
+        requested = _stored(requested, manifest, folder, strict=strict)
+    prepared = prepare_load(requested, folder, allow=allow)
     with told("load_state"):  # a loader may refuse this world size, before anything else has changed
-        for name, each in found.objects.items():
+        for name, item in found.objects.items():
             if name.partition("_")[0] == "loader":
-                own = objects.get(f"{name}.reader")
-                each.load_state_dict(objects[name] if own is None else {**objects[name], "reader": own})
+                reader = objects.get(f"{name}.reader")
+                item.load_state_dict(objects[name] if reader is None else {**objects[name], "reader": reader})
     loaded = prepared.fill()
     with told("load_state"):
         load_sharded_state_dicts(found.models, found.optimizers, loaded)
-        for name, each in found.objects.items():
+        for name, item in found.objects.items():
             if name.partition("_")[0] != "loader" and name in objects:  # the scaler of fp16 may start without a state
-                each.load_state_dict(objects[name])
+                item.load_state_dict(objects[name])
         if objects.get(_RANDOM) is not None:
             training_state.restore_random_state(objects[_RANDOM])
 
 
 def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the dataset states of the loaders that have one, by name."""
-    loaders = [(name, each) for name, each in objects.items() if name.partition("_")[0] == "loader"]
-    return [(f"{name}.reader", each["reader"]) for name, each in loaders if "reader" in each]
+    loaders = [(name, state) for name, state in objects.items() if name.partition("_")[0] == "loader"]
+    return [(f"{name}.reader", state["reader"]) for name, state in loaders if "reader" in state]
 
 
 def existing_folder(folder: str) -> str:
     """Return the folder that contains the checkpoint. Raises `BadRequest` if there is none."""
     above, name = split_folder(folder)
     storage = storage_of(above)
-    for each in (name, f"{name}{ASIDE}"):  # aside: a save was killed while it replaced the checkpoint
-        if is_checkpoint(storage.list(each)):
-            return f"{above}/{each}"
+    for candidate in (name, f"{name}{ASIDE}"):  # aside: a save was killed while it replaced the checkpoint
+        if is_checkpoint(storage.list(candidate)):
+            return f"{above}/{candidate}"
     if "model.pt" in storage.list(name):
         raise BadRequest(f"{folder} was written by a Rankbook before checkpoints were sharded, and cannot be read")
     raise BadRequest(f"there is no checkpoint {folder}")
@@ -210,15 +210,21 @@ def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
 
     The scaler of fp16 is optional, and a rank beyond the saved world size has no random state to load.
     """
-    wanted = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
-    wanted[_RANDOM] = ShardedObject(_RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),))
+    requests = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
+    requests[_RANDOM] = ShardedObject(
+        _RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),)
+    )
     if found.rank >= manifest.world_size:
-        del wanted[_RANDOM]
+        del requests[_RANDOM]
     if found.world_size == manifest.world_size:
         readers = {f"{name}.reader" for name in found.objects}
-        wanted |= {name: ShardedObject(name, None, (found.world_size,), (found.rank,)) for name in readers}
-    optional = {name for name in wanted if name == "scaler" or name.endswith(".reader")}
-    return {name: each for name, each in wanted.items() if name not in optional or each.unique_key in manifest.objects}
+        requests |= {name: ShardedObject(name, None, (found.world_size,), (found.rank,)) for name in readers}
+    optional = {name for name in requests if name == "scaler" or name.endswith(".reader")}
+    return {
+        name: request
+        for name, request in requests.items()
+        if name not in optional or request.unique_key in manifest.objects
+    }
 
 
 def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
@@ -232,23 +238,25 @@ def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: 
         return not hasattr(entry, "key") or getattr(entry, "unique_key", entry.key) in stored
 
     for name, entries in wanted["models"].items():
-        lacking = sorted(each for each, entry in entries.items() if not known(entry))
-        own = {f"{name}.{each}" for each in entries}
-        surplus = sorted(each for each in stored if each.startswith(f"{name}.") and _plain(each, manifest) not in own)
+        lacking = sorted(key for key, entry in entries.items() if not known(entry))
+        model_keys = {f"{name}.{key}" for key in entries}
+        surplus = sorted(
+            key for key in stored if key.startswith(f"{name}.") and _plain(key, manifest) not in model_keys
+        )
         if strict and (lacking or surplus):
-            said = [
-                f"{what}: {', '.join(map(repr, keys[:8]))}" + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
-                for what, keys in (("it has no", lacking), ("only it has", surplus))
+            gaps = [
+                f"{phrase}: {', '.join(map(repr, keys[:8]))}" + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+                for phrase, keys in (("it has no", lacking), ("only it has", surplus))
                 if keys
             ]
             raise CheckpointingException(
-                f"{folder} does not fit the {name.replace('_', ' ')}; {'; '.join(said)}. strict=False loads the rest"
+                f"{folder} does not fit the {name.replace('_', ' ')}; {'; '.join(gaps)}. strict=False loads the rest"
             )
-        wanted["models"][name] = {each: entry for each, entry in entries.items() if known(entry)}
+        wanted["models"][name] = {key: entry for key, entry in entries.items() if known(entry)}
     for optimizer in wanted["optimizers"].values():
         for values in optimizer["state"].values():
-            for what in [what for what, entry in values.items() if not known(entry)]:
-                del values[what]
+            for quantity in [quantity for quantity, entry in values.items() if not known(entry)]:
+                del values[quantity]
         optimizer["state"] = {name: values for name, values in optimizer["state"].items() if values}
     return wanted
 

@@ -30,14 +30,14 @@ def random_state() -> dict[str, Any]:
     import numpy as np
 
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from this state
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "random": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -62,8 +62,8 @@ def write_object(value: object, file: Path) -> None:
 
 def numbered_folders(project: ProjectConfiguration) -> list[Path]:
     """Return the project's complete numbered checkpoints, oldest first."""
-    found = [each for each in project.checkpoints.glob("checkpoint_*") if number_of(each) is not None]
-    return sorted((each for each in found if is_complete(each)), key=lambda each: number_of(each) or 0)
+    folders = [folder for folder in project.checkpoints.glob("checkpoint_*") if number_of(folder) is not None]
+    return sorted((folder for folder in folders if is_complete(folder)), key=lambda folder: number_of(folder) or 0)
 
 
 def number_of(folder: Path) -> int | None:
@@ -79,10 +79,10 @@ def is_complete(folder: Path) -> bool:
 
 def latest_folder(project: ProjectConfiguration) -> Path:
     """Return the project's latest numbered checkpoint. Raises `BadRequest` if there is none."""
-    found = numbered_folders(project)
-    if not found:
+    folders = numbered_folders(project)
+    if not folders:
         raise BadRequest(f"there is no checkpoint in {project.checkpoints}: give load_state a folder")
-    return found[-1]
+    return folders[-1]
 
 
 def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
@@ -98,8 +98,8 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     from rankbook.checkpoint.storage.local import LocalStorage
 
     storage = LocalStorage(folder)
-    drafts = [each for each in folder.glob("checkpoint_*.partial") if number_of(each.with_suffix("")) is not None]
-    claims = [each.with_suffix("") for each in folder.glob(f"checkpoint_*{steps.PARTIAL}{steps.OWNER}")]
+    drafts = [path for path in folder.glob("checkpoint_*.partial") if number_of(path.with_suffix("")) is not None]
+    claims = [path.with_suffix("") for path in folder.glob(f"checkpoint_*{steps.PARTIAL}{steps.OWNER}")]
     gone = [
         folder / name
         for draft in dict.fromkeys([*drafts, *claims])
@@ -107,11 +107,11 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
         for name in (draft.name, draft.name + steps.OWNER)
     ]
     if project.total_limit is not None:
-        others = [each for each in numbered_folders(project) if each != newest]
+        others = [path for path in numbered_folders(project) if path != newest]
         gone += others[: max(0, len(others) + 1 - project.total_limit)]
-    for each in gone:
+    for path in gone:
         with contextlib.suppress(OSError):
-            storage.remove(each.name)
+            storage.remove(path.name)
 
 
 def register_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:

@@ -95,13 +95,13 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
         _make_alone()
     world = dist.group.WORLD
     key = (device_type, tuple(sizes.items()))
-    found = _meshes.get(key)
-    if found is None or found[0] is not world:
-        for stale in [each for each, (group, _) in _meshes.items() if group is not world]:
+    entry = _meshes.get(key)
+    if entry is None or entry[0] is not world:
+        for stale in [mesh_key for mesh_key, (group, _) in _meshes.items() if group is not world]:
             del _meshes[stale]
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _meshes[key] = found = (world, mesh)
-    return found[1]
+        _meshes[key] = entry = (world, mesh)
+    return entry[1]
 
 
 def _make_alone() -> None:
@@ -133,7 +133,7 @@ def unshard_module(model: nn.Module) -> None:
     if isinstance(model, FSDPModule):
         model.reshard()
     whole: dict[nn.Parameter, nn.Parameter] = {}
-    states = {id(state): state for each in model.modules() if (state := _state_of(each)) is not None}
+    states = {id(state): state for submodule in model.modules() if (state := _state_of(submodule)) is not None}
     gathered = [
         (module, name, _whole(parameter, whole))
         for module in model.modules()
@@ -151,8 +151,8 @@ def unshard_module(model: nn.Module) -> None:
             ):
                 for handle in handles.values():
                     handle.remove()
-        for each in _parameters_of(state):
-            each._post_load_hook_handle.remove()
+        for shard in _parameters_of(state):
+            shard._post_load_hook_handle.remove()
     for module, name, parameter in gathered:
         module._parameters[name] = parameter
     for module in model.modules():
@@ -176,8 +176,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def drop_unreduced(model: nn.Module) -> None:
     """Discard the gradients that the shards of `model` have accumulated on this rank and not reduced."""
-    for each in model.modules():
-        state = _state_of(each)
+    for module in model.modules():
+        state = _state_of(module)
         for parameter in _parameters_of(state) if state is not None else ():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -196,7 +196,7 @@ def _groups_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
 
 
 def _parameters_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
-    return [each for group in _groups_of(state) for each in group.fsdp_params]
+    return [parameter for group in _groups_of(state) for parameter in group.fsdp_params]
 
 
 def _forget(module: nn.Module) -> None:
@@ -204,5 +204,5 @@ def _forget(module: nn.Module) -> None:
     for mark in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *_MARKS):
         module.__dict__.pop(mark, None)
     module.__class__ = next(
-        each for each in type(module).__mro__[1:] if not issubclass(each, FSDPModule) and issubclass(each, nn.Module)
+        base for base in type(module).__mro__[1:] if not issubclass(base, FSDPModule) and issubclass(base, nn.Module)
     )

@@ -37,7 +37,7 @@ class DataParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap `model` in DDP. A model without trainable parameters is returned as it is: DDP would refuse it."""
-        if not any(each.requires_grad for each in model.parameters()):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         handler = self.setup.handlers.ddp
         options = {name: value for name, value in handler.to_kwargs().items() if not name.startswith("comm_")}

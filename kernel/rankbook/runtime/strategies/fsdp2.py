@@ -81,9 +81,9 @@ class FullyShardedDataParallel(Strategy):
 def copy_from_first(model: nn.Module) -> None:
     """Broadcast rank 0's weights, so that the shards of all ranks belong to the same model. A collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for each in (*model.parameters(), *model.buffers()):
-            if each.device.type != "meta" and not isinstance(each, DTensor):
-                dist.broadcast(each.detach(), 0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type != "meta" and not isinstance(tensor, DTensor):
+                dist.broadcast(tensor.detach(), 0)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -99,20 +99,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
     units = list(_units(model, plugin))
     if plugin.activation_checkpointing:
         _checkpoint_activations(units)
-    for each in units:
-        fully_shard(each, **options)
+    for unit in units:
+        fully_shard(unit, **options)
     fully_shard(model, **options)
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
     """Yield the modules that are sharded and gathered as units of their own, innermost first."""
-    wanted = _wanted(plugin)
-    if wanted is None:
+    is_unit = _wanted(plugin)
+    if is_unit is None:
         return
-    below = [each for each in model.modules() if each is not model and not isinstance(each, FSDPModule)]
-    for each in reversed(below):
-        if wanted(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict):
-            yield each
+    below = [module for module in model.modules() if module is not model and not isinstance(module, FSDPModule)]
+    for module in reversed(below):
+        if is_unit(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield module
 
 
 def _wanted(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool] | None:
@@ -121,7 +121,7 @@ def _wanted(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], boo
         return None
     if policy == "size_based_wrap":
         enough = plugin.min_num_params or _ENOUGH
-        return lambda module: sum(each.numel() for each in module.parameters()) >= enough
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) >= enough
     if policy == "transformer_based_wrap":
         names = set(plugin.transformer_cls_names_to_wrap or ())
         return lambda module: type(module).__name__ in names
@@ -134,8 +134,8 @@ def _checkpoint_activations(units: list[nn.Module]) -> None:
         raise BadRequest("activation_checkpointing needs an auto_wrap_policy: it says which blocks are run again")
     from torch.distributed._composable import checkpoint
 
-    for each in units:
-        checkpoint(each)
+    for unit in units:
+        checkpoint(unit)
 
 
 def _ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
@@ -143,10 +143,10 @@ def _ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin
     if ignored is None:
         return set()
     if isinstance(ignored, str):
-        modules = [each for name, each in model.named_modules() if re.fullmatch(ignored, name)]
+        modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
     else:
         modules = list(ignored)
-    return {parameter for each in modules for parameter in each.parameters()}
+    return {parameter for module in modules for parameter in module.parameters()}
 
 
 def _policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:

@@ -83,10 +83,10 @@ def read_plan(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Paral
     for pattern, style in chosen.items():
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
             raise BadRequest(f"the tensor-parallel plan has {style!r} for {pattern!r}; it knows {sorted(_STYLES)}")
-        found = fnmatch.filter(names, pattern)
-        if not found:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
             raise BadRequest(f"the tensor-parallel plan names {pattern!r}, and {kind} has no such module")
-        plan |= {name: style if isinstance(style, ParallelStyle) else _STYLES[style]() for name in found}
+        plan |= {name: style if isinstance(style, ParallelStyle) else _STYLES[style]() for name in matches}
     return plan
 
 
@@ -99,4 +99,4 @@ def _new_hooks(model: nn.Module, old: set[tuple[int, int]]) -> list[tuple[dict[i
 
 
 def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
-    return [table for each in model.modules() for table in (each._forward_pre_hooks, each._forward_hooks)]
+    return [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
