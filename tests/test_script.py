@@ -221,8 +221,8 @@ cluster = rankbook.start(2)
 try:
     cluster.run("import time\nopen(f'running-{rank}', 'w').close()\ntime.sleep(600)")
 except KeyboardInterrupt:
-    print("interrupted", [each.state for each in cluster.status()])
     print(cluster.run("1 + rank").text(1))
+    print("interrupted", [each.state for each in cluster.status()])
     raise
 """
 
@@ -232,7 +232,7 @@ def test_ctrl_c_interrupts_the_ranks_and_then_the_script(run, tmp_path):
     wait_until(lambda: len(list(tmp_path.glob("running-*"))) == 2, timeout=30, what="both ranks run")
     script.process.send_signal(signal.SIGINT)
     assert script.wait_end() == -signal.SIGINT
-    assert script.text.startswith("interrupted ['idle', 'idle']\n2\nTraceback")
+    assert script.text.startswith("2\ninterrupted ['idle', 'idle']\nTraceback")
     assert "KeyboardInterrupt" in script.text
 
 

@@ -137,7 +137,7 @@ def test_the_torch_environment_contract_is_set(loaded):
         "%%distributed\ndist.destroy_process_group()\ndist.init_process_group('gloo')\nt = torch.ones(1)\n"
         "dist.all_reduce(t)\nprint(t.item(), dist.get_world_size(), type(dist.group.WORLD).__name__)"
     )
-    assert "[0-1] 2.0 2 RecoverableGroup" in loaded.ok(again).stdout
+    assert "[0-1] 2.0 2 RecoverableProcessGroup" in loaded.ok(again).stdout
 
 
 def test_folder_environment_and_path_of_the_notebook_reach_the_ranks(loaded, tmp_path):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from rankbook.runtime import *
 from rankbook.runtime.gradient_state import window
-from rankbook.runtime.prepare import registry
+from rankbook.runtime import prepared
 torch.set_num_threads(1)
 
 def make():
@@ -103,7 +103,7 @@ def test_prepared_objects_go_on_after_an_error_at_any_moment_of_a_step(cluster, 
         with pytest.raises(CellError, match=r"in the step|broke off|aborted"):
             cluster.run(code, timeout=30)
         cluster.run("check()", timeout=30)
-    assert cluster.run("registry.count()").text(0) == "1"
+    assert cluster.run("prepared.count_prepared()").text(0) == "1"
 
 
 def test_an_error_while_preparing_leaves_the_model_to_be_prepared_again(cluster):

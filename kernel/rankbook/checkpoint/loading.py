@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
-from rankbook.checkpoint.format import dcp_metadata, torch_zip
+from rankbook.checkpoint.format import dcp_metadata, torch_blobs
 from rankbook.checkpoint.format.checksums import crc32
 from rankbook.checkpoint.format.manifest import MANIFEST, PIECE, Manifest, StoredObject
 from rankbook.checkpoint.format.structure import decode, sizes_match
@@ -620,7 +620,7 @@ class CheckpointRead:
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # omit torch's page of advice
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
-                names = torch_zip.unsafe_globals(data) or [named[1]]
+                names = torch_blobs.unsafe_globals(data) or [named[1]]
                 raise kind(
                     f"holds {', '.join(names)}, which may run code when it is loaded: if you trust it, give that to "
                     f"allow={names}"

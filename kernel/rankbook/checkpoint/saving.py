@@ -99,7 +99,7 @@ from torch.distributed.checkpoint.metadata import (
 from rankbook.checkpoint import async_save
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
-from rankbook.checkpoint.format import torch_zip
+from rankbook.checkpoint.format import torch_blobs
 from rankbook.checkpoint.format.checksums import crc32, whole
 from rankbook.checkpoint.format.manifest import (
     MANIFEST,
@@ -272,9 +272,9 @@ class Writer:
         at = 0
         for number in assignment.tensors:
             tensor = self._contents.tensors[number]
-            envelope = torch_zip.make_envelope(tensor.data.dtype, tensor.local_shape)
+            envelope = torch_blobs.make_envelope(tensor.data.dtype, tensor.local_shape)
             yield envelope.before
-            data = torch_zip.raw_bytes(tensor.data)
+            data = torch_blobs.raw_bytes(tensor.data)
             pieces = []
             for begin in range(0, len(data), PIECE):
                 piece = data[begin : begin + PIECE]
@@ -377,10 +377,10 @@ def _tell_unsafe(what: str, blob: bytes) -> None:
     """
     if len(blob) > MOST_LOOKED_AT or what in _told_unsafe:
         return
-    if names := torch_zip.unsafe_globals(blob):
+    if names := torch_blobs.unsafe_globals(blob):
         _told_unsafe.add(what)
         advice = f"a load takes it with allow={names} only"
-        if never := torch_zip.NEVER.intersection(names):
+        if never := torch_blobs.NEVER.intersection(names):
             advice = f"torch cannot load {' and '.join(sorted(never))} again, allowed or not: make it a list or a dict"
         logger.warning(
             "%s holds %s. It is stored, and %s; numbers, strings, tensors, and dicts, lists and tuples of them are "

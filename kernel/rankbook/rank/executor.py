@@ -62,7 +62,7 @@ from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom
 from rankbook.rank.inspect.completion import CompletionHandler
-from rankbook.rank.inspect.query_handlers import QueryThreads, answer_in_thread
+from rankbook.rank.inspect.query_threads import QueryThreads, answer_in_thread
 from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
 from rankbook.rank.process_groups.manager import GroupManager

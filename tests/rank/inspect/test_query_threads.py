@@ -6,7 +6,7 @@ import queue
 import threading
 
 from rankbook.protocol.queries import GetStatus, QueryFailed
-from rankbook.rank.inspect.query_handlers import QueryThreads
+from rankbook.rank.inspect.query_threads import QueryThreads
 from tests.conftest import wait_until
 
 

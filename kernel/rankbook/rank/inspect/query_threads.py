@@ -1,0 +1,118 @@
+"""Background threads that answer queries while the main thread runs a cell.
+
+`QueryThreads` is the thread for repeated queries (one for status, one for completion), started by the first query; an
+expression to evaluate gets a thread of its own (`answer_in_thread`). What answers is imported by the first query.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from rankbook.errors import ProtocolError
+from rankbook.protocol.queries import Answer, GetValue, Hint, Look, QueryFailed
+from rankbook.rank.tracebacks import name_of
+
+_Q = TypeVar("_Q", bound=Look | Hint | GetValue)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | GetValue, contravariant=True)
+
+
+class QueryHandler(Protocol[_Q_contra]):
+    """Interface of an object that answers queries."""
+
+    def answer(self, question: _Q_contra) -> Answer:
+        """Answer a query, or return `QueryFailed` with the reason."""
+
+
+class RepeatedQueryHandler(QueryHandler[_Q_contra], Protocol[_Q_contra]):
+    """A handler for queries that are repeated all the time."""
+
+    def at_once(self, question: _Q_contra) -> Answer | None:
+        """Return the answer if it is cheap, else None."""
+
+
+class QueryThreads(Generic[_Q]):
+    """A background thread that answers queries with `send`.
+
+    `make` creates the handler once, on that thread: it imports modules that a rank needs for nothing else.
+    """
+
+    def __init__(self, send: Callable[[Answer], None], make: Callable[[], RepeatedQueryHandler[_Q]]) -> None:
+        self._send = send
+        self._make = make
+        self._questions: queue.SimpleQueue[_Q] = queue.SimpleQueue()
+        self._started = _thread.allocate_lock()
+        self._looks: RepeatedQueryHandler[_Q] | None = None
+        self._asked = self._answered = 0
+
+    def put(self, question: _Q) -> None:
+        """Queue `question` for the thread. Called on the control thread.
+
+        A cheap answer is given on the control thread itself, which saves waking another thread beside a computing cell.
+        """
+        looks = self._looks
+        if looks is not None and self._asked == self._answered:
+            answer = self._try(looks.at_once, question)
+            if answer is not None:
+                _send(self._send, "look", question, answer)
+                return
+        self._asked += 1
+        self._questions.put(question)
+        if self._started.acquire(blocking=False):
+            _thread.start_new_thread(self._run, ())  # Thread.start would wait for the new thread
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
+        while True:
+            question = self._questions.get()
+            answer = self._try(self._answer, question)
+            assert answer is not None
+            _send(self._send, "look", question, answer)
+            self._answered += 1
+
+    def _answer(self, question: _Q) -> Answer:
+        self._looks = self._looks or self._make()
+        return self._looks.answer(question)
+
+    def _try(self, answer: Callable[[_Q], Answer | None], question: _Q) -> Answer | None:
+        try:
+            return answer(question)
+        except BaseException as error:  # noqa: BLE001 - reported to the notebook; the next query may succeed
+            return _failed("look", question, error)
+
+
+def answer_in_thread(
+    send: Callable[[Answer], None], make: Callable[[], QueryHandler[GetValue]], question: GetValue
+) -> None:
+    """Answer a query on a thread of its own, because it may be slow and other queries would wait. Any thread."""
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            answer = make().answer(question)
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer = _failed("peek", question, error)
+        _send(send, "peek", question, answer)
+
+    _thread.start_new_thread(run, ())
+
+
+def _send(send: Callable[[Answer], None], what: str, question: Look | Hint | GetValue, answer: Answer) -> None:
+    """Send an answer, or the reason why it cannot be encoded: user code may have given an object odd names."""
+    try:
+        send(answer)
+    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+        send(_failed(what, question, error))
+
+
+def _failed(what: str, question: Look | Hint | GetValue, error: BaseException) -> Answer:
+    """Return the answer that reports `error`. Called in the `except` block of `error`."""
+    try:
+        message = f"{error}\n{traceback.format_exc()}"
+    except BaseException:  # noqa: BLE001 - the error's own __str__ is user code
+        message = name_of(error)
+    return QueryFailed(question.token, f"a {what} at the rank failed: {message}")
